@@ -1,0 +1,93 @@
+"""Durable delayed message delivery: sent now, delivered when due, never lost, never early."""
+
+from delayline.clock import Clock, SystemClock
+from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
+from delayline.delayed.store import (
+    BatchStore,
+    DelayedMessageStore,
+    DueCount,
+    ManagedStore,
+    Outcome,
+    StoreInfrastructure,
+    StoreTransactions,
+    StoreWakeUps,
+)
+from delayline.endpoint import Endpoint
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    CorruptHeaders,
+    DelaylineError,
+    DispatchFailed,
+    InvalidDueTime,
+    InvalidMessage,
+    MissingExtra,
+    NewerSchema,
+    NotStarted,
+    QueueNotFound,
+    StorageFull,
+    UnsupportedTransactionMode,
+)
+from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
+from delayline.message import DelayedMessage, Headers, Message
+from delayline.pipeline import MessageContext
+from delayline.recoverability import Recoverability
+from delayline.sync import SyncEndpoint
+from delayline.transaction import Guarantee, Transaction, TransactionMode, guarantee
+from delayline.transport import (
+    ManagedQueues,
+    ReceivedMessage,
+    Receiver,
+    Transport,
+    TransportOperation,
+    TransportTransactions,
+)
+
+__all__ = [
+    "BackendUnavailable",
+    "BackendUnusable",
+    "BatchStore",
+    "Clock",
+    "ConfigurationError",
+    "CorruptHeaders",
+    "DelayedDelivery",
+    "DelayedMessage",
+    "DelayedMessageStore",
+    "DelaylineError",
+    "DispatchFailed",
+    "DueCount",
+    "Endpoint",
+    "Guarantee",
+    "Headers",
+    "InvalidDueTime",
+    "InvalidMessage",
+    "ManagedQueues",
+    "ManagedStore",
+    "MemoryDelayedMessageStore",
+    "MemoryTransport",
+    "Message",
+    "MessageContext",
+    "MissingExtra",
+    "NewerSchema",
+    "NotStarted",
+    "Outcome",
+    "QueueNotFound",
+    "ReceivedMessage",
+    "Receiver",
+    "Recoverability",
+    "StorageFull",
+    "StoreInfrastructure",
+    "StoreTransactions",
+    "StoreWakeUps",
+    "StoredDelivery",
+    "SyncEndpoint",
+    "SystemClock",
+    "Transaction",
+    "TransactionMode",
+    "Transport",
+    "TransportOperation",
+    "TransportTransactions",
+    "UnsupportedTransactionMode",
+    "guarantee",
+]

@@ -1,0 +1,178 @@
+"""Circuit breakers: a fault that lasts becomes a critical error, one that passes does not (reference 1.10)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from delayline.events import Event, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from delayline.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+DELAY_WHEN_ARMED: Final = timedelta(seconds=1)
+DELAY_WHEN_TRIGGERED: Final = timedelta(seconds=10)
+FAILURE_RATE_WINDOW: Final = timedelta(seconds=30)
+
+
+class BreakerState(Enum):
+    """Where a breaker stands."""
+
+    DISARMED = auto()
+    ARMED = auto()
+    TRIGGERED = auto()
+
+
+class RepeatedFailuresOverTime:
+    """Triggers once when failures go on for `time_to_trigger` with no success between.
+
+    Disarmed → armed at the first failure → triggered when the time has passed; any success disarms. While armed
+    each failure waits 1 s, while triggered 10 s, so that a dead back end is not hammered. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        time_to_trigger: timedelta,
+        trigger: Callable[[Exception], None],
+        clock: Clock,
+        arm: Callable[[], None] = lambda: None,
+        disarm: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.state = BreakerState.DISARMED
+        self._time_to_trigger = time_to_trigger
+        self._trigger = trigger
+        self._arm = arm
+        self._disarm = disarm
+        self._clock = clock
+        self._last: Exception = Exception()
+        self._timer: asyncio.Task[None] | None = None
+
+    def success(self) -> None:
+        """Disarm. Nearly free when disarmed already. An error of the disarm action is logged and raised."""
+        if self.state is BreakerState.DISARMED:
+            return
+        self.state = BreakerState.DISARMED
+        self._stop_timer()
+        emit(logger, logging.INFO, Event.BREAKER_DISARMED, "The circuit breaker for '%s' is now disarmed.", self.name)
+        self._run(self._disarm, "disarm")
+
+    async def failure(self, error: Exception) -> None:
+        """Note a failure, arming the breaker, then wait 1 s (10 s once triggered). Cancellable."""
+        self.note(error)
+        wait = DELAY_WHEN_TRIGGERED if self.state is BreakerState.TRIGGERED else DELAY_WHEN_ARMED
+        await self._clock.sleep(wait.total_seconds())
+
+    def note(self, error: Exception) -> None:
+        """Note a failure without waiting: for faults of one message, which must not hold up the others."""
+        self._last = error
+        if self.state is not BreakerState.DISARMED:
+            return
+        self.state = BreakerState.ARMED
+        self._run(self._arm, "arm")
+        self._timer = asyncio.get_running_loop().create_task(self._trigger_later(), name=f"breaker {self.name}")
+        emit(
+            logger,
+            logging.WARNING,
+            Event.BREAKER_ARMED,
+            "The circuit breaker for '%s' is now in the armed state due to '%s' and might trigger in '%s' "
+            "when not disarmed.",
+            self.name,
+            error,
+            self._time_to_trigger,
+        )
+
+    def close(self) -> None:
+        """Stop the timer; nothing triggers any more. Idempotent."""
+        self._stop_timer()
+
+    async def _trigger_later(self) -> None:
+        await self._clock.sleep(self._time_to_trigger.total_seconds())
+        if self.state is BreakerState.DISARMED:
+            return
+        self.state = BreakerState.TRIGGERED
+        emit(
+            logger,
+            logging.WARNING,
+            Event.BREAKER_TRIGGERED,
+            "The circuit breaker for '%s' will now be triggered with exception '%s'.",
+            self.name,
+            self._last,
+            exception=self._last,
+        )
+        try:
+            self._trigger(self._last)
+        except Exception:
+            logger.critical("The trigger action of the circuit breaker for '%s' failed.", self.name, exc_info=True)
+
+    def _run(self, action: Callable[[], None], name: str) -> None:
+        try:
+            action()
+        except Exception:
+            logger.exception("The %s action of the circuit breaker for '%s' failed.", name, self.name)
+            raise
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class FailureRate:
+    """Triggers on every failure beyond `maximum_per_second` × 30 within one 30 s window; never waits.
+
+    Windows tumble from the breaker's construction on. Belongs to one event loop.
+    """
+
+    def __init__(
+        self, name: str, *, maximum_per_second: int, trigger: Callable[[Exception], None], clock: Clock
+    ) -> None:
+        self.name = name
+        self._limit = maximum_per_second * int(FAILURE_RATE_WINDOW.total_seconds())
+        self._trigger = trigger
+        self._clock = clock
+        self._started = clock.now()
+        self._count = 0
+        self._timer: asyncio.Task[None] | None = None
+
+    def failure(self, error: Exception) -> None:
+        """Count a failure; beyond the limit run the trigger action, whose own errors are logged."""
+        self._count += 1
+        if self._count == 1:
+            emit(logger, logging.WARNING, Event.BREAKER_ARMED, "The circuit breaker for '%s' is now armed.", self.name)
+            self._timer = asyncio.get_running_loop().create_task(self._reset_later(), name=f"breaker {self.name}")
+        if self._count <= self._limit:
+            return
+        emit(
+            logger,
+            logging.WARNING,
+            Event.BREAKER_TRIGGERED,
+            "The circuit breaker for '%s' will now be triggered with exception '%s'.",
+            self.name,
+            error,
+        )
+        try:
+            self._trigger(error)
+        except Exception:
+            logger.critical("The trigger action of the circuit breaker for '%s' failed.", self.name, exc_info=True)
+
+    def close(self) -> None:
+        """Stop the window's timer. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _reset_later(self) -> None:
+        into_window = (self._clock.now() - self._started) % FAILURE_RATE_WINDOW
+        await self._clock.sleep((FAILURE_RATE_WINDOW - into_window).total_seconds())
+        self._count = 0
+        emit(logger, logging.INFO, Event.BREAKER_DISARMED, "The circuit breaker for '%s' is now disarmed.", self.name)

@@ -1,0 +1,42 @@
+"""The only place that reads the time: everything else asks a Clock."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Clock(Protocol):
+    """Tells the time and waits; tests pass a `delayline.testing.ManualClock`."""
+
+    def now(self) -> datetime:
+        """Return the current instant as an aware UTC datetime."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds` have passed; at once when zero or less. Cancellable."""
+        ...
+
+
+class SystemClock:
+    """The wall clock of this machine; its sleeps follow the monotonic clock."""
+
+    def now(self) -> datetime:
+        """Return the wall clock's UTC time."""
+        return datetime.now(UTC)
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep on the running event loop."""
+        await asyncio.sleep(max(0.0, seconds))
+
+
+def to_microseconds(instant: datetime) -> int:
+    """Return whole microseconds since 1970 UTC: exact, unlike `datetime.timestamp()`."""
+    since = instant - EPOCH
+    return (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds
+
+
+def from_microseconds(microseconds: int) -> datetime:
+    """Return the aware UTC datetime that many microseconds after 1970."""
+    return EPOCH + timedelta(microseconds=microseconds)

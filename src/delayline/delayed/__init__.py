@@ -1,0 +1,1 @@
+"""How a message waits, whatever the technology."""

@@ -1,0 +1,256 @@
+"""The ways a message can wait; StoredDelivery keeps it in a delayed message store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Protocol
+
+from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
+from delayline.delayed.grouping import StoreGroup
+from delayline.delayed.one_at_a_time import batches_of
+from delayline.delayed.poller import Poller
+from delayline.delayed.recovery import Recovery
+from delayline.delayed.store import StoreInfrastructure, StoreTransactions, StoreWakeUps
+from delayline.errors import ConfigurationError, NotStarted
+from delayline.message import DelayedMessage
+from delayline.transaction import share_transactions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+    from datetime import datetime
+
+    from delayline.clock import Clock
+    from delayline.delayed.store import DelayedMessageStore
+    from delayline.transaction import Transaction, TransactionMode
+    from delayline.transport import Transport, TransportOperation
+
+THIRTY_SECONDS: Final = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryHost:
+    """What a delayed delivery learns from the endpoint it belongs to."""
+
+    endpoint_name: str
+    transport: Transport
+    mode: TransactionMode
+    error_queue: str
+    clock: Clock
+    critical_error: Callable[[str, Exception], None]
+    """Reports a fault that lasted too long; returns at once."""
+
+
+class DelayedDelivery(Protocol):
+    """A way of waiting. An endpoint has exactly one, and drives it in this order: bind, set up, start, defer, stop."""
+
+    @property
+    def transaction_domain(self) -> Hashable | None:
+        """Equal to the transport's domain when deferring can be part of its transactions."""
+        ...
+
+    def bind(self, host: DeliveryHost) -> None:
+        """Learn whose messages these are; called once before anything else. No I/O."""
+        ...
+
+    async def setup_infrastructure(self) -> None:
+        """Create what waiting needs. Idempotent."""
+        ...
+
+    async def start(self) -> None:
+        """Begin to deliver what is due. Raises UnsupportedTransactionMode or a BackendUnusable."""
+        ...
+
+    async def stop(self) -> None:
+        """Finish what is in flight and stop; nothing is lost. Idempotent."""
+        ...
+
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        """Keep the operation until `due`, durably on return or at the commit of `transaction`; overdue means now."""
+        ...
+
+
+class StoredDelivery:
+    """Delayed delivery through a delayed message store and a poller, over any transport (seeds 000).
+
+    number_of_retries: further attempts to forward a due message after the first failed one; 0 or more.
+    time_to_trigger_..._circuit_breaker: how long storing, fetching or dispatching may fail before a critical error.
+    maximum_recovery_failures_per_second: how often moving or counting failed messages may itself fail; 1 or more.
+    batch_size, batch_bytes: how much the poller takes at once; both 1 or more.
+    polling: False stores only and leaves dispatching to other processes of the same endpoint.
+    """
+
+    def __init__(
+        self,
+        store: DelayedMessageStore,
+        *,
+        number_of_retries: int = 0,
+        time_to_trigger_store_circuit_breaker: timedelta = THIRTY_SECONDS,
+        time_to_trigger_fetch_circuit_breaker: timedelta = THIRTY_SECONDS,
+        time_to_trigger_dispatch_circuit_breaker: timedelta = THIRTY_SECONDS,
+        maximum_recovery_failures_per_second: int = 1,
+        batch_size: int = 500,
+        batch_bytes: int = 16 * 1024 * 1024,
+        polling: bool = True,
+    ) -> None:
+        self.store = store
+        self.number_of_retries = _whole("number_of_retries", number_of_retries, at_least=0)
+        self.time_to_trigger_store_circuit_breaker = _positive(
+            "time_to_trigger_store_circuit_breaker", time_to_trigger_store_circuit_breaker
+        )
+        self.time_to_trigger_fetch_circuit_breaker = _positive(
+            "time_to_trigger_fetch_circuit_breaker", time_to_trigger_fetch_circuit_breaker
+        )
+        self.time_to_trigger_dispatch_circuit_breaker = _positive(
+            "time_to_trigger_dispatch_circuit_breaker", time_to_trigger_dispatch_circuit_breaker
+        )
+        self.maximum_recovery_failures_per_second = _whole(
+            "maximum_recovery_failures_per_second", maximum_recovery_failures_per_second, at_least=1
+        )
+        self.batch_size = _whole("batch_size", batch_size, at_least=1)
+        self.batch_bytes = _whole("batch_bytes", batch_bytes, at_least=1)
+        self.polling = polling
+        self._host: DeliveryHost | None = None
+        self._group: StoreGroup | None = None
+        self._poller: Poller | None = None
+        self._closers: list[Callable[[], None]] = []
+
+    @property
+    def transaction_domain(self) -> Hashable | None:
+        """The store's domain, or None for a store without transactions."""
+        return self.store.transaction_domain if isinstance(self.store, StoreTransactions) else None
+
+    @property
+    def host(self) -> DeliveryHost:
+        """The endpoint this delivery belongs to. Raises NotStarted before `bind`."""
+        if self._host is None:
+            raise NotStarted(
+                "this StoredDelivery belongs to no endpoint yet: pass it to Endpoint(delayed_delivery=...)"
+            )
+        return self._host
+
+    def bind(self, host: DeliveryHost) -> None:
+        """Belong to that endpoint. Raises ConfigurationError when it belongs to another one already."""
+        if self._host is not None and self._host.endpoint_name != host.endpoint_name:
+            raise ConfigurationError(
+                f"this StoredDelivery belongs to endpoint {self._host.endpoint_name!r}; "
+                f"give endpoint {host.endpoint_name!r} one of its own"
+            )
+        self._host = host
+
+    async def setup_infrastructure(self) -> None:
+        """Create the store's tables where the store can; runs before `start` (seeds 000, 001)."""
+        if isinstance(self.store, StoreInfrastructure):
+            await self.store.setup_infrastructure(self.host.endpoint_name)
+
+    async def start(self) -> None:
+        """Open the store, then start the poller."""
+        host = self.host
+        await self.store.initialize(host.endpoint_name, host.mode)
+        self._group = StoreGroup(self.store, self._breaker("DelayedDeliveryStore", "Failed to store delayed message"))
+        if self.polling:
+            self._poller = self._new_poller()
+            if isinstance(self.store, StoreWakeUps):
+                self._closers.append(self.store.on_stored(self._poller.signal))
+            self._poller.start()
+
+    async def stop(self) -> None:
+        """Let the poller finish its batch and the waiting stores end, then close the store if it can be closed."""
+        if self._poller is not None:
+            await self._poller.stop()
+            self._poller = None
+        if self._group is not None:
+            await self._group.stop()
+            self._group = None
+            for close in reversed(self._closers):
+                close()
+            self._closers.clear()
+            close_store = getattr(self.store, "close", None)
+            if close_store is not None:
+                await close_store()
+
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        """Store the operation until `due`; what is due already goes straight to the transport (reference 1.7)."""
+        if self._group is None:
+            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
+        if due <= self.host.clock.now():
+            await self.host.transport.dispatch([operation], transaction)
+            return
+        message = DelayedMessage(operation.message, operation.destination, due)
+        if transaction is None:
+            await self._group.store(message)
+            self._signal(due)
+        else:
+            await self.store.store(message, transaction)
+            transaction.after_commit(lambda: self._signal(due))
+
+    def _signal(self, due: datetime) -> None:
+        if self._poller is not None:
+            self._poller.signal(due)
+
+    def _new_poller(self) -> Poller:
+        host, batches = self.host, batches_of(self.store, self.host.clock)
+        shared = (
+            self.store.transaction
+            if isinstance(self.store, StoreTransactions) and share_transactions(self.store, host.transport)
+            else None
+        )
+        dispatch_breaker = self._breaker("DelayedMessageDispatch", "Failed to dispatch delayed messages to destination")
+        recovery = Recovery(
+            batches,
+            host,
+            number_of_retries=self.number_of_retries,
+            transaction=shared,
+            failure_rate=self._failure_rate(),
+        )
+        return Poller(
+            batches,
+            host,
+            recovery=recovery,
+            transaction=shared,
+            fetch_breaker=self._breaker("DelayedMessageFetch", "Failed to fetch due delayed messages from the storage"),
+            dispatch_breaker=dispatch_breaker,
+            batch_size=self.batch_size,
+            batch_bytes=self.batch_bytes,
+        )
+
+    def _breaker(self, name: str, text: str) -> RepeatedFailuresOverTime:
+        host = self.host
+        times = {
+            "DelayedDeliveryStore": self.time_to_trigger_store_circuit_breaker,
+            "DelayedMessageFetch": self.time_to_trigger_fetch_circuit_breaker,
+            "DelayedMessageDispatch": self.time_to_trigger_dispatch_circuit_breaker,
+        }
+        breaker = RepeatedFailuresOverTime(
+            name,
+            time_to_trigger=times[name],
+            trigger=lambda error: host.critical_error(text, error),
+            clock=host.clock,
+        )
+        self._closers.append(breaker.close)
+        return breaker
+
+    def _failure_rate(self) -> FailureRate:
+        host = self.host
+        rate = FailureRate(
+            "DelayedMessageFailureHandling",
+            maximum_per_second=self.maximum_recovery_failures_per_second,
+            trigger=lambda error: host.critical_error(
+                "Failed to execute error handling for delayed message forwarding", error
+            ),
+            clock=host.clock,
+        )
+        self._closers.append(rate.close)
+        return rate
+
+
+def _whole(name: str, value: int, *, at_least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ConfigurationError(f"{name} must be a whole number of {at_least} or more, not {value!r}")
+    return value
+
+
+def _positive(name: str, value: timedelta) -> timedelta:
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise ConfigurationError(f"{name} must be a timedelta longer than zero, not {value!r}")
+    return value

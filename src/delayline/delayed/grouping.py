@@ -1,0 +1,97 @@
+"""Concurrent sends share transactions: each waits for its own message only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from delayline.delayed.store import BatchStore
+from delayline.errors import DelaylineError
+from delayline.events import Event, emit
+
+if TYPE_CHECKING:
+    from delayline.circuit_breaker import RepeatedFailuresOverTime
+    from delayline.delayed.store import DelayedMessageStore
+    from delayline.message import DelayedMessage
+
+logger = logging.getLogger(__name__)
+
+MAXIMUM_GROUP: Final = 500
+
+Waiting = tuple["DelayedMessage", "asyncio.Future[None]"]
+
+
+class StoreGroup:
+    """Stores messages; those that arrive while a transaction is under way go together into the next one."""
+
+    def __init__(self, store: DelayedMessageStore, breaker: RepeatedFailuresOverTime) -> None:
+        self._store = store
+        self._batches = store if isinstance(store, BatchStore) else None
+        self._breaker = breaker
+        self._waiting: list[Waiting] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def store(self, message: DelayedMessage) -> None:
+        """Return when the message is durable; raise what its store raised. Cancelling the caller stores it anyway."""
+        try:
+            if self._batches is None:
+                await self._store.store(message)
+            else:
+                done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiting.append((message, done))
+                if self._writer is None:
+                    self._writer = asyncio.create_task(self._write(self._batches), name="delayline store group")
+                await done
+        except Exception as error:
+            emit(
+                logger,
+                logging.WARNING,
+                Event.STORE_FAILED,
+                "Error while storing delayed message %s: %s",
+                message.id,
+                error,
+                message=message,
+            )
+            await self._breaker.failure(error)
+            raise
+        self._breaker.success()
+        emit(logger, logging.DEBUG, Event.STORED, "stored %s due %s", message.id, message.due, messages=(message,))
+
+    async def stop(self) -> None:
+        """Wait until everything accepted so far is stored or has failed."""
+        while self._writer is not None:
+            await asyncio.wait([self._writer])
+
+    async def _write(self, batches: BatchStore) -> None:
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting[:MAXIMUM_GROUP], self._waiting[MAXIMUM_GROUP:]
+                await self._write_group(batches, group)
+        finally:
+            self._writer = None
+
+    async def _write_group(self, batches: BatchStore, group: list[Waiting]) -> None:
+        try:
+            await batches.store_many([message for message, _ in group])
+        except DelaylineError as error:
+            _finish(group, error)
+        except Exception as error:
+            if len(group) == 1:
+                _finish(group, error)
+                return
+            # One message the store cannot take must not fail its neighbours.
+            for one in group:
+                await self._write_group(batches, [one])
+        else:
+            _finish(group, None)
+
+
+def _finish(group: list[Waiting], error: Exception | None) -> None:
+    for _, done in group:
+        if done.done():
+            continue
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)

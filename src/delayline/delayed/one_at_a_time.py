@@ -1,0 +1,89 @@
+"""A store with the six verbs only, driven as the document describes: one message at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from delayline.delayed.store import BatchStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from delayline.clock import Clock
+    from delayline.delayed.store import DelayedMessageStore
+    from delayline.message import DelayedMessage
+    from delayline.transaction import Transaction
+
+
+class PolledStore(BatchStore, Protocol):
+    """What the poller asks of a store, whichever way it is provided."""
+
+    async def next_due(self) -> datetime | None:
+        """Return the earliest due time of any message, or None."""
+        ...
+
+
+class OneAtATime:
+    """Gives a six-verb store the shape of a BatchStore.
+
+    A message that backs off stays locked, out of everybody's way, and is counted as failed when its time has come:
+    six verbs have no other place to wait in. A crash in between costs its last attempt's count, never the message.
+    """
+
+    def __init__(self, store: DelayedMessageStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._released: list[DelayedMessage] = []
+        self._backing_off: list[tuple[datetime, DelayedMessage]] = []
+
+    async def next_due(self) -> datetime | None:
+        """Return the store's next due time, or when the first message has backed off long enough."""
+        times = [at for at, _ in self._backing_off] + [message.due for message in self._released]
+        stored = await self._store.next_due()
+        return min([*times, stored] if stored is not None else times, default=None)
+
+    async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
+        """Store each."""
+        for message in messages:
+            await self._store.store(message, transaction)
+
+    async def fetch_due(
+        self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
+    ) -> Sequence[DelayedMessage]:
+        """Return the next due message, or none."""
+        del limit, max_bytes
+        await self._end_back_off()
+        if self._released:
+            return [self._released.pop(0)]
+        held = {message.id for _, message in self._backing_off}
+        while (message := await self._store.fetch_next_due(at, transaction)) is not None:
+            if message.id not in held:
+                return [message]
+            held.discard(message.id)  # its lease ran out and we have it again: go on to the next one
+        return []
+
+    async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
+        """Remove each and return how many were still there."""
+        return sum([await self._store.remove(message, transaction) for message in messages])
+
+    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
+        """Keep the messages locked until `at`, then count them as failed, which unlocks them."""
+        self._backing_off += [(at, message) for message in messages]
+        self._backing_off.sort(key=lambda entry: entry[0])
+        return len(messages)
+
+    async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
+        """Keep the messages, locked, for the next fetch."""
+        self._released += messages
+
+    async def _end_back_off(self) -> None:
+        while self._backing_off and self._backing_off[0][0] <= self._clock.now():
+            _, message = self._backing_off[0]
+            await self._store.increment_failure_count(message)
+            del self._backing_off[0]
+
+
+def batches_of(store: DelayedMessageStore, clock: Clock) -> PolledStore:
+    """Return the store itself when it works in batches, else a face that drives it one message at a time."""
+    return store if isinstance(store, BatchStore) else OneAtATime(store, clock)

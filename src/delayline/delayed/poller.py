@@ -1,0 +1,259 @@
+"""The poller: wake when something is due, fetch it, dispatch it, remove it, sleep until the next due time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
+from delayline.events import Event, emit
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from datetime import datetime
+
+    from delayline.circuit_breaker import RepeatedFailuresOverTime
+    from delayline.delayed.delivery import DeliveryHost
+    from delayline.delayed.one_at_a_time import PolledStore
+    from delayline.delayed.recovery import Recovery
+    from delayline.message import DelayedMessage
+    from delayline.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+MAXIMUM_SLEEP: Final = timedelta(seconds=60)  # reference 1.8
+#: How long to leave messages alone that are due but locked by somebody else (reference H5).
+LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
+
+Failures = list[tuple["DelayedMessage", Exception]]
+
+
+class Poller:
+    """Moves due messages from the store to their destinations, strictly in the order of their due times.
+
+    With `transaction` a batch is fetched, dispatched and removed in one; without it the store's locks hold the batch
+    and each message is removed after it was sent. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        store: PolledStore,
+        host: DeliveryHost,
+        *,
+        recovery: Recovery,
+        transaction: Callable[[], Transaction] | None,
+        fetch_breaker: RepeatedFailuresOverTime,
+        dispatch_breaker: RepeatedFailuresOverTime,
+        batch_size: int,
+        batch_bytes: int,
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._clock = host.clock
+        self._recovery = recovery
+        self._transaction = transaction
+        self._fetch_breaker = fetch_breaker
+        self._dispatch_breaker = dispatch_breaker
+        self._batch_size = batch_size
+        self._batch_bytes = batch_bytes
+        self._stopping = asyncio.Event()
+        self._woken = asyncio.Event()
+        self._wakes_at: datetime | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._isolating = 0
+        self._sent: Sequence[DelayedMessage] = ()
+
+    def start(self) -> None:
+        """Begin polling on the running event loop."""
+        self._task = asyncio.create_task(self._run(), name=f"delayline poller {self._host.endpoint_name}")
+
+    async def stop(self) -> None:
+        """Finish the batch in flight, then return. Idempotent."""
+        self._stopping.set()
+        self._woken.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self._task = None
+
+    def signal(self, due: datetime) -> None:
+        """Wake up if `due` is earlier than what the poller sleeps for. Never blocks; signals coalesce."""
+        if self._wakes_at is None or due < self._wakes_at:
+            self._woken.set()
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._woken.clear()
+            self._wakes_at = None
+            try:
+                due = await self._store.next_due()
+            except Exception as error:
+                await self._fetch_failed(error)
+                continue
+            now = self._clock.now()
+            if due is not None and due <= now:
+                if await self._dispatch_due(now) == 0:
+                    await self._sleep_until(now + LOCKED_ELSEWHERE)
+            else:
+                self._fetch_breaker.success()
+                latest = now + MAXIMUM_SLEEP
+                await self._sleep_until(latest if due is None else min(due, latest))
+        if self._sent:
+            await self._remove_sent()
+
+    async def _dispatch_due(self, now: datetime) -> int:
+        """Move one batch and return its size; whatever goes wrong with it is dealt with here."""
+        limit = 1 if self._isolating else self._batch_size
+        batch: Sequence[DelayedMessage] = ()
+        failures: Failures = []
+        try:
+            if self._sent and not await self._remove_sent():
+                return 1
+            async with self._scope() as transaction:
+                batch = await self._fetch(now, limit, transaction)
+                if batch:
+                    failures = await self._forward(batch, transaction)
+        except Exception as error:
+            if batch:
+                await self._batch_failed(batch, error)
+            else:
+                await self._fetch_failed(error)
+            return 1
+        for message, reason in failures:
+            await self._message_failed(message, reason)
+        self._isolating = max(0, self._isolating - len(batch))
+        return len(batch)
+
+    def _scope(self) -> AbstractAsyncContextManager[Transaction | None]:
+        return contextlib.nullcontext() if self._transaction is None else self._transaction()
+
+    async def _fetch(self, now: datetime, limit: int, transaction: Transaction | None) -> Sequence[DelayedMessage]:
+        batch = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
+        self._fetch_breaker.success()
+        if batch:
+            emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(batch), messages=batch)
+        return batch
+
+    async def _forward(self, batch: Sequence[DelayedMessage], transaction: Transaction | None) -> Failures:
+        """Dispatch and remove the batch; return the messages that could not be sent and are still stored."""
+        failures = await self._send(batch, transaction)
+        missing = [failure for failure in failures if isinstance(failure[1], QueueNotFound)]
+        if missing:
+            failures = [failure for failure in failures if not isinstance(failure[1], QueueNotFound)]
+            failures += await self._send_to_error_queue(missing, transaction)
+        kept = {id(message) for message, _ in failures}
+        sent = [message for message in batch if id(message) not in kept]
+        if sent:
+            self._dispatch_breaker.success()
+            emit(logger, logging.DEBUG, Event.DISPATCHED, "dispatched %d messages", len(sent), messages=sent)
+            if transaction is None:
+                self._sent = sent
+                await self._remove_sent()
+            else:
+                await self._remove(sent, transaction)
+        return failures
+
+    async def _send(self, batch: Sequence[DelayedMessage], transaction: Transaction | None) -> Failures:
+        operations = [TransportOperation(message.message, message.destination) for message in batch]
+        try:
+            await self._host.transport.dispatch(operations, transaction)
+        except DispatchFailed as failed:
+            return [(batch[position], error) for position, error in failed.failures.items()]
+        return []
+
+    async def _send_to_error_queue(self, missing: Failures, transaction: Transaction | None) -> Failures:
+        operations = [self._recovery.error_operation(message, error) for message, error in missing]
+        try:
+            await self._host.transport.dispatch(operations, transaction)
+        except DispatchFailed as failed:
+            return [missing[position] for position in failed.failures]
+        for message, error in missing:
+            moved = functools.partial(self._recovery.moved, message, error)
+            moved() if transaction is None else transaction.after_commit(moved)
+        return []
+
+    async def _remove(self, sent: Sequence[DelayedMessage], transaction: Transaction | None) -> None:
+        removed = await self._store.remove_many(sent, transaction)
+        if removed < len(sent):
+            emit(
+                logger,
+                logging.WARNING,
+                Event.ALREADY_REMOVED,
+                "Potential more-than-once dispatch as delayed message already removed from storage. (%d of %d)",
+                len(sent) - removed,
+                len(sent),
+                messages=sent,
+            )
+        emit(logger, logging.DEBUG, Event.REMOVED, "removed %d messages", removed, messages=sent)
+
+    async def _remove_sent(self) -> bool:
+        """Remove what was sent without a transaction; until that works nothing else is sent (reference H7)."""
+        try:
+            await self._remove(self._sent, None)
+        except Exception as error:
+            await self._pause(self._dispatch_breaker.failure(error))
+            return False
+        self._sent = ()
+        return True
+
+    async def _batch_failed(self, batch: Sequence[DelayedMessage], error: Exception) -> None:
+        """Decide whose fault it was: the back end's, one message's, or, not known yet, of one among several."""
+        if len(batch) > 1 or isinstance(error, BackendUnavailable):
+            if self._transaction is None:
+                await self._release(batch)
+        else:
+            await self._message_failed(batch[0], error)
+            return
+        if isinstance(error, BackendUnavailable):
+            emit(logger, logging.ERROR, Event.DISPATCH_FAILED, "Failure during polling: %s", error, messages=batch)
+            await self._pause(self._dispatch_breaker.failure(error))
+        else:
+            self._isolating = len(batch)
+
+    async def _release(self, batch: Sequence[DelayedMessage]) -> None:
+        try:
+            await self._store.release_many(batch)
+        except Exception as error:
+            await self._fetch_failed(error)
+
+    async def _message_failed(self, message: DelayedMessage, error: Exception) -> None:
+        self._dispatch_breaker.note(error)
+        await self._recovery.failed(message, error)
+
+    async def _fetch_failed(self, error: Exception) -> None:
+        emit(
+            logger,
+            logging.ERROR,
+            Event.FETCH_FAILED,
+            "Failed to poll and dispatch due timeouts from storage: %s",
+            error,
+            exception=error,
+        )
+        await self._pause(self._fetch_breaker.failure(error))
+
+    async def _sleep_until(self, wake_at: datetime) -> None:
+        self._wakes_at = wake_at
+        seconds = (wake_at - self._clock.now()).total_seconds()
+        if seconds > 0 and not self._woken.is_set():
+            emit(logger, logging.DEBUG, Event.SLEEPS, "sleeps until %s", wake_at, until=wake_at)
+            await _first_of(self._woken.wait(), self._clock.sleep(seconds))
+            emit(logger, logging.DEBUG, Event.WOKE, "woke")
+
+    async def _pause(self, wait: Coroutine[None, None, None]) -> None:
+        await _first_of(self._stopping.wait(), wait)
+
+
+async def _first_of(*waits: Coroutine[None, None, object]) -> None:
+    """Wait for the first of them and cancel the rest."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

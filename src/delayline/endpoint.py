@@ -1,0 +1,281 @@
+"""The endpoint: a named party that sends messages, now or delayed, and handles those that arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
+
+from delayline.clock import SystemClock
+from delayline.delayed.delivery import DelayedDelivery, DeliveryHost
+from delayline.delayed.store import ManagedStore
+from delayline.errors import ConfigurationError, NotStarted
+from delayline.events import Event, emit
+from delayline.outgoing import Composer, HeaderMap, Outgoing, check_endpoint_name
+from delayline.pipeline import Handler, Pipeline
+from delayline.recoverability import Recoverability
+from delayline.transaction import Guarantee, TransactionMode, guarantee, strongest_mode
+
+if TYPE_CHECKING:
+    from datetime import datetime, timedelta
+    from types import TracebackType
+
+    from delayline.clock import Clock
+    from delayline.message import Body
+    from delayline.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
+
+DEFAULT_CONCURRENCY: Final = max(2, os.cpu_count() or 2)  # reference 1.1
+
+
+async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
+    """Stop the endpoint: the default for critical errors, which are logged before this runs."""
+    del text, error
+    await endpoint.stop()
+
+
+class Endpoint:
+    """A named party: it sends, its input queue carries its name, its delayed delivery keeps what is due later.
+
+    transaction_mode: the strongest that transport and delayed delivery can honour together when left out.
+    error_queue: where messages go that cannot be handled or forwarded.
+    recoverability: how handler failures are retried; the defaults where the transaction mode allows retries.
+    concurrency: how many messages are handled at once.
+    send_only: no input queue and no handlers; the delayed delivery still runs.
+    on_critical_error: what to do when a fault lasted too long; logged first. The default stops the endpoint.
+    setup_infrastructure: create queues and tables at start; False leaves that to `delayline setup`.
+    Use it as `async with endpoint:`; it belongs to the event loop it was started on.
+    """
+
+    def __init__(  # noqa: PLR0913 - the settings of an endpoint, all keyword-only
+        self,
+        name: str,
+        *,
+        transport: Transport,
+        delayed_delivery: DelayedDelivery | None = None,
+        transaction_mode: TransactionMode | None = None,
+        error_queue: str = "error",
+        recoverability: Recoverability | None = None,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        send_only: bool = False,
+        on_critical_error: CriticalErrorAction = log_and_stop,
+        setup_infrastructure: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
+        self.name = check_endpoint_name(name)
+        self.transport = transport
+        self.delayed_delivery = delayed_delivery
+        self.error_queue = check_endpoint_name(error_queue)
+        self.send_only = send_only
+        self.transaction_mode = _mode(transaction_mode, transport, delayed_delivery)
+        self.guarantee: Guarantee = guarantee(transport, delayed_delivery, self.transaction_mode)
+        self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
+        if not isinstance(concurrency, int) or concurrency < 1:
+            raise ConfigurationError(f"concurrency must be a whole number of 1 or more, not {concurrency!r}")
+        self.concurrency = concurrency
+        self._handlers: list[Handler] = []
+        self._on_critical_error = on_critical_error
+        self._setup = setup_infrastructure
+        self._clock = clock or SystemClock()
+        self._composer = Composer(name, self._clock, reply_to=None if send_only else name)
+        self._pipeline: Pipeline | None = None
+        self._running = contextlib.AsyncExitStack()
+        self._stopped: asyncio.Event | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._actions: set[asyncio.Task[None]] = set()
+        self._host = DeliveryHost(
+            name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error
+        )
+        if delayed_delivery is not None:
+            delayed_delivery.bind(self._host)
+
+    @property
+    def handlers(self) -> tuple[Handler, ...]:
+        """The registered handlers, in the order they run."""
+        return tuple(self._handlers)
+
+    @property
+    def delayed(self) -> ManagedStore:
+        """What waits: list, count, cancel, reschedule. Raises ConfigurationError where that is not supported."""
+        store = getattr(self.delayed_delivery, "store", self.delayed_delivery)
+        if not isinstance(store, ManagedStore):
+            raise ConfigurationError(f"{type(store).__name__} cannot list, cancel or reschedule what waits")
+        return store
+
+    def handler(self, handle: Handler) -> Handler:
+        """Register a coroutine function to run for every message; usable as a decorator. Several run in order."""
+        if self.send_only:
+            raise ConfigurationError(f"endpoint {self.name!r} is send_only: it has no queue to handle messages from")
+        if not inspect.iscoroutinefunction(handle):
+            raise ConfigurationError(f"handler {handle!r} must be a coroutine function: `async def`")
+        self._handlers.append(handle)
+        return handle
+
+    async def start(self) -> None:
+        """Connect, set up, and begin to deliver and receive; receives only where handlers are registered.
+
+        Raises BackendUnavailable, BackendUnusable or ConfigurationError, having undone what it did.
+        """
+        if self._stopped is not None:
+            raise NotStarted(f"endpoint {self.name!r} is started already")
+        self._stopped, self._stopping = asyncio.Event(), None
+        try:
+            await self._start_parts()
+        except BaseException:
+            await self._running.aclose()
+            self._stopped = None
+            raise
+        emit(
+            logger,
+            logging.INFO,
+            Event.ENDPOINT_STARTED,
+            "endpoint %s started: %s, %s",
+            self.name,
+            self.transaction_mode.name,
+            self.guarantee,
+        )
+
+    async def setup(self) -> None:
+        """Create the input queue, the error queue and what delayed delivery needs. Idempotent; needs no `start`."""
+        await self.transport.start()
+        try:
+            await self._setup_infrastructure()
+        finally:
+            await self.transport.stop()
+
+    async def stop(self) -> None:
+        """Finish what is in flight, then disconnect. Idempotent; several callers wait for the same stop."""
+        if self._stopped is None:
+            return
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop_parts(), name=f"delayline stop {self.name}")
+        await asyncio.shield(self._stopping)
+
+    async def wait_stopped(self) -> None:
+        """Return when the endpoint has stopped, whoever stopped it."""
+        if self._stopped is not None:
+            await self._stopped.wait()
+
+    async def send(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        headers: HeaderMap | None = None,
+        message_id: str | None = None,
+        delay: timedelta | None = None,
+        deliver_at: datetime | None = None,
+    ) -> str:
+        """Send a message, due now, after `delay` or at `deliver_at` (aware); return its id once it is durable.
+
+        Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
+        delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
+        InvalidDueTime, NotStarted, DispatchFailed (an immediate send to a missing queue) or BackendUnavailable.
+        """
+        if self._stopped is None:
+            raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
+        outgoing = self._composer.compose(
+            destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
+        )
+        await self._dispatch(outgoing)
+        return outgoing.operation.message.id
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _dispatch(self, outgoing: Outgoing) -> None:
+        if outgoing.due is None:
+            await self.transport.dispatch([outgoing.operation])
+        elif self.delayed_delivery is None:
+            raise ConfigurationError(
+                f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
+            )
+        else:
+            await self.delayed_delivery.defer(outgoing.operation, outgoing.due)
+
+    async def _start_parts(self) -> None:
+        await self.transport.start()
+        self._running.push_async_callback(self.transport.stop)
+        if self._setup:
+            await self._setup_infrastructure()
+        if self.delayed_delivery is not None:
+            self._running.push_async_callback(self.delayed_delivery.stop)
+            await self.delayed_delivery.start()
+        if self._handlers:
+            self._pipeline = Pipeline(
+                host=self._host,
+                handlers=self._handlers,
+                delivery=self.delayed_delivery,
+                composer=self._composer,
+                recoverability=self.recoverability,
+                concurrency=self.concurrency,
+            )
+            await self._pipeline.start()
+            self._running.push_async_callback(self._pipeline.stop)
+
+    async def _setup_infrastructure(self) -> None:
+        queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]
+        await self.transport.setup_infrastructure(queues)
+        if self.delayed_delivery is not None:
+            await self.delayed_delivery.setup_infrastructure()
+
+    async def _stop_parts(self) -> None:
+        stopped = self._stopped
+        try:
+            await self._running.aclose()
+        finally:
+            self._pipeline = self._stopped = None
+            if stopped is not None:
+                stopped.set()
+            emit(logger, logging.INFO, Event.ENDPOINT_STOPPED, "endpoint %s stopped", self.name)
+
+    def _critical_error(self, text: str, error: Exception) -> None:
+        emit(logger, logging.CRITICAL, Event.CRITICAL_ERROR, "%s: %s: %s", self.name, text, error, exception=error)
+        action = asyncio.ensure_future(self._on_critical_error(self, text, error))
+        self._actions.add(action)
+        action.add_done_callback(self._actions.discard)
+
+
+def _mode(mode: TransactionMode | None, transport: Transport, delivery: DelayedDelivery | None) -> TransactionMode:
+    if mode is None:
+        return strongest_mode(transport, delivery)
+    if mode in TransactionMode.__members__.values():
+        return mode
+    raise ConfigurationError(
+        f"transaction_mode must be one of TransactionMode.{', '.join(TransactionMode.__members__)}; not {mode!r}"
+    )
+
+
+def _recoverability(
+    given: Recoverability | None, mode: TransactionMode, delivery: DelayedDelivery | None
+) -> Recoverability:
+    """Fit the defaults to the mode; refuse explicit settings that cannot work (reference 2.8)."""
+    settings = given or Recoverability()
+    if settings.delayed_retries and given is not None:
+        if mode is TransactionMode.NONE:
+            raise ConfigurationError(
+                "Delayed retries are not supported when running with TransactionMode.NONE. "
+                "Use Recoverability(delayed_retries=0) or a stronger mode"
+            )
+        if delivery is None:
+            raise ConfigurationError(
+                "Delayed retries are not supported without delayed delivery. "
+                "Use Recoverability(delayed_retries=0) or pass delayed_delivery=StoredDelivery(...)"
+            )
+    if mode is TransactionMode.NONE:
+        return replace(settings, immediate_retries=0, delayed_retries=0)
+    return replace(settings, delayed_retries=0) if delivery is None else settings

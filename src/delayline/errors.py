@@ -1,0 +1,98 @@
+"""Every error delayline raises, in one tree.
+
+DelaylineError
+├── ConfigurationError (ValueError)      a setting, name or URL that cannot work; says what to change
+│   ├── UnsupportedTransactionMode       these parts cannot honour that transaction mode
+│   └── MissingExtra (ImportError)       an optional dependency is not installed
+├── InvalidMessage (ValueError)          a message refused at the door: body, header, destination, id
+│   └── InvalidDueTime                   a delay or instant that cannot be honoured
+├── CorruptHeaders (ValueError)          stored or received headers cannot be read
+├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
+├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
+│   └── StorageFull                      no space left where messages are kept
+├── BackendUnusable (RuntimeError)       the database or broker will never work as it is; trying again will not help
+│   └── NewerSchema                      written by a newer delayline
+├── QueueNotFound (LookupError)          the destination queue does not exist
+└── DispatchFailed                       some operations of a batch were not sent; the others were
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class DelaylineError(Exception):
+    """The root: catch this to catch everything delayline raises on purpose."""
+
+
+class ConfigurationError(DelaylineError, ValueError):
+    """A setting, name or URL cannot work; the text says which value and what to do."""
+
+
+class UnsupportedTransactionMode(ConfigurationError):
+    """The transport and the delayed delivery cannot honour the transaction mode together."""
+
+
+class MissingExtra(ConfigurationError, ImportError):
+    """An optional dependency is not installed; the text has the install command."""
+
+    def __init__(self, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs an extra that is not installed. Run: pip install 'delayline[{extra}]'")
+        self.extra = extra
+
+
+class InvalidMessage(DelaylineError, ValueError):
+    """A message was refused before anything was stored or sent."""
+
+
+class InvalidDueTime(InvalidMessage):
+    """A delay or an instant cannot be honoured: naive, negative, doubled or beyond the range."""
+
+
+class CorruptHeaders(DelaylineError, ValueError):
+    """Headers that were stored or received cannot be read as str to str."""
+
+
+class NotStarted(DelaylineError, RuntimeError):
+    """The endpoint has to be started first: `async with endpoint:` or `await endpoint.start()`."""
+
+
+class BackendUnavailable(DelaylineError, ConnectionError):
+    """The database or broker does not answer now; nothing was lost and trying again may help."""
+
+
+class StorageFull(BackendUnavailable):
+    """The disk or quota that holds the messages is full; free space and try again."""
+
+
+class BackendUnusable(DelaylineError, RuntimeError):
+    """The database or broker cannot be used as it is; trying again will not help."""
+
+
+class NewerSchema(BackendUnusable):
+    """The database was set up by a newer delayline; upgrade this installation."""
+
+
+class QueueNotFound(DelaylineError, LookupError):
+    """A destination queue does not exist."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(
+            f"queue {queue!r} does not exist. Start its endpoint once, or run: delayline setup --queue NAME"
+        )
+        self.queue = queue
+
+
+class DispatchFailed(DelaylineError):
+    """Some operations of one dispatch were not sent; every other operation of it was.
+
+    `failures` maps the position of each failed operation in the dispatched sequence to its error.
+    """
+
+    def __init__(self, failures: Mapping[int, Exception]) -> None:
+        first = next(iter(failures.values()))
+        super().__init__(f"{len(failures)} operation(s) were not sent, the first because: {first}")
+        self.failures = dict(failures)

@@ -1,0 +1,56 @@
+"""Stable names for what happens, carried by every log record as its `event` attribute.
+
+Log handlers, metrics and tests follow these names; the texts beside them are for people and may change.
+"""
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import logging
+
+
+class Event(StrEnum):
+    """What a log record is about."""
+
+    ENDPOINT_STARTED = "endpoint.started"
+    ENDPOINT_STOPPED = "endpoint.stopped"
+    CRITICAL_ERROR = "endpoint.critical_error"
+    HANDLED = "receive.handled"
+    HANDLER_FAILED = "receive.handler_failed"
+    RETRIED_LATER = "receive.retried_later"
+    RECEIVE_FAILED = "receive.failed"
+    RECEIVE_LOST = "receive.lost"
+    MOVED_TO_ERROR = "error.moved"
+    ERROR_MOVE_FAILED = "error.move_failed"
+    STORED = "delayed.stored"
+    STORE_FAILED = "delayed.store_failed"
+    WOKE = "delayed.woke"
+    SLEEPS = "delayed.sleeps"
+    FETCHED = "delayed.fetched"
+    FETCH_FAILED = "delayed.fetch_failed"
+    DISPATCHED = "delayed.dispatched"
+    DISPATCH_FAILED = "delayed.dispatch_failed"
+    REMOVED = "delayed.removed"
+    ALREADY_REMOVED = "delayed.already_removed"
+    BACKED_OFF = "delayed.backed_off"
+    BREAKER_ARMED = "breaker.armed"
+    BREAKER_TRIGGERED = "breaker.triggered"
+    BREAKER_DISARMED = "breaker.disarmed"
+
+
+LOGGER_NAME: Final = "delayline"
+
+
+def emit(
+    logger: "logging.Logger",
+    level: int,
+    event: Event,
+    text: str,
+    *args: object,
+    exception: BaseException | None = None,
+    **facts: object,
+) -> None:
+    """Log `text % args` at `level` with `event` and `facts` as attributes of the record; nearly free when off."""
+    if logger.isEnabledFor(level):
+        logger.log(level, text, *args, exc_info=exception, extra={"event": event, "facts": facts}, stacklevel=2)

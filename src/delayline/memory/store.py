@@ -1,0 +1,176 @@
+"""The reference store: every capability, in this process's memory, gone with it."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from delayline.clock import EPOCH
+from delayline.delayed.store import DueCount, Outcome
+from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from datetime import datetime, timedelta
+
+    from delayline.message import DelayedMessage
+    from delayline.transaction import Transaction, TransactionMode
+
+Key = tuple["datetime", int, str]  # due, order of arrival, id
+
+
+class MemoryDelayedMessageStore:
+    """Keeps delayed messages in memory: for tests, tutorials and messages that may die with the process."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, DelayedMessage] = {}
+        self._arrivals: dict[str, int] = {}
+        self._order: list[Key] = []
+        self._locked: set[str] = set()
+        self._arrival = count()
+        self._listeners: list[Callable[[datetime], None]] = []
+
+    @property
+    def transaction_domain(self) -> Hashable:
+        """The process's memory."""
+        return DOMAIN
+
+    def transaction(self) -> MemoryTransaction:
+        """Return a transaction that memory transports can join."""
+        return MemoryTransaction()
+
+    async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
+        """Do nothing: every mode works."""
+
+    async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:
+        """Keep the message until it is due."""
+        await self.store_many([message], transaction)
+
+    async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
+        """Keep the messages, all at once."""
+        if transaction is None:
+            self._insert(messages)
+        else:
+            in_memory(transaction).on_commit(lambda: self._insert(messages))
+
+    async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
+        """Lock and return the earliest due message."""
+        batch = await self.fetch_due(at, 1, max_bytes=1, transaction=transaction)
+        return batch[0] if batch else None
+
+    async def fetch_due(
+        self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return the earliest due messages."""
+        batch: list[DelayedMessage] = []
+        size = 0
+        for due, _, message_id in self._order:
+            if due > at or len(batch) == limit:
+                break
+            if message_id in self._locked:
+                continue
+            message = self._messages[message_id]
+            size += len(message.message.body) + len(message.message.encoded_headers)
+            if batch and size > max_bytes:
+                break
+            batch.append(message)
+        ids = {message.id for message in batch}
+        self._locked |= ids
+        if transaction is not None:
+            in_memory(transaction).on_commit(lambda: self._locked.difference_update(ids))
+            in_memory(transaction).on_rollback(lambda: self._locked.difference_update(ids))
+        return batch
+
+    async def next_due(self) -> datetime | None:
+        """Return the earliest due time of an unlocked message."""
+        return next((due for due, _, message_id in self._order if message_id not in self._locked), None)
+
+    async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
+        """Delete the message."""
+        return await self.remove_many([message], transaction) == 1
+
+    async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
+        """Delete the messages; in a transaction they stay, locked, until its commit."""
+        there = [message.id for message in messages if message.id in self._messages]
+        if transaction is None:
+            self._delete(there)
+        else:
+            in_memory(transaction).on_commit(lambda: self._delete(there))
+        return len(there)
+
+    async def increment_failure_count(self, message: DelayedMessage) -> bool:
+        """Count a failure and unlock."""
+        return await self.retry_many([message], message.due) == 1
+
+    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
+        """Count failures, move the due times, unlock."""
+        there = [self._messages[message.id] for message in messages if message.id in self._messages]
+        self._delete([message.id for message in there])
+        self._insert([replace(message, due=at, number_of_retries=message.number_of_retries + 1) for message in there])
+        return len(there)
+
+    async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
+        """Unlock."""
+        self._locked.difference_update(message.id for message in messages)
+
+    def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
+        """Call `callback` with the earliest due time of every commit that stored something."""
+        self._listeners.append(callback)
+        return lambda: self._listeners.remove(callback)
+
+    async def cancel(self, message_id: str) -> Outcome:
+        """Delete a waiting message."""
+        outcome = self._outcome(message_id)
+        if outcome is Outcome.DONE:
+            self._delete([message_id])
+        return outcome
+
+    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+        """Move a waiting message to another due time."""
+        outcome = self._outcome(message_id)
+        if outcome is Outcome.DONE:
+            message = self._messages[message_id]
+            self._delete([message_id])
+            self._insert([replace(message, due=due)])
+        return outcome
+
+    async def pending(
+        self, *, destination: str | None = None, limit: int = 100, offset: int = 0
+    ) -> Sequence[DelayedMessage]:
+        """Return what waits, earliest due first."""
+        waiting = (self._messages[message_id] for _, _, message_id in self._order)
+        found = [message for message in waiting if destination is None or message.destination == destination]
+        return found[offset : offset + limit]
+
+    async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
+        """Count what waits by bucket and destination."""
+        counts = Counter(
+            (EPOCH + (message.due - EPOCH) // bucket * bucket, message.destination)
+            for message in self._messages.values()
+        )
+        return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
+
+    def _outcome(self, message_id: str) -> Outcome:
+        if message_id not in self._messages:
+            return Outcome.NOT_PENDING
+        return Outcome.DISPATCHING if message_id in self._locked else Outcome.DONE
+
+    def _insert(self, messages: Sequence[DelayedMessage]) -> None:
+        for message in messages:
+            if message.id not in self._messages:
+                arrival = self._arrivals[message.id] = next(self._arrival)
+                self._messages[message.id] = message
+                bisect.insort(self._order, (message.due, arrival, message.id))
+        for listener in self._listeners if messages else ():
+            listener(min(message.due for message in messages))
+
+    def _delete(self, ids: Sequence[str]) -> None:
+        for message_id in ids:
+            message = self._messages.pop(message_id, None)
+            if message is not None:
+                position = bisect.bisect_left(self._order, (message.due, self._arrivals.pop(message_id), message_id))
+                del self._order[position]
+            self._locked.discard(message_id)

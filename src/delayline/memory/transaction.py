@@ -1,0 +1,45 @@
+"""One transaction over everything in this process's memory: effects wait for the commit, then happen all at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from delayline.transaction import Transaction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Every memory transport and store of a process can share a transaction.
+DOMAIN: Final = "memory"
+
+
+class MemoryTransaction(Transaction):
+    """Collects effects; the commit runs them with nothing in between, a rollback runs the compensations."""
+
+    def __init__(self) -> None:
+        super().__init__(DOMAIN)
+        self._effects: list[Callable[[], None]] = []
+        self._compensations: list[Callable[[], None]] = []
+
+    def on_commit(self, effect: Callable[[], None]) -> None:
+        """Run `effect` at the commit; it must not fail."""
+        self._effects.append(effect)
+
+    def on_rollback(self, compensation: Callable[[], None]) -> None:
+        """Run `compensation` when the transaction is rolled back; it must not fail."""
+        self._compensations.append(compensation)
+
+    async def _commit(self) -> None:
+        for effect in self._effects:
+            effect()
+
+    async def _rollback(self) -> None:
+        for compensation in reversed(self._compensations):
+            compensation()
+
+
+def in_memory(transaction: Transaction) -> MemoryTransaction:
+    """Return `transaction` as a memory transaction; raises TypeError for one of another technology."""
+    if not isinstance(transaction, MemoryTransaction):
+        raise TypeError(f"a {type(transaction).__name__} cannot span this process's memory")
+    return transaction

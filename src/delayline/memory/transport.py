@@ -1,0 +1,167 @@
+"""The reference transport: queues in this process's memory, gone with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+from itertools import count, islice
+from typing import TYPE_CHECKING
+
+from delayline.errors import DispatchFailed, QueueNotFound
+from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
+from delayline.transaction import TransactionMode
+from delayline.transport import ReceivedMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from delayline.message import Message
+    from delayline.transaction import Transaction
+    from delayline.transport import TransportOperation
+
+
+class MemoryTransport:
+    """Moves messages between queues in memory; endpoints that talk to each other share one instance."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, MemoryQueue] = {}
+
+    @property
+    def transaction_domain(self) -> Hashable:
+        """The process's memory."""
+        return DOMAIN
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """Every mode works, for as long as the process lives."""
+        return TransactionMode.TRANSACTION_SCOPE
+
+    def transaction(self) -> MemoryTransaction:
+        """Return a transaction that memory stores can join."""
+        return MemoryTransaction()
+
+    async def setup_infrastructure(self, queues: Sequence[str]) -> None:
+        """Create the queues that do not exist yet."""
+        for name in queues:
+            self._queues.setdefault(name, MemoryQueue())
+
+    async def start(self) -> None:
+        """Do nothing: memory is always connected."""
+
+    async def stop(self) -> None:
+        """Do nothing: queues keep their messages."""
+
+    async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        """Put each message into its queue, now or at the commit."""
+        failures: dict[int, Exception] = {}
+        for position, operation in enumerate(operations):
+            queue = self._queues.get(operation.destination)
+            if queue is None:
+                failures[position] = QueueNotFound(operation.destination)
+            elif transaction is None:
+                queue.put(operation.message)
+            else:
+                in_memory(transaction).on_commit(partial(queue.put, operation.message))
+        if failures:
+            raise DispatchFailed(failures)
+
+    async def receiver(self, queue: str) -> MemoryReceiver:
+        """Return a receiver on the queue."""
+        return MemoryReceiver(self._queue(queue))
+
+    async def count(self, queue: str) -> int:
+        """Return how many messages are in the queue, hidden ones included."""
+        held = self._queue(queue)
+        return len(held.visible) + len(held.hidden)
+
+    async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
+        """Return visible messages, oldest first."""
+        return [message for _, message in islice(self._queue(queue).visible, offset, offset + limit)]
+
+    async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
+        """Remove the oldest visible copy of the message."""
+        held = self._queue(queue)
+        found = next((entry for entry in held.visible if entry[1].id == message_id), None)
+        if found is None:
+            return False
+        held.visible.remove(found)
+        if transaction is not None:
+            in_memory(transaction).on_rollback(lambda: held.give_back(*found))
+        return True
+
+    async def purge(self, queue: str) -> int:
+        """Remove every visible message."""
+        visible = self._queue(queue).visible
+        number = len(visible)
+        visible.clear()
+        return number
+
+    def _queue(self, name: str) -> MemoryQueue:
+        if name not in self._queues:
+            raise QueueNotFound(name)
+        return self._queues[name]
+
+
+class MemoryQueue:
+    """Messages in the order they came, and those that a receiver holds."""
+
+    def __init__(self) -> None:
+        self.visible: deque[tuple[int, Message]] = deque()
+        self.hidden: dict[Hashable, Message] = {}
+        self.changed = asyncio.Event()
+        self._sequence = count()
+
+    def put(self, message: Message) -> None:
+        """Append the message and wake receivers."""
+        self.visible.append((next(self._sequence), message))
+        self.changed.set()
+
+    def give_back(self, sequence: int, message: Message) -> None:
+        """Return a message to its place in the order."""
+        position = next((i for i, (other, _) in enumerate(self.visible) if other > sequence), len(self.visible))
+        self.visible.insert(position, (sequence, message))
+        self.changed.set()
+
+
+class MemoryReceiver:
+    """Takes messages from one queue; competes fairly with other receivers on it."""
+
+    def __init__(self, queue: MemoryQueue) -> None:
+        self._queue = queue
+        self._stopped = False
+
+    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Wait for messages and hide up to `limit` of them."""
+        queue = self._queue
+        while not queue.visible and not self._stopped:
+            queue.changed.clear()
+            await queue.changed.wait()
+        batch: list[ReceivedMessage] = []
+        while queue.visible and len(batch) < limit and not self._stopped:
+            sequence, message = queue.visible.popleft()
+            queue.hidden[sequence] = message
+            batch.append(ReceivedMessage(message, sequence))
+        return batch
+
+    async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
+        """Forget the hidden message, now or at the commit."""
+        hidden, sequence = self._queue.hidden, received.receipt
+        if sequence not in hidden:
+            return False
+        if transaction is None:
+            del hidden[sequence]
+        else:
+            in_memory(transaction).on_commit(partial(hidden.__delitem__, sequence))
+        return True
+
+    async def release(self, received: ReceivedMessage) -> None:
+        """Put the hidden message back into its place."""
+        sequence = received.receipt
+        if isinstance(sequence, int) and sequence in self._queue.hidden:
+            self._queue.give_back(sequence, self._queue.hidden.pop(sequence))
+
+    async def stop(self) -> None:
+        """End a waiting receive."""
+        self._stopped = True
+        self._queue.changed.set()

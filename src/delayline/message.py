@@ -1,0 +1,184 @@
+"""Messages and the words on them: ids, headers, bodies, the wire's time format."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from delayline.clock import to_microseconds
+from delayline.errors import CorruptHeaders, InvalidMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: What a message may carry before it is encoded: bytes as they are, str as UTF-8, anything else as JSON.
+Body = bytes | str | dict[str, Any] | list[Any] | int | float | bool | None
+
+MAXIMUM_ID_LENGTH: Final = 250  # reference 1.12: Id nvarchar(250)
+MAXIMUM_DESTINATION_LENGTH: Final = 200  # reference 1.12: Destination nvarchar(200)
+
+
+class Headers:
+    """Header names as NServiceBus writes them, so that both worlds can exchange messages (reference 6.1)."""
+
+    MESSAGE_ID: Final = "NServiceBus.MessageId"
+    CORRELATION_ID: Final = "NServiceBus.CorrelationId"
+    CONVERSATION_ID: Final = "NServiceBus.ConversationId"
+    RELATED_TO: Final = "NServiceBus.RelatedTo"
+    REPLY_TO: Final = "NServiceBus.ReplyToAddress"
+    CONTENT_TYPE: Final = "NServiceBus.ContentType"
+    INTENT: Final = "NServiceBus.MessageIntent"
+    ORIGINATING_ENDPOINT: Final = "NServiceBus.OriginatingEndpoint"
+    ORIGINATING_MACHINE: Final = "NServiceBus.OriginatingMachine"
+    TIME_SENT: Final = "NServiceBus.TimeSent"
+    DELIVER_AT: Final = "NServiceBus.DeliverAt"
+    RETRIES: Final = "NServiceBus.Retries"
+    RETRIES_TIMESTAMP: Final = "NServiceBus.Retries.Timestamp"
+    FAILED_QUEUE: Final = "NServiceBus.FailedQ"
+    TIME_OF_FAILURE: Final = "NServiceBus.TimeOfFailure"
+    PROCESSING_MACHINE: Final = "NServiceBus.ProcessingMachine"
+    PROCESSING_ENDPOINT: Final = "NServiceBus.ProcessingEndpoint"
+    HOST_DISPLAY_NAME: Final = "$.diagnostics.hostdisplayname"
+    EXCEPTION_PREFIX: Final = "NServiceBus.ExceptionInfo."
+    EXCEPTION_TYPE: Final = "NServiceBus.ExceptionInfo.ExceptionType"
+    INNER_EXCEPTION_TYPE: Final = "NServiceBus.ExceptionInfo.InnerExceptionType"
+    EXCEPTION_HELP_LINK: Final = "NServiceBus.ExceptionInfo.HelpLink"
+    EXCEPTION_MESSAGE: Final = "NServiceBus.ExceptionInfo.Message"
+    EXCEPTION_SOURCE: Final = "NServiceBus.ExceptionInfo.Source"
+    EXCEPTION_STACK_TRACE: Final = "NServiceBus.ExceptionInfo.StackTrace"
+
+
+class Message:
+    """An id, headers (str to str) and a body (bytes); immutable.
+
+    Headers are decoded and encoded on first use only, so a message that merely moves from a store to a queue is
+    never parsed, and one whose stored headers are damaged can still be moved, whole, to the error queue.
+    """
+
+    __slots__ = ("_encoded", "_headers", "body", "id")
+
+    def __init__(self, id: str, headers: Mapping[str, str], body: bytes) -> None:
+        self.id = id
+        self.body = body
+        self._headers: Mapping[str, str] | None = headers
+        self._encoded: bytes | None = None
+
+    @classmethod
+    def from_encoded(cls, id: str, encoded_headers: bytes, body: bytes) -> Message:
+        """Return a message over headers as `encoded_headers` gave them; they are not read here."""
+        message = cls(id, {}, body)
+        message._headers = None
+        message._encoded = encoded_headers
+        return message
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers, read only. Raises CorruptHeaders when the stored bytes cannot be read."""
+        if self._headers is None:
+            self._headers = decode_headers(self._encoded or b"", self.id)
+        return MappingProxyType(self._headers) if isinstance(self._headers, dict) else self._headers
+
+    @property
+    def encoded_headers(self) -> bytes:
+        """The headers as UTF-8 JSON: what stores and queues keep, opaque to them."""
+        if self._encoded is None:
+            self._encoded = json.dumps(dict(self._headers or {}), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return self._encoded
+
+    def with_headers(self, added: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Message:
+        """Return a copy with `added` set and every header that starts with one of `without` left out first."""
+        kept = {name: value for name, value in self.headers.items() if not (without and name.startswith(without))}
+        return Message(self.id, kept | dict(added), self.body)
+
+    @property
+    def content_type(self) -> str:
+        """The content type header, or `application/octet-stream` where there is none."""
+        return self.headers.get(Headers.CONTENT_TYPE, "application/octet-stream")
+
+    @property
+    def text(self) -> str:
+        """The body as UTF-8 text, without a byte order mark."""
+        return self.body.decode("utf-8-sig")
+
+    def json(self) -> Any:  # noqa: ANN401 - JSON has no narrower type
+        """Return the body parsed as JSON."""
+        return json.loads(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        return (self.id, dict(self.headers), self.body) == (other.id, dict(other.headers), other.body)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"Message(id={self.id!r}, body={len(self.body)} bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedMessage:
+    """A message that waits: where it goes, when it is due, how often forwarding it has failed."""
+
+    message: Message
+    destination: str
+    due: datetime
+    number_of_retries: int = 0
+
+    @property
+    def id(self) -> str:
+        """The message's id: the store's key."""
+        return self.message.id
+
+
+def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
+    """Return headers from their stored form; raises CorruptHeaders. Empty bytes are no headers."""
+    if not encoded:
+        return {}
+    try:
+        headers = json.loads(encoded.decode("utf-8", "surrogatepass"))
+    except ValueError as error:
+        raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {error}") from error
+    if not isinstance(headers, dict):
+        raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {type(headers).__name__}, not an object")
+    return {name: "" if value is None else str(value) for name, value in headers.items()}
+
+
+def encode_body(body: Body) -> tuple[bytes, str]:
+    """Return the body's bytes and content type; raises InvalidMessage when it cannot be JSON."""
+    if isinstance(body, bytes):
+        return body, "application/octet-stream"
+    if isinstance(body, str):
+        return body.encode(), "text/plain; charset=utf-8"
+    try:
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode(), "application/json"
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = type(body).__name__
+        raise InvalidMessage(f"body of type {kind} is neither bytes, str nor JSON-able: {error}") from error
+
+
+def new_message_id(now: datetime) -> str:
+    """Return a fresh UUID of version 7, which sorts by time and so keeps a store's index together (RFC 9562)."""
+    random = int.from_bytes(os.urandom(10), "big")
+    milliseconds = to_microseconds(now) // 1000 & (1 << 48) - 1
+    value = milliseconds << 80 | 7 << 76 | (random >> 68) << 64 | 2 << 62 | random & (1 << 62) - 1
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def to_wire_time(instant: datetime) -> str:
+    """Return `yyyy-MM-dd HH:mm:ss:ffffff Z`, always UTC (reference 6.1)."""
+    utc = instant.astimezone(UTC)
+    return f"{utc.year:04}-{utc:%m-%d %H:%M:%S:%f} Z"
+
+
+def from_wire_time(text: str) -> datetime:
+    """Return the instant a wire time names; raises ValueError with the text .NET users know."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S:%f Z").replace(tzinfo=UTC)
+    except ValueError as error:
+        raise ValueError(f"String was not recognized as a valid DateTime: {text!r}") from error

@@ -1,0 +1,161 @@
+"""What a send becomes: checked at the door, given an id and headers, due now or later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
+from delayline.message import (
+    MAXIMUM_DESTINATION_LENGTH,
+    MAXIMUM_ID_LENGTH,
+    Body,
+    Headers,
+    Message,
+    encode_body,
+    new_message_id,
+    to_wire_time,
+)
+from delayline.recoverability import MACHINE
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    from delayline.clock import Clock
+
+HeaderMap = Mapping[str, str]
+NO_DELAY: Final = timedelta(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """An operation, and when it is due; None is now."""
+
+    operation: TransportOperation
+    due: datetime | None
+
+
+class Composer:
+    """Turns what a user sends into operations of one endpoint."""
+
+    def __init__(self, endpoint_name: str, clock: Clock, *, reply_to: str | None) -> None:
+        self._clock = clock
+        self._fixed = {
+            Headers.INTENT: "Send",
+            Headers.ORIGINATING_ENDPOINT: endpoint_name,
+            Headers.ORIGINATING_MACHINE: MACHINE,
+        }
+        if reply_to is not None:
+            self._fixed[Headers.REPLY_TO] = reply_to
+
+    def compose(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        headers: HeaderMap | None = None,
+        message_id: str | None = None,
+        delay: timedelta | None = None,
+        deliver_at: datetime | None = None,
+        related_to: Message | None = None,
+    ) -> Outgoing:
+        """Return the checked operation; raises InvalidMessage or InvalidDueTime, naming value and remedy."""
+        check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
+        now = self._clock.now()
+        due = due_time(now, delay, deliver_at)
+        if message_id is None:
+            message_id = new_message_id(now)
+        else:
+            check_name("message_id", message_id, MAXIMUM_ID_LENGTH)
+        encoded, content_type = encode_body(body)
+        sent: dict[str, str] = {
+            Headers.MESSAGE_ID: message_id,
+            Headers.CORRELATION_ID: message_id,
+            Headers.CONVERSATION_ID: message_id,
+            Headers.CONTENT_TYPE: content_type,
+            Headers.TIME_SENT: to_wire_time(now),
+            **self._fixed,
+        }
+        if due is not None:
+            sent[Headers.DELIVER_AT] = to_wire_time(due)
+        if related_to is not None:
+            sent[Headers.RELATED_TO] = related_to.id
+            sent[Headers.CONVERSATION_ID] = related_to.headers.get(Headers.CONVERSATION_ID, related_to.id)
+        if headers:
+            sent |= _checked(headers)
+            sent[Headers.MESSAGE_ID] = message_id
+        return Outgoing(TransportOperation(Message(message_id, sent, encoded), destination), due)
+
+    def reply(self, to: Message, body: Body, headers: HeaderMap | None, delay: timedelta | None) -> Outgoing:
+        """Return an answer to `to`; raises InvalidMessage when it does not say where answers go."""
+        address = to.headers.get(Headers.REPLY_TO)
+        if not address:
+            raise InvalidMessage(
+                f"message {to.id!r} has no {Headers.REPLY_TO} header: its sender has no queue for replies. "
+                "Use context.send with a destination"
+            )
+        correlation = {Headers.CORRELATION_ID: to.headers.get(Headers.CORRELATION_ID, to.id), Headers.INTENT: "Reply"}
+        return self.compose(address, body, headers=correlation | dict(headers or {}), delay=delay, related_to=to)
+
+    def again(self, message: Message, queue: str, delay: timedelta | None, deliver_at: datetime | None) -> Outgoing:
+        """Return the same message, id and all, to be handled again later."""
+        return Outgoing(TransportOperation(message, queue), due_time(self._clock.now(), delay, deliver_at))
+
+
+def due_time(now: datetime, delay: timedelta | None, deliver_at: datetime | None) -> datetime | None:
+    """Return when a message is due, in UTC; None for now. Raises InvalidDueTime."""
+    if delay is not None and deliver_at is not None:
+        raise InvalidDueTime(f"delay={delay!r} and deliver_at={deliver_at!r} exclude each other: give one of them")
+    if deliver_at is not None:
+        if not isinstance(deliver_at, datetime):
+            raise InvalidDueTime(f"deliver_at must be an aware datetime, not {deliver_at!r}")
+        if deliver_at.utcoffset() is None:
+            raise InvalidDueTime(
+                f"deliver_at={deliver_at!r} has no time zone: say which, as in "
+                "datetime(2026, 5, 1, 9, tzinfo=ZoneInfo('Europe/Berlin'))"
+            )
+        try:
+            return deliver_at.astimezone(UTC)
+        except OverflowError as error:
+            raise InvalidDueTime(f"deliver_at={deliver_at!r} lies beyond year 9999 in UTC") from error
+    if delay is None:
+        return None
+    if not isinstance(delay, timedelta):
+        raise InvalidDueTime(f"delay must be a timedelta, not {delay!r}: use timedelta(seconds=...)")
+    if delay < NO_DELAY:
+        raise InvalidDueTime(f"delay={delay!r} is negative: a message cannot be due before it is sent")
+    try:
+        return now + delay if delay else None
+    except OverflowError as error:
+        raise InvalidDueTime(f"delay={delay!r} leads beyond year 9999: use a shorter one") from error
+
+
+def check_name(what: str, name: str, longest: int) -> None:
+    """Refuse a queue name or message id that a back end would cut, lose or quote wrongly."""
+    if not isinstance(name, str) or not name:
+        raise InvalidMessage(f"{what} must be a text of 1 to {longest} characters, not {name!r}")
+    if len(name) > longest:
+        raise InvalidMessage(f"{what} has {len(name)} characters, {longest} at most: {name[:40]!r}...")
+    if not name.isprintable() or name != name.strip():
+        raise InvalidMessage(f"{what} {name!r} has control characters, or spaces around it: remove them")
+
+
+def check_endpoint_name(name: str) -> str:
+    """Return the name of an endpoint, which names its queue; raises ConfigurationError."""
+    try:
+        check_name("endpoint name", name, MAXIMUM_DESTINATION_LENGTH)
+    except InvalidMessage as error:
+        raise ConfigurationError(str(error)) from error
+    return name
+
+
+def _checked(headers: HeaderMap) -> HeaderMap:
+    if not isinstance(headers, Mapping):
+        raise InvalidMessage(f"headers must be a mapping of str to str, not {type(headers).__name__}")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidMessage(f"header {name!r}: {value!r} must be str to str; convert it, as in str({value!r})")
+        if not name:
+            raise InvalidMessage(f"a header with the value {value!r} has an empty name")
+    return headers

@@ -1,0 +1,324 @@
+"""Receiving: take a message, run the handlers, commit what they sent together with the receive, or recover."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from delayline.circuit_breaker import RepeatedFailuresOverTime
+from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, DelaylineError
+from delayline.events import Event, emit
+from delayline.message import Message
+from delayline.outgoing import Composer, HeaderMap, Outgoing
+from delayline.recoverability import MoveToError, Recoverability, RetryLater, RetryNow, failure_headers
+from delayline.transaction import TransactionMode
+from delayline.transport import TransportOperation, TransportTransactions
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from delayline.delayed.delivery import DelayedDelivery, DeliveryHost
+    from delayline.message import Body
+    from delayline.transaction import Transaction
+    from delayline.transport import ReceivedMessage, Receiver
+
+logger = logging.getLogger(__name__)
+
+TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # reference 1.10
+
+
+class MessageContext:
+    """What a handler can do besides reading its message.
+
+    Everything sent through it leaves when the handler has succeeded, as the transaction mode says, and not at all
+    when the handler raises.
+    """
+
+    def __init__(self, message: Message, queue: str, attempt: int, composer: Composer) -> None:
+        self.message = message
+        self.queue = queue
+        self.attempt = attempt
+        """Which attempt of this round this is, from 1."""
+        self.outgoing: list[Outgoing] = []
+        self._composer = composer
+
+    async def send(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        headers: HeaderMap | None = None,
+        message_id: str | None = None,
+        delay: timedelta | None = None,
+        deliver_at: datetime | None = None,
+    ) -> str:
+        """Send a message, now or delayed, and return its id. Raises InvalidMessage or InvalidDueTime."""
+        return self._keep(
+            self._composer.compose(
+                destination,
+                body,
+                headers=headers,
+                message_id=message_id,
+                delay=delay,
+                deliver_at=deliver_at,
+                related_to=self.message,
+            )
+        )
+
+    async def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> str:
+        """Answer the sender and return the answer's id. Raises InvalidMessage when the sender takes no replies."""
+        return self._keep(self._composer.reply(self.message, body, headers, delay))
+
+    async def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> None:
+        """Handle this same message again, later. Give one of the two; raises InvalidDueTime."""
+        self._keep(self._composer.again(self.message, self.queue, delay, deliver_at))
+
+    def _keep(self, outgoing: Outgoing) -> str:
+        self.outgoing.append(outgoing)
+        return outgoing.operation.message.id
+
+
+Handler = Callable[[Message, MessageContext], Awaitable[None]]
+
+
+class AlreadyHandledError(DelaylineError):
+    """The message left its queue while it was being handled here: somebody else has handled it."""
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """Receives one queue's messages and runs handlers over them. Belongs to one event loop."""
+
+    host: DeliveryHost
+    handlers: list[Handler]
+    delivery: DelayedDelivery | None
+    composer: Composer
+    recoverability: Recoverability
+    concurrency: int
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _receiver: Receiver | None = None
+    _loop: asyncio.Task[None] | None = None
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _breaker: RepeatedFailuresOverTime | None = None
+
+    @property
+    def queue(self) -> str:
+        """The input queue: it carries the endpoint's name."""
+        return self.host.endpoint_name
+
+    async def start(self) -> None:
+        """Begin to receive."""
+        self._breaker = RepeatedFailuresOverTime(
+            "Receive",
+            time_to_trigger=TIME_TO_TRIGGER_RECEIVE,
+            trigger=lambda error: self.host.critical_error(f"Failed to receive from {self.queue}", error),
+            clock=self.host.clock,
+        )
+        self._receiver = await self.host.transport.receiver(self.queue)
+        self._loop = asyncio.create_task(
+            self._receive(self._receiver, self._breaker), name=f"delayline receiver {self.queue}"
+        )
+
+    async def stop(self) -> None:
+        """Take no more messages and let the handlers that run finish. Idempotent."""
+        self._stopping.set()
+        self._room.set()
+        if self._receiver is None or self._loop is None:
+            return
+        await self._receiver.stop()
+        await asyncio.wait([self._loop])
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._breaker is not None:
+            self._breaker.close()
+        self._receiver = self._loop = None
+
+    async def _receive(self, receiver: Receiver, breaker: RepeatedFailuresOverTime) -> None:
+        while not self._stopping.is_set():
+            self._room.clear()
+            free = self.concurrency - len(self._tasks)
+            if free <= 0:
+                await self._room.wait()
+                continue
+            try:
+                batch = await receiver.receive(free)
+            except Exception as error:
+                emit(logger, logging.ERROR, Event.RECEIVE_FAILED, "Failed to receive from %s: %s", self.queue, error)
+                await self._pause(breaker, error)
+                continue
+            breaker.success()
+            for received in batch:
+                task = asyncio.create_task(self._process(receiver, received))
+                self._tasks.add(task)
+                task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a receive task failed", exc_info=error)
+
+    async def _process(self, receiver: Receiver, received: ReceivedMessage) -> None:
+        try:
+            if self.host.mode is TransactionMode.NONE and not await receiver.acknowledge(received):
+                return
+            await self._handle(receiver, received)
+        except AlreadyHandledError as error:
+            emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message)
+            await receiver.release(received)
+        except Exception as error:
+            await self._recovery_failed(receiver, received, error)
+        except BaseException:
+            await receiver.release(received)
+            raise
+
+    async def _handle(self, receiver: Receiver, received: ReceivedMessage) -> None:
+        """Run attempts until one succeeds or the message has gone elsewhere."""
+        message = received.message
+        for attempt in count(1):
+            try:
+                await self._attempt(receiver, received, attempt)
+            except AlreadyHandledError:
+                raise
+            except CorruptHeaders as error:
+                await self._move_to_error(receiver, received, error)
+                return
+            except Exception as error:
+                again = await self._recover(receiver, received, error, attempt)
+                if not again:
+                    return
+            else:
+                emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", message.id, message=message)
+                return
+
+    async def _attempt(self, receiver: Receiver, received: ReceivedMessage, attempt: int) -> None:
+        _ = received.message.headers  # a message that cannot be read never reaches a handler
+        context = MessageContext(received.message, self.queue, attempt, self.composer)
+        for handler in self.handlers:
+            await handler(received.message, context)
+        await self._complete(receiver, received, context.outgoing)
+
+    async def _recover(self, receiver: Receiver, received: ReceivedMessage, error: Exception, attempt: int) -> bool:
+        """Decide what follows a failed attempt; True is another one at once."""
+        message = received.message
+        decision = self.recoverability.decide(error, attempt, message.headers, self.host.clock.now())
+        emit(
+            logger,
+            logging.WARNING,
+            Event.HANDLER_FAILED,
+            "Attempt %d to handle message %s failed: %r",
+            attempt,
+            message.id,
+            error,
+            exception=error,
+            message=message,
+        )
+        match decision:
+            case RetryNow():
+                if self._stopping.is_set():
+                    await receiver.release(received)
+                    return False
+                return True
+            case RetryLater(delay, headers):
+                later = self.composer.again(message.with_headers(headers), self.queue, delay, None)
+                await self._complete(receiver, received, [later])
+                emit(
+                    logger,
+                    logging.WARNING,
+                    Event.RETRIED_LATER,
+                    "Message %s is handled again in %s",
+                    message.id,
+                    delay,
+                    message=message,
+                )
+            case MoveToError():
+                await self._move_to_error(receiver, received, error)
+        return False
+
+    async def _move_to_error(self, receiver: Receiver, received: ReceivedMessage, error: Exception) -> None:
+        message = received.message
+        if isinstance(error, CorruptHeaders):
+            moved = message
+            logger.error("Message %r is classified as a poison message: %s", message.id, error)
+        else:
+            headers = failure_headers(error, self.queue, self.host.endpoint_name, self.host.clock.now())
+            moved = message.with_headers(headers)
+        await self._complete(receiver, received, [Outgoing(TransportOperation(moved, self.host.error_queue), None)])
+        emit(
+            logger,
+            logging.ERROR,
+            Event.MOVED_TO_ERROR,
+            "Moved message %s to error queue %r: %r",
+            message.id,
+            self.host.error_queue,
+            error,
+            message=message,
+        )
+
+    async def _complete(self, receiver: Receiver, received: ReceivedMessage, outgoing: list[Outgoing]) -> None:
+        """Send what was collected and take the message off its queue, as the transaction mode says."""
+        now = [entry.operation for entry in outgoing if entry.due is None]
+        later = [entry for entry in outgoing if entry.due is not None]
+        match self.host.mode:
+            case TransactionMode.TRANSACTION_SCOPE:
+                async with self._transaction() as transaction:
+                    await self._acknowledge(receiver, received, transaction)
+                    await self._send(now, later, transaction)
+            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+                await self._send([], later, None)
+                async with self._transaction() as transaction:
+                    await self._acknowledge(receiver, received, transaction)
+                    await self._send(now, [], transaction)
+            case TransactionMode.RECEIVE_ONLY:
+                await self._send(now, later, None)
+                await self._acknowledge(receiver, received, None)
+            case TransactionMode.NONE:
+                await self._send(now, later, None)
+
+    async def _acknowledge(
+        self, receiver: Receiver, received: ReceivedMessage, transaction: Transaction | None
+    ) -> None:
+        if not await receiver.acknowledge(received, transaction):
+            raise AlreadyHandledError(
+                f"message {received.message.id!r} left queue {self.queue!r} while it was handled: a possible duplicate"
+            )
+
+    async def _send(
+        self, now: list[TransportOperation], later: list[Outgoing], transaction: Transaction | None
+    ) -> None:
+        if now:
+            await self.host.transport.dispatch(now, transaction)
+        for entry in later:
+            if self.delivery is None or entry.due is None:
+                raise ConfigurationError("a delay needs Endpoint(..., delayed_delivery=StoredDelivery(...))")
+            await self.delivery.defer(entry.operation, entry.due, transaction)
+
+    def _transaction(self) -> Transaction:
+        transport = self.host.transport
+        if not isinstance(transport, TransportTransactions):
+            raise ConfigurationError(f"{type(transport).__name__} has no transactions")
+        return transport.transaction()
+
+    async def _recovery_failed(self, receiver: Receiver, received: ReceivedMessage, error: Exception) -> None:
+        """Give the message back: neither its handlers nor its move to the error queue could be completed."""
+        message_id = received.message.id
+        text = f"Failed to execute recoverability policy for message with native ID: `{message_id}`"
+        emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, "%s", text, exception=error, message=received.message)
+        if self._breaker is not None and isinstance(error, BackendUnavailable):
+            await self._pause(self._breaker, error)
+        else:
+            self.host.critical_error(text, error)
+        await receiver.release(received)
+
+    async def _pause(self, breaker: RepeatedFailuresOverTime, error: Exception) -> None:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        waiting = asyncio.ensure_future(breaker.failure(error))
+        await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        waiting.cancel()

@@ -1,0 +1,1 @@
+"""What one database server truly does differently from the others."""

@@ -1,0 +1,94 @@
+"""The synchronous face: the same endpoint for Django, Flask and scripts, driven from a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from delayline.errors import NotStarted
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from datetime import datetime, timedelta
+    from types import TracebackType
+
+    from delayline.endpoint import Endpoint
+    from delayline.message import Body
+    from delayline.outgoing import HeaderMap
+
+Result = TypeVar("Result")
+
+
+class SyncEndpoint:
+    """Runs an Endpoint on a background event loop; its methods block and may be called from any thread.
+
+    Handlers stay coroutine functions and run on that loop. Start it after a server has forked its workers.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the loop's thread and the endpoint; raises what `Endpoint.start` raises."""
+        if self._loop is not None:
+            raise NotStarted(f"endpoint {self.endpoint.name!r} is started already")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"delayline {self.endpoint.name}", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.run(self.endpoint.start())
+        except BaseException:
+            self._end()
+            raise
+
+    def stop(self) -> None:
+        """Finish what is in flight and end the thread. Idempotent."""
+        if self._loop is not None:
+            self.run(self.endpoint.stop())
+            self._end()
+
+    def send(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        headers: HeaderMap | None = None,
+        message_id: str | None = None,
+        delay: timedelta | None = None,
+        deliver_at: datetime | None = None,
+    ) -> str:
+        """Like `Endpoint.send`, blocking until the message is durable."""
+        return self.run(
+            self.endpoint.send(
+                destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
+            )
+        )
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run any of the endpoint's coroutines, as in `sync.run(endpoint.delayed.cancel(message_id))`."""
+        if self._loop is None:
+            work.close()
+            raise NotStarted(f"endpoint {self.endpoint.name!r} is not started: use `with SyncEndpoint(endpoint):`")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _end(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is None or self._thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join()
+        loop.close()

@@ -1,0 +1,1 @@
+"""For tests of delayline and of what is built on it."""

@@ -1,0 +1,127 @@
+"""Transactions: what they are, the four modes, and which pair of parts gives which guarantee."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Protocol, Self
+
+from delayline.errors import UnsupportedTransactionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+    from types import TracebackType
+
+
+class TransactionMode(IntEnum):
+    """How receiving, sending and storing hang together, weakest first (reference 1.11)."""
+
+    NONE = 0
+    """A message is gone from its queue when its handler starts: a crash or a failure without error queue loses it."""
+    RECEIVE_ONLY = 1
+    """A message is gone from its queue after its handler's sends went out: a crash between doubles them."""
+    SENDS_ATOMIC_WITH_RECEIVE = 2
+    """A handler's sends and the receive are one transaction; delayed sends are stored before it."""
+    TRANSACTION_SCOPE = 3
+    """The receive, the sends and the delayed message store are one transaction: exactly once."""
+
+
+class Guarantee(StrEnum):
+    """What a pair of transport and delayed delivery promises in a transaction mode."""
+
+    EXACTLY_ONCE = "exactly once"
+    AT_LEAST_ONCE = "at least once"
+    AT_MOST_ONCE = "at most once"
+    BEST_EFFORT = "best effort"
+    """Dispatched at least once, handled at most once: a crash may double a message, or lose it."""
+
+
+class Transaction:
+    """A unit of work: `async with` commits it on a normal exit and rolls it back on an exception.
+
+    Technologies subclass it and supply `_commit` and `_rollback`. Everything done in it is seen by others at its
+    commit or never. It belongs to one task; it is not safe to share.
+    """
+
+    def __init__(self, domain: Hashable) -> None:
+        self.domain = domain
+        self._after_commit: list[Callable[[], None]] = []
+
+    def after_commit(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the transaction is durable, never before, and not at all when it is rolled back."""
+        self._after_commit.append(callback)
+
+    async def _commit(self) -> None:
+        raise NotImplementedError
+
+    async def _rollback(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            await self._rollback()
+            return
+        await self._commit()
+        for callback in self._after_commit:
+            callback()
+
+
+class TransactionPart(Protocol):
+    """What `guarantee` asks of a transport or a delayed delivery."""
+
+    @property
+    def transaction_domain(self) -> Hashable | None:
+        """Parts with equal domains can share one local transaction; None shares with nobody."""
+        ...
+
+
+class TransactionalTransport(TransactionPart, Protocol):
+    """What `guarantee` asks of a transport."""
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """The strongest mode the transport can honour."""
+        ...
+
+
+def share_transactions(first: TransactionPart, second: TransactionPart) -> bool:
+    """Tell whether both parts can take part in one local transaction."""
+    return first.transaction_domain is not None and first.transaction_domain == second.transaction_domain
+
+
+def guarantee(transport: TransactionalTransport, delivery: TransactionPart | None, mode: TransactionMode) -> Guarantee:
+    """Return what this pair promises in `mode`: the one source for start-up, `doctor` and the docs table.
+
+    Raises UnsupportedTransactionMode, with the remedy, for a pair that cannot honour the mode. Source: seeds 000,
+    Consistency; reference 1.11.
+    """
+    highest = transport.highest_transaction_mode
+    if mode > highest:
+        raise UnsupportedTransactionMode(
+            f"{type(transport).__name__} supports transaction modes up to {highest.name}, not {mode.name}. "
+            f"Use transaction_mode=TransactionMode.{highest.name} or a transport on a SQL database."
+        )
+    shared = delivery is None or share_transactions(transport, delivery)
+    if mode is TransactionMode.TRANSACTION_SCOPE:
+        if not shared:
+            raise UnsupportedTransactionMode(
+                f"TRANSACTION_SCOPE needs one transaction over {type(transport).__name__} "
+                f"({transport.transaction_domain}) and the delayed message store "
+                f"({delivery.transaction_domain if delivery else None}). Keep both in the same database, or use "
+                f"transaction_mode=TransactionMode.SENDS_ATOMIC_WITH_RECEIVE and handle duplicates."
+            )
+        return Guarantee.EXACTLY_ONCE
+    if mode is TransactionMode.NONE:
+        return Guarantee.AT_MOST_ONCE if shared else Guarantee.BEST_EFFORT
+    return Guarantee.AT_LEAST_ONCE
+
+
+def strongest_mode(transport: TransactionalTransport, delivery: TransactionPart | None) -> TransactionMode:
+    """Return the strongest mode this pair can honour: an endpoint's default."""
+    shared = delivery is None or share_transactions(transport, delivery)
+    limit = TransactionMode.TRANSACTION_SCOPE if shared else TransactionMode.SENDS_ATOMIC_WITH_RECEIVE
+    return min(transport.highest_transaction_mode, limit)

@@ -1,0 +1,125 @@
+"""What a transport is: moves messages between queues. Each technology's room has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from delayline.message import Message
+    from delayline.transaction import Transaction, TransactionMode
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOperation:
+    """A message and the queue it goes to."""
+
+    message: Message
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedMessage:
+    """A message taken from a queue and hidden from other receivers until it is acknowledged or released."""
+
+    message: Message
+    receipt: Hashable
+    """What the receiver that gave it needs to find it again; opaque to everybody else."""
+
+
+class Receiver(Protocol):
+    """One endpoint's hold on its input queue. Called from one event loop; methods may be awaited concurrently."""
+
+    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Wait until messages are there and return up to `limit` of them, oldest first; empty only after `stop`.
+
+        A message is returned to one receiver at a time, in whatever process; the crash of its holder gives it back.
+        Raises BackendUnavailable.
+        """
+        ...
+
+    async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
+        """Take the message off the queue for good, with `transaction` where given.
+
+        False means that it was gone already: somebody else has handled it, and the caller should roll back.
+        """
+        ...
+
+    async def release(self, received: ReceivedMessage) -> None:
+        """Give the message back to the queue, visible at once. Idempotent."""
+        ...
+
+    async def stop(self) -> None:
+        """End a waiting `receive` and take no more; what was received can still be acknowledged. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves messages between queues. Passed to one or several endpoints of one event loop."""
+
+    @property
+    def transaction_domain(self) -> Hashable | None:
+        """Equal to a store's domain when both can share one local transaction; None for none."""
+        ...
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """The strongest mode it can honour."""
+        ...
+
+    async def setup_infrastructure(self, queues: Sequence[str]) -> None:
+        """Create the queues and whatever they need. Idempotent, safe to run in several processes at once."""
+        ...
+
+    async def start(self) -> None:
+        """Connect. Every start needs a `stop`; several endpoints may share the transport. Raises BackendUnavailable."""
+        ...
+
+    async def stop(self) -> None:
+        """Undo one `start`; the last one disconnects."""
+        ...
+
+    async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        """Send every operation, durably on return, or at the commit of `transaction` where given.
+
+        Raises DispatchFailed, naming the operations that were not sent (a missing queue: QueueNotFound) while all
+        others were; BackendUnavailable when the transport is down and nothing can be sent now; any other error
+        means that none was sent. Not idempotent: sending twice is two messages with one id.
+        """
+        ...
+
+    async def receiver(self, queue: str) -> Receiver:
+        """Return a receiver on `queue`. Raises QueueNotFound."""
+        ...
+
+
+@runtime_checkable
+class TransportTransactions(Protocol):
+    """Capability: sends, receives and (in a shared domain) the store in one transaction."""
+
+    def transaction(self) -> Transaction:
+        """Return a new transaction; enter it with `async with`."""
+        ...
+
+
+@runtime_checkable
+class ManagedQueues(Protocol):
+    """Capability: look into queues and take single messages out, for people and for `delayline errors`."""
+
+    async def count(self, queue: str) -> int:
+        """Return how many messages are in the queue, hidden ones included. Raises QueueNotFound."""
+        ...
+
+    async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
+        """Return messages, oldest first, without taking them. Raises QueueNotFound."""
+        ...
+
+    async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
+        """Remove one copy of the message; False when it is not there or is being handled."""
+        ...
+
+    async def purge(self, queue: str) -> int:
+        """Remove every message that nobody is handling and return how many. Raises QueueNotFound."""
+        ...
