@@ -33,6 +33,7 @@ from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.pipeline import MessageContext
 from delayline.recoverability import Recoverability
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sync import SyncEndpoint
 from delayline.transaction import Guarantee, Transaction, TransactionMode, guarantee
 from delayline.transport import (
@@ -76,6 +77,8 @@ __all__ = [
     "ReceivedMessage",
     "Receiver",
     "Recoverability",
+    "SqlDelayedMessageStore",
+    "SqlTransport",
     "StorageFull",
     "StoreInfrastructure",
     "StoreTransactions",

@@ -45,10 +45,15 @@ class Transaction:
     def __init__(self, domain: Hashable) -> None:
         self.domain = domain
         self._after_commit: list[Callable[[], None]] = []
+        self._after_end: list[Callable[[], None]] = []
 
     def after_commit(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the transaction is durable, never before, and not at all when it is rolled back."""
         self._after_commit.append(callback)
+
+    def after_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the transaction is over, whichever way."""
+        self._after_end.append(callback)
 
     async def _commit(self) -> None:
         raise NotImplementedError
@@ -62,12 +67,16 @@ class Transaction:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            await self._rollback()
-            return
-        await self._commit()
-        for callback in self._after_commit:
-            callback()
+        try:
+            if error is not None:
+                await self._rollback()
+                return
+            await self._commit()
+            for callback in self._after_commit:
+                callback()
+        finally:
+            for callback in self._after_end:
+                callback()
 
 
 class TransactionPart(Protocol):

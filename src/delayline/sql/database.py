@@ -1,0 +1,256 @@
+"""One database, shared by every store and transport of this process that names it, so that they share transactions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from weakref import WeakValueDictionary
+
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+
+from delayline.errors import ConfigurationError, NotStarted
+from delayline.sql.dialects.sqlite import Sqlite
+from delayline.transaction import Transaction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from sqlalchemy import Connection
+
+Result = TypeVar("Result")
+READERS: Final = 2
+
+
+class Database:
+    """Runs SQL in worker threads: reads side by side, writes one transaction at a time.
+
+    Get one with `Database.at`; every `open` needs a `close`. May be used from several event loops.
+    """
+
+    _shared: ClassVar[WeakValueDictionary[str, Database]] = WeakValueDictionary()
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, dialect: Sqlite) -> None:
+        self.dialect = dialect
+        self.lane = WriteLane()
+        self._users = 0
+        self._opening = threading.Lock()
+        self._writer: ThreadPoolExecutor | None = None
+        self._readers: ThreadPoolExecutor | None = None
+        self._write_connection: Connection | None = None
+        self._read_connections: list[Connection] = []
+        self._thread = threading.local()
+
+    @classmethod
+    def at(cls, url: str) -> Database:
+        """Return this process's database for the URL. Raises ConfigurationError; opens nothing."""
+        try:
+            parsed = make_url(url)
+        except ArgumentError as error:
+            raise ConfigurationError("the database URL cannot be read; write it like sqlite:///file.db") from error
+        if parsed.get_backend_name() != "sqlite":
+            raise ConfigurationError(
+                f"no SQL dialect for {parsed.get_backend_name()!r} URLs; supported: sqlite:///file.db"
+            )
+        dialect = Sqlite(parsed)
+        with cls._sharing:
+            return cls._shared.setdefault(dialect.identity, cls(dialect))
+
+    @property
+    def domain(self) -> Hashable:
+        """Equal for parts that can share a transaction."""
+        return self.dialect.identity
+
+    async def open(self) -> None:
+        """Connect, unless somebody has. Raises BackendUnusable or BackendUnavailable."""
+        await asyncio.to_thread(self._open)
+
+    async def close(self) -> None:
+        """Undo one `open`; the last one disconnects."""
+        await asyncio.to_thread(self._close)
+
+    async def read(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on a reading connection; it sees what is committed. Not cut short by cancellation."""
+        if self._readers is None:
+            raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
+        return await _uncut(self._readers, lambda: self._translated(work, self._read_connection()))
+
+    async def write(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in a transaction of its own and commit it. Not cut short by cancellation."""
+        await self.lane.enter()
+        try:
+            return await self.on_writer(lambda connection: self._in_transaction(work, connection))
+        finally:
+            self.lane.leave()
+
+    async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on the writing connection; only for whoever is in the lane."""
+        if self._writer is None or self._write_connection is None:
+            raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
+        connection = self._write_connection
+        return await _uncut(self._writer, lambda: self._translated(work, connection))
+
+    def transaction(self) -> SqlTransaction:
+        """Return a new transaction."""
+        return SqlTransaction(self)
+
+    def _open(self) -> None:
+        with self._opening:
+            if self._users == 0:
+                self._write_connection = self._translated(lambda _: self.dialect.connect(writing=True), None)
+                self._writer = ThreadPoolExecutor(1, thread_name_prefix="delayline-writer")
+                self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="delayline-reader")
+                self.dialect.opened()
+            self._users += 1
+
+    def _close(self) -> None:
+        with self._opening:
+            self._users -= 1
+            if self._users > 0:
+                return
+            for executor in (self._writer, self._readers):
+                if executor is not None:
+                    executor.shutdown()
+            self._writer = self._readers = None
+            self.dialect.closed()
+            if self._write_connection is not None:
+                self._read_connections.append(self._write_connection)
+            for connection in self._read_connections:
+                connection.close()
+            self._read_connections, self._write_connection = [], None
+            self._thread = threading.local()
+
+    def _read_connection(self) -> Connection:
+        connection: Connection | None = getattr(self._thread, "connection", None)
+        if connection is None:
+            connection = self._thread.connection = self.dialect.connect(writing=False)
+            self._read_connections.append(connection)
+        return connection
+
+    def _in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        self.dialect.begin(connection)
+        try:
+            result = work(connection)
+            self.dialect.commit(connection)
+        except BaseException:
+            self.dialect.rollback(connection)
+            raise
+        return result
+
+    def _translated(self, work: Callable[[Any], Result], connection: Connection | None) -> Result:
+        try:
+            return work(connection)
+        except DBAPIError as error:
+            raise self.dialect.translated(error) from error
+
+
+class SqlTransaction(Transaction):
+    """A transaction on one database; it begins with its first statement."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database.domain)
+        self._database = database
+        self._begun = False
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in this transaction."""
+        database = self._database
+        if self._begun:
+            return await database.on_writer(work)
+        await database.lane.enter()
+        try:
+            return await database.on_writer(lambda connection: self._begin(work, connection))
+        finally:
+            if not self._begun:
+                database.lane.leave()
+
+    def _begin(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        self._database.dialect.begin(connection)
+        self._begun = True
+        return work(connection)
+
+    async def _commit(self) -> None:
+        if self._begun:
+            await self._end(self._commit_or_roll_back)
+
+    async def _rollback(self) -> None:
+        if self._begun:
+            await self._end(self._database.dialect.rollback)
+
+    def _commit_or_roll_back(self, connection: Connection) -> None:
+        try:
+            self._database.dialect.commit(connection)
+        except BaseException:
+            self._database.dialect.rollback(connection)
+            raise
+
+    async def _end(self, how: Callable[[Connection], None]) -> None:
+        try:
+            await self._database.on_writer(how)
+        finally:
+            self._begun = False
+            self._database.lane.leave()
+
+
+class WriteLane:
+    """Lets one writer in at a time, in the order they came, from any event loop, without blocking a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        """Wait for the turn. Cancelling gives it up."""
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            with self._lock:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                    raise
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Let the next one in."""
+        with self._lock:
+            while self._waiting:
+                turn = self._waiting.popleft()
+                loop = turn.get_loop()
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(_grant, turn)
+                    return
+            self._taken = False
+
+
+def _grant(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
+async def _uncut(executor: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+    """Run `work` in the executor to its end: a cancellation is raised afterwards, when its effect is certain."""
+    running = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def joined(transaction: Transaction, database: Database) -> SqlTransaction:
+    """Return `transaction` as one on `database`; raises TypeError when it is another's."""
+    if isinstance(transaction, SqlTransaction) and transaction.domain == database.domain:
+        return transaction
+    raise TypeError(f"a transaction on {transaction.domain} cannot span {database.dialect}")

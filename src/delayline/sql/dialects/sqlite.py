@@ -1,0 +1,187 @@
+"""SQLite: one file, one writer at a time, no server."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import create_engine
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.pool import NullPool
+
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
+from delayline.sql.dialects.sqlite_claims import Claims
+from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import URL, Connection, Insert, Table
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
+FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
+LONGEST_WAIT: Final = 0.005
+
+
+class Sqlite:
+    """What the SQL room needs to know of one SQLite file."""
+
+    def __init__(self, url: URL) -> None:
+        if not url.database or url.database == ":memory:":
+            raise ConfigurationError(
+                "an SQLite URL names a file, as in sqlite:///file.db; for memory use MemoryTransport"
+            )
+        self.path = Path(url.database).resolve()
+        self.identity = f"sqlite:{self.path}"
+        self._timeout = _seconds(url)
+        self._engine = create_engine(
+            "sqlite://", creator=self._connect, poolclass=NullPool, isolation_level="AUTOCOMMIT"
+        )
+        self._directory = self.path.with_name(f"{self.path.name}-run")
+        self._claims: dict[str, Claims] = {}
+        self.wake_ups = WakeUps(self._directory)
+
+    def __str__(self) -> str:
+        return f"SQLite file {self.path}"
+
+    def connect(self, *, writing: bool) -> Connection:
+        """Open a connection in autocommit; transactions are begun by `begin`."""
+        self._check_path()
+        connection = self._engine.connect()
+        if writing:
+            connection.exec_driver_sql("PRAGMA busy_timeout = 0")  # `begin` waits with finer steps than SQLite
+        return connection
+
+    def opened(self) -> None:
+        """Make the place beside the file where processes meet: wake-ups and claims. Safe to delete when idle."""
+        try:
+            self._directory.mkdir(exist_ok=True)
+        except OSError as error:
+            raise BackendUnusable(
+                f"cannot create {self._directory}: {error.strerror}; make its folder writable"
+            ) from error
+        self.wake_ups.open()
+
+    def closed(self) -> None:
+        """End wake-ups and drop every claim."""
+        self.wake_ups.close()
+        for claims in self._claims.values():
+            claims.close()
+        self._claims.clear()
+
+    def claims(self, table: str) -> Claims:
+        """Return the claims on one table's rows."""
+        if table not in self._claims:
+            self._claims[table] = Claims(self._directory, table)
+        return self._claims[table]
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is."""
+        return insert(table).on_conflict_do_nothing(index_elements=[key])
+
+    def begin(self, connection: Connection) -> None:
+        """Begin a writing transaction; waits for other processes' up to the busy timeout."""
+        deadline = time.monotonic() + self._timeout
+        wait = FIRST_WAIT
+        while True:
+            try:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            except OperationalError as error:
+                if not _name(error).startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+                    raise
+                time.sleep(wait)
+                wait = min(wait * 2, LONGEST_WAIT)
+            else:
+                return
+
+    def commit(self, connection: Connection) -> None:
+        """Commit; durable on return (synchronous = FULL)."""
+        connection.exec_driver_sql("COMMIT")
+
+    def rollback(self, connection: Connection) -> None:
+        """Roll back, unless SQLite has done so by itself (a full disk, an I/O error)."""
+        driver = connection.connection.driver_connection
+        if isinstance(driver, sqlite3.Connection) and driver.in_transaction:
+            connection.exec_driver_sql("ROLLBACK")
+
+    def translated(self, error: DBAPIError) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        name = _name(error)
+        for prefix, translate in TRANSLATIONS.items():
+            if name.startswith(prefix):
+                return translate(self.path, error)
+        if "no such table" in str(error.orig):
+            return BackendUnusable(f"{self.path} is not set up for this endpoint: run `delayline setup` ({error.orig})")
+        return error
+
+    def _connect(self) -> DBAPIConnection:
+        connection = sqlite3.connect(self.path, timeout=self._timeout, check_same_thread=False, isolation_level=None)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA cache_size = -16384")
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection  # type: ignore[return-value]
+
+    def _check_path(self) -> None:
+        if self.path.is_dir():
+            raise BackendUnusable(f"{self.path} is a directory, not a database file: name a file in it")
+        if not self.path.parent.is_dir():
+            raise BackendUnusable(f"the folder of {self.path} does not exist: create {self.path.parent}")
+
+
+def _seconds(url: URL) -> float:
+    unknown = set(url.query) - {"timeout"}
+    if unknown:
+        raise ConfigurationError(f"unknown option {min(unknown)!r} in the SQLite URL; known: timeout (seconds)")
+    given = url.query.get("timeout", str(BUSY_TIMEOUT))
+    try:
+        seconds = float(str(given))
+    except ValueError:
+        seconds = -1.0
+    if seconds < 0:
+        raise ConfigurationError(f"timeout={given!r} in the SQLite URL must be seconds, 0 or more")
+    return seconds
+
+
+def _name(error: DBAPIError) -> str:
+    if str(error.orig) == "database is locked":
+        return "SQLITE_BUSY"
+    return str(getattr(error.orig, "sqlite_errorname", ""))
+
+
+def _busy(path: Path, error: DBAPIError) -> Exception:
+    return BackendUnavailable(
+        f"{path} is locked by another program's transaction ({error.orig}): "
+        "end it, or allow longer with ?timeout=SECONDS"
+    )
+
+
+TRANSLATIONS: Final[dict[str, Callable[[Path, DBAPIError], Exception]]] = {
+    "SQLITE_BUSY": _busy,
+    "SQLITE_LOCKED": _busy,
+    "SQLITE_FULL": lambda path, error: StorageFull(f"no space left to write {path} ({error.orig}): free some"),
+    "SQLITE_IOERR": lambda path, error: BackendUnavailable(
+        f"cannot read or write {path} ({error.orig}): check the disk"
+    ),
+    "SQLITE_READONLY": lambda path, error: BackendUnusable(
+        f"{path} is read-only ({error.orig}): make the file and its folder writable for this user"
+    ),
+    "SQLITE_CANTOPEN": lambda path, error: BackendUnusable(
+        f"cannot open {path} ({error.orig}): check that its folder exists and is writable for this user"
+    ),
+    "SQLITE_PERM": lambda path, error: BackendUnusable(f"no permission to use {path} ({error.orig})"),
+    "SQLITE_NOTADB": lambda path, error: BackendUnusable(
+        f"{path} is not an SQLite database ({error.orig}): name another file"
+    ),
+    "SQLITE_CORRUPT": lambda path, error: BackendUnusable(
+        f"{path} is damaged ({error.orig}): restore it from a backup"
+    ),
+    "SQLITE_TOOBIG": lambda path, error: InvalidMessage(f"the message is too large for {path} ({error.orig})"),
+}

@@ -1,0 +1,145 @@
+"""Wake-ups between the processes that share one SQLite file: a named pipe for each that listens.
+
+After a commit the writer puts a small record into every listener's pipe. A pipe without a reader belongs to a
+process that has ended, and is swept. Nothing runs at rest, and nothing is lost that polling would not find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import struct
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+RECORD: Final = struct.Struct("=8sq")  # channel, microseconds since 1970
+READ_SIZE: Final = RECORD.size * 512
+QUIT: Final = b"\0" * RECORD.size
+CLOCK_TICK: Final = 100_000_000  # nanoseconds
+
+
+class WakeUps:
+    """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}.wake"
+        self._lock = threading.Lock()
+        self._listeners: dict[bytes, list[tuple[asyncio.AbstractEventLoop, Callable[[int], None]]]] = {}
+        self._pipes: dict[str, int] = {}
+        self._listed: int = -1
+        self._pipe: int | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Begin to know other processes."""
+        self._listed = -1
+
+    def close(self) -> None:
+        """Stop listening and forget other processes."""
+        with self._lock:
+            if self._pipe is not None:
+                os.write(self._pipe, QUIT)
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            for pipe in self._pipes.values():
+                os.close(pipe)
+            self._pipes.clear()
+            self._listeners.clear()
+
+    def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
+        """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
+        key = _key(channel)
+        entry = (asyncio.get_running_loop(), callback)
+        with self._lock:
+            self._listeners.setdefault(key, []).append(entry)
+            if self._thread is None:
+                self._listen()
+
+        def unsubscribe() -> None:
+            with self._lock, contextlib.suppress(KeyError, ValueError):
+                self._listeners[key].remove(entry)
+
+        return unsubscribe
+
+    def notify(self, channel: str, at: int = 0) -> None:
+        """Tell every listener of `channel`; `at` says from when on there is something. Never blocks."""
+        key = _key(channel)
+        self._tell(key, at)
+        record = RECORD.pack(key, at)
+        with self._lock:
+            self._find_pipes()
+            for name, pipe in list(self._pipes.items()):
+                try:
+                    os.write(pipe, record)
+                except BlockingIOError:
+                    pass  # a full pipe wakes its reader without our record
+                except OSError:
+                    os.close(self._pipes.pop(name))
+                    (self._directory / name).unlink(missing_ok=True)
+
+    def _find_pipes(self) -> None:
+        """Open the pipes of processes that came since the last look; the folder's time tells whether any did."""
+        try:
+            changed = self._directory.stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if changed == self._listed:
+            return
+        # Within the file system's clock tick a later change may leave the same time: look again next time.
+        self._listed = changed if time.time_ns() - changed > CLOCK_TICK else -1
+        for path in self._directory.glob("*.wake"):
+            if path.name == self._mine or path.name in self._pipes:
+                continue
+            try:
+                self._pipes[path.name] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                path.unlink(missing_ok=True)
+
+    def _listen(self) -> None:
+        hidden = self._directory / f"{self._mine}.new"
+        os.mkfifo(hidden)
+        # Read and write: a pipe that we hold open for writing never reports an end of file.
+        self._pipe = os.open(hidden, os.O_RDWR | os.O_CLOEXEC)
+        hidden.rename(self._directory / self._mine)  # only now others may see it: a pipe without reader is swept
+        self._thread = threading.Thread(target=self._read, args=(self._pipe,), name="delayline wake-ups", daemon=True)
+        self._thread.start()
+
+    def _read(self, pipe: int) -> None:
+        quitting = False
+        while not quitting:
+            records = os.read(pipe, READ_SIZE)
+            if len(records) == READ_SIZE:
+                self._tell_all()  # the pipe may have been full, and records dropped
+            earliest: dict[bytes, int] = {}
+            for key, at in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size]):
+                earliest[key] = min(at, earliest.get(key, at))
+            quitting = earliest.pop(QUIT[:8], None) is not None
+            for key, at in earliest.items():
+                self._tell(key, at)
+        (self._directory / self._mine).unlink(missing_ok=True)
+        os.close(pipe)
+        self._pipe = None
+
+    def _tell(self, key: bytes, at: int) -> None:
+        for loop, callback in list(self._listeners.get(key, ())):
+            with contextlib.suppress(RuntimeError):  # that loop is closed
+                loop.call_soon_threadsafe(callback, at)
+
+    def _tell_all(self) -> None:
+        for key in list(self._listeners):
+            self._tell(key, 0)
+
+
+def _key(channel: str) -> bytes:
+    return hashlib.blake2b(channel.encode("utf-8", "surrogatepass"), digest_size=8).digest()

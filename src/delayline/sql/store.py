@@ -1,0 +1,244 @@
+"""The delayed message store on SQL: one table an endpoint, every capability."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from delayline.clock import from_microseconds, to_microseconds
+from delayline.delayed.store import DueCount, Outcome
+from delayline.errors import NotStarted
+from delayline.sql import schema
+from delayline.sql.database import Database, SqlTransaction, joined
+from delayline.sql.statements import StoreStatements, bounded, message_of, row_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import Connection
+
+    from delayline.message import DelayedMessage
+    from delayline.sql.dialects.sqlite_claims import Claims
+    from delayline.transaction import Transaction, TransactionMode
+
+Result = TypeVar("Result")
+MICROSECOND: Final = timedelta(microseconds=1)
+
+
+class SqlDelayedMessageStore:
+    """Keeps delayed messages in a table of a SQL database; `sqlite:///file.db` needs no server.
+
+    table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.
+    Messages fetched in a transaction are locked by it; those fetched without one are claimed by this process until
+    they are removed, counted, released, or the process ends.
+    """
+
+    def __init__(self, url: str, *, table_name: str | None = None) -> None:
+        self._database = Database.at(url)
+        self._table_name = table_name
+        self._open: StoreStatements | None = None
+        self._claimed: dict[str, int] = {}
+
+    @property
+    def transaction_domain(self) -> Hashable:
+        """The database."""
+        return self._database.domain
+
+    def transaction(self) -> SqlTransaction:
+        """Return a transaction that a SqlTransport on the same database can join."""
+        return self._database.transaction()
+
+    async def setup_infrastructure(self, endpoint_name: str) -> None:
+        """Create the endpoint's table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
+        table = schema.timeouts_table(self._name(endpoint_name))
+        await self._database.open()
+        try:
+            await self._database.write(lambda connection: schema.set_up(connection, table))
+        finally:
+            await self._database.close()
+
+    async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
+        """Open the database and check that the endpoint's table is there."""
+        del mode
+        if self._open is not None:
+            return
+        table = schema.timeouts_table(self._name(endpoint_name))
+        await self._database.open()
+        try:
+            await self._database.read(lambda connection: schema.check(connection, table))
+        except BaseException:
+            await self._database.close()
+            raise
+        self._open = StoreStatements(table, self._database.dialect)
+
+    async def close(self) -> None:
+        """Release what is claimed and disconnect. Idempotent."""
+        if self._open is not None:
+            self._unclaim(list(self._claimed))
+            self._open = None
+            await self._database.close()
+
+    async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:
+        """Keep the message until it is due."""
+        await self.store_many([message], transaction)
+
+    async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
+        """Keep the messages, all in one transaction."""
+        rows = [row_of(message) for message in messages]
+        insertion = self._statements.insert
+        await self._run(lambda connection: connection.execute(insertion, rows), transaction)
+        self._notify(min(row["due"] for row in rows), transaction)
+
+    async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
+        """Lock and return the earliest due message."""
+        batch = await self.fetch_due(at, 1, max_bytes=1, transaction=transaction)
+        return batch[0] if batch else None
+
+    async def fetch_due(
+        self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return the earliest due messages."""
+        until = to_microseconds(at)
+        if transaction is not None:
+            due = self._statements.due
+            values = {"until": until, "number": limit}
+            fetch = partial(bounded, due=due, values=values, max_bytes=max_bytes)
+            return await joined(transaction, self._database).run(fetch)
+        return await self._database.read(lambda connection: self._claim_due(connection, until, limit, max_bytes))
+
+    async def next_due(self) -> datetime | None:
+        """Return the earliest due time of any message."""
+        query = self._statements.next_due
+        due = await self._database.read(lambda connection: connection.execute(query).scalar())
+        return None if due is None else from_microseconds(due)
+
+    async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
+        """Delete the message."""
+        return await self.remove_many([message], transaction) == 1
+
+    async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
+        """Delete the messages."""
+        ids = [message.id for message in messages]
+        deletion, values = self._statements.delete, [{"key": message_id} for message_id in ids]
+        removed = await self._run(lambda connection: connection.execute(deletion, values).rowcount, transaction)
+        if transaction is None:
+            self._unclaim(ids)
+        return removed
+
+    async def increment_failure_count(self, message: DelayedMessage) -> bool:
+        """Count a failure and unlock."""
+        count = self._statements.count_failure
+        counted = await self._run(lambda connection: connection.execute(count, {"key": message.id}).rowcount, None)
+        self._unclaim([message.id])
+        return counted == 1
+
+    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
+        """Count failures, move the due times, unlock."""
+        ids, due = [message.id for message in messages], to_microseconds(at)
+        retry, values = self._statements.retry, [{"key": message_id, "at": due} for message_id in ids]
+        counted = await self._run(lambda connection: connection.execute(retry, values).rowcount, None)
+        self._unclaim(ids)
+        self._notify(due, None)
+        return counted
+
+    async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
+        """Give up the claims."""
+        self._unclaim([message.id for message in messages])
+
+    def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
+        """Call `callback` with the earliest due time after each commit, by whichever process."""
+        return self._database.dialect.wake_ups.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
+
+    async def cancel(self, message_id: str) -> Outcome:
+        """Delete a waiting message."""
+        deletion = self._statements.delete
+        return await self._manage(message_id, lambda c: c.execute(deletion, [{"key": message_id}]))
+
+    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+        """Move a waiting message to another due time."""
+        at, move = to_microseconds(due), self._statements.move
+        outcome = await self._manage(message_id, lambda c: c.execute(move, {"key": message_id, "at": at}))
+        if outcome is Outcome.DONE:
+            self._notify(at, None)
+        return outcome
+
+    async def pending(
+        self, *, destination: str | None = None, limit: int = 100, offset: int = 0
+    ) -> Sequence[DelayedMessage]:
+        """Return what waits, earliest due first."""
+        columns = self._statements.table.c
+        query = self._statements.waiting.order_by(columns.due, columns.seq).limit(limit).offset(offset)
+        if destination is not None:
+            query = query.where(columns.destination == destination)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [message_of(row) for row in rows]
+
+    async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
+        """Count what waits by bucket and destination."""
+        query = self._statements.by_due(bucket // MICROSECOND)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [DueCount(from_microseconds(start), destination, number) for start, destination, number in rows]
+
+    @property
+    def _statements(self) -> StoreStatements:
+        if self._open is None:
+            raise NotStarted(
+                "the delayed message store is not open: start its endpoint, or await initialize(...) first"
+            )
+        return self._open
+
+    @property
+    def _channel(self) -> str:
+        return f"timeouts {self._statements.table.name}"
+
+    @property
+    def _claims(self) -> Claims:
+        return self._database.dialect.claims(self._statements.table.name)
+
+    def _name(self, endpoint_name: str) -> str:
+        return self._table_name or f"{endpoint_name}.timeouts"
+
+    async def _run(self, work: Callable[[Connection], Result], transaction: Transaction | None) -> Result:
+        if transaction is None:
+            return await self._database.write(work)
+        return await joined(transaction, self._database).run(work)
+
+    def _notify(self, due: int, transaction: Transaction | None) -> None:
+        tell = partial(self._database.dialect.wake_ups.notify, self._channel, due)
+        tell() if transaction is None else transaction.after_commit(tell)
+
+    def _claim_due(self, connection: Connection, until: int, limit: int, max_bytes: int) -> Sequence[DelayedMessage]:
+        """Claim due rows page by page until there are enough, then read those that are still there and still due."""
+        statements, numbers, skip = self._statements, list[int](), 0
+        while len(numbers) < limit:
+            values = {"until": until, "number": limit, "skip": skip}
+            page = connection.execute(statements.due_numbers, values).all()
+            numbers += self._claims.take((number for number, _ in page), limit - len(numbers))
+            skip += limit
+            if len(page) < limit:
+                break
+        rows = connection.execute(statements.claimed, {"numbers": numbers, "until": until}).all() if numbers else []
+        self._claims.release(set(numbers) - {row.seq for row in rows})
+        self._claimed.update((row.id, row.seq) for row in rows)
+        return [message_of(row) for row in rows]
+
+    def _unclaim(self, ids: Sequence[str]) -> None:
+        numbers = [self._claimed.pop(message_id) for message_id in ids if message_id in self._claimed]
+        self._claims.release(numbers)
+
+    async def _manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
+        return await self._database.write(partial(self._if_unclaimed, message_id, work))
+
+    def _if_unclaimed(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
+        number = connection.execute(self._statements.number, {"key": message_id}).scalar()
+        if number is None:
+            return Outcome.NOT_PENDING
+        if not self._claims.take([number], 1):
+            return Outcome.DISPATCHING
+        try:
+            work(connection)
+        finally:
+            self._claims.release([number])
+        return Outcome.DONE

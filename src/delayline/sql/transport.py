@@ -1,0 +1,303 @@
+"""The transport on SQL: queues are rows of one table beside a registry of their names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from sqlalchemy import bindparam, delete, func, insert, select
+
+from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
+from delayline.message import Message
+from delayline.sql import schema
+from delayline.sql.database import Database, SqlTransaction, joined
+from delayline.sql.schema import queued, queues
+from delayline.transaction import TransactionMode
+from delayline.transport import ReceivedMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from sqlalchemy import Connection
+
+    from delayline.sql.dialects.sqlite_claims import Claims
+    from delayline.transaction import Transaction
+    from delayline.transport import TransportOperation
+
+Result = TypeVar("Result")
+
+ONE_SECOND: Final = timedelta(seconds=1)
+KNOWN: Final = select(queues.c.name).where(queues.c.name.in_(bindparam("names", expanding=True)))
+PUT: Final = insert(queued)
+NUMBERS: Final = (
+    select(queued.c.seq)
+    .where(queued.c.queue == bindparam("name"), queued.c.seq > bindparam("after"))
+    .order_by(queued.c.seq)
+    .limit(bindparam("number"))
+)
+CLAIMED: Final = (
+    select(queued.c.seq, queued.c.id, queued.c.headers, queued.c.body)
+    .where(queued.c.seq.in_(bindparam("numbers", expanding=True)))
+    .order_by(queued.c.seq)
+)
+BROWSE: Final = (
+    select(queued.c.id, queued.c.headers, queued.c.body)
+    .where(queued.c.queue == bindparam("name"))
+    .order_by(queued.c.seq)
+    .limit(bindparam("number"))
+    .offset(bindparam("skip"))
+)
+COUNT: Final = select(func.count()).where(queued.c.queue == bindparam("name"))
+FIND: Final = (
+    select(queued.c.seq)
+    .where(queued.c.queue == bindparam("name"), queued.c.id == bindparam("key"))
+    .order_by(queued.c.seq)
+)
+DELETE: Final = delete(queued).where(queued.c.seq == bindparam("sequence"))
+
+
+class SqlTransport:
+    """Moves messages between queues kept in a SQL database; `sqlite:///file.db` needs no server.
+
+    poll_interval: how often a waiting receiver looks for messages by itself; wake-ups make it faster than that.
+    """
+
+    def __init__(self, url: str, *, poll_interval: timedelta = ONE_SECOND) -> None:
+        if poll_interval <= timedelta(0):
+            raise ConfigurationError(f"poll_interval must be longer than zero, not {poll_interval!r}")
+        self._database = Database.at(url)
+        self._poll_interval = poll_interval
+
+    @property
+    def transaction_domain(self) -> Hashable:
+        """The database."""
+        return self._database.domain
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """Every mode works."""
+        return TransactionMode.TRANSACTION_SCOPE
+
+    def transaction(self) -> SqlTransaction:
+        """Return a transaction that a SqlDelayedMessageStore on the same database can join."""
+        return self._database.transaction()
+
+    async def setup_infrastructure(self, queues: Sequence[str]) -> None:
+        """Create the tables and register the queues."""
+        await self._database.open()
+        try:
+            await self._database.write(partial(self._set_up, names=queues))
+        finally:
+            await self._database.close()
+
+    async def start(self) -> None:
+        """Open the database."""
+        await self._database.open()
+
+    async def stop(self) -> None:
+        """Undo one `start`."""
+        await self._database.close()
+
+    async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        """Insert every message whose queue exists, in one transaction."""
+        missing = await self._run(partial(_put, operations=operations), transaction)
+        reached = {operation.destination for operation in operations} - missing
+        tell = partial(self._notify, reached)
+        tell() if transaction is None else transaction.after_commit(tell)
+        if missing:
+            raise DispatchFailed(
+                {
+                    position: QueueNotFound(operation.destination)
+                    for position, operation in enumerate(operations)
+                    if operation.destination in missing
+                }
+            )
+
+    async def receiver(self, queue: str) -> SqlReceiver:
+        """Return a receiver on the queue."""
+        await self._database.read(partial(_must_exist, queue=queue))
+        return SqlReceiver(self._database, queue, self._claims, self._poll_interval)
+
+    async def queues(self) -> Sequence[str]:
+        """Return the names of all queues, in order."""
+        query = select(queues.c.name).order_by(queues.c.name)
+        return await self._database.read(lambda connection: connection.execute(query).scalars().all())
+
+    async def count(self, queue: str) -> int:
+        """Return how many messages are in the queue, hidden ones included."""
+
+        def counted(connection: Connection) -> int:
+            _must_exist(connection, queue)
+            return connection.execute(COUNT, {"name": queue}).scalar_one()
+
+        return await self._database.read(counted)
+
+    async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
+        """Return messages, oldest first, hidden ones included."""
+
+        def page(connection: Connection) -> list[Message]:
+            _must_exist(connection, queue)
+            rows = connection.execute(BROWSE, {"name": queue, "number": limit, "skip": offset})
+            return [Message.from_encoded(row.id, row.headers, row.body) for row in rows]
+
+        return await self._database.read(page)
+
+    async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
+        """Remove the oldest copy of the message that nobody is handling."""
+        claims = self._claims
+
+        def taken(connection: Connection) -> int | None:
+            found: Sequence[int] = connection.execute(FIND, {"name": queue, "key": message_id}).scalars().all()
+            for sequence in found:
+                if claims.take([sequence], 1):
+                    connection.execute(DELETE, {"sequence": sequence})
+                    return sequence
+            return None
+
+        number = await self._run(taken, transaction)
+        if number is None:
+            return False
+        if transaction is None:
+            claims.release([number])
+        else:
+            transaction.after_end(lambda: claims.release([number]))
+        return True
+
+    async def purge(self, queue: str) -> int:
+        """Remove every message that nobody is handling."""
+
+        def purged(connection: Connection) -> int:
+            _must_exist(connection, queue)
+            numbers = connection.execute(select(queued.c.seq).where(queued.c.queue == queue)).scalars().all()
+            free = self._claims.take(numbers, len(numbers))
+            try:
+                if free:
+                    connection.execute(DELETE, [{"sequence": number} for number in free])
+            finally:
+                self._claims.release(free)
+            return len(free)
+
+        return await self._database.write(purged)
+
+    @property
+    def _claims(self) -> Claims:
+        return self._database.dialect.claims(queued.name)
+
+    def _set_up(self, connection: Connection, names: Sequence[str]) -> None:
+        schema.set_up(connection)
+        if names:
+            register = self._database.dialect.insert_new(queues, "name")
+            connection.execute(register, [{"name": name} for name in names])
+
+    async def _run(self, work: Callable[[Connection], Result], transaction: Transaction | None) -> Result:
+        if transaction is None:
+            return await self._database.write(work)
+        return await joined(transaction, self._database).run(work)
+
+    def _notify(self, names: set[str]) -> None:
+        for name in names:
+            self._database.dialect.wake_ups.notify(_channel(name))
+
+
+class SqlReceiver:
+    """Takes messages from one queue; the claims of a process that ends are free again at once."""
+
+    def __init__(self, database: Database, queue: str, claims: Claims, poll_interval: timedelta) -> None:
+        self._database = database
+        self._queue = queue
+        self._claims = claims
+        self._poll_interval = poll_interval.total_seconds()
+        self._news = asyncio.Event()
+        self._stopped = False
+        self._unsubscribe = database.dialect.wake_ups.subscribe(_channel(queue), lambda _: self._news.set())
+
+    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Wait for messages and claim up to `limit` of them."""
+        while not self._stopped:
+            self._news.clear()
+            batch = await self._database.read(partial(self._claim, limit=limit))
+            if batch:
+                return batch
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self._poll_interval)
+        return []
+
+    async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
+        """Delete the message, now or at the commit."""
+        number = _number(received)
+        deleted = partial(_deleted, number=number)
+        if transaction is None:
+            gone = await self._database.write(deleted)
+            self._claims.release([number])
+            return gone
+        gone = await joined(transaction, self._database).run(deleted)
+        transaction.after_commit(lambda: self._claims.release([number]))
+        return gone
+
+    async def release(self, received: ReceivedMessage) -> None:
+        """Give up the claim and wake receivers."""
+        self._claims.release([_number(received)])
+        self._database.dialect.wake_ups.notify(_channel(self._queue))
+
+    async def stop(self) -> None:
+        """End a waiting receive."""
+        self._stopped = True
+        self._unsubscribe()
+        self._news.set()
+
+    def _claim(self, connection: Connection, limit: int) -> list[ReceivedMessage]:
+        """Claim rows page by page until there are enough, then read those that are still there."""
+        numbers, after, size = list[int](), 0, limit + self._claims.number_held
+        while len(numbers) < limit:
+            values = {"name": self._queue, "after": after, "number": size}
+            page = connection.execute(NUMBERS, values).scalars().all()
+            numbers += self._claims.take(page, limit - len(numbers))
+            if len(page) < size:
+                break
+            after = page[-1]
+        if not numbers:
+            return []
+        rows = connection.execute(CLAIMED, {"numbers": numbers}).all()
+        self._claims.release(set(numbers) - {row.seq for row in rows})
+        return [ReceivedMessage(Message.from_encoded(row.id, row.headers, row.body), row.seq) for row in rows]
+
+
+def _put(connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:
+    """Insert the messages whose queues exist and return the names of those that do not."""
+    names = {operation.destination for operation in operations}
+    missing = names - set(connection.execute(KNOWN, {"names": sorted(names)}).scalars())
+    rows = [
+        {
+            "queue": operation.destination,
+            "id": operation.message.id,
+            "headers": operation.message.encoded_headers,
+            "body": operation.message.body,
+        }
+        for operation in operations
+        if operation.destination not in missing
+    ]
+    if rows:
+        connection.execute(PUT, rows)
+    return missing
+
+
+def _must_exist(connection: Connection, queue: str) -> None:
+    if not connection.execute(KNOWN, {"names": [queue]}).scalar():
+        raise QueueNotFound(queue)
+
+
+def _deleted(connection: Connection, number: int) -> bool:
+    return connection.execute(DELETE, {"sequence": number}).rowcount == 1
+
+
+def _number(received: ReceivedMessage) -> int:
+    if not isinstance(received.receipt, int):
+        raise TypeError(f"receipt {received.receipt!r} was not given by this receiver")
+    return received.receipt
+
+
+def _channel(queue: str) -> str:
+    return f"queue {queue}"
