@@ -85,8 +85,8 @@ class MemoryDelayedMessageStore:
         return batch
 
     async def next_due(self) -> datetime | None:
-        """Return the earliest due time of an unlocked message."""
-        return next((due for due, _, message_id in self._order if message_id not in self._locked), None)
+        """Return the earliest due time of any message."""
+        return self._order[0][0] if self._order else None
 
     async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
         """Delete the message."""

@@ -1,1 +1,29 @@
-"""For tests of delayline and of what is built on it."""
+"""For tests of delayline and of what is built on it: time, signals, faults and conformance suites. Needs pytest."""
+
+from delayline.errors import MissingExtra
+
+try:
+    import pytest
+
+    pytest.register_assert_rewrite("delayline.testing.conformance")
+    from delayline.testing.conformance import DeliveryConformance, StoreConformance, TransportConformance
+except ModuleNotFoundError as error:
+    if error.name is None or not error.name.startswith("pytest"):
+        raise
+    raise MissingExtra("testing", "delayline.testing") from error
+from delayline.testing.clock import ManualClock
+from delayline.testing.faults import Fault
+from delayline.testing.faulty_store import FaultyStore
+from delayline.testing.faulty_transport import FaultyTransport
+from delayline.testing.signals import Signals
+
+__all__ = [
+    "DeliveryConformance",
+    "Fault",
+    "FaultyStore",
+    "FaultyTransport",
+    "ManualClock",
+    "Signals",
+    "StoreConformance",
+    "TransportConformance",
+]

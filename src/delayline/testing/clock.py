@@ -6,15 +6,29 @@ import asyncio
 import heapq
 from datetime import UTC, datetime, timedelta
 from itertools import count
+from typing import TYPE_CHECKING, Final, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+Result = TypeVar("Result")
+
+NO_TIME: Final = timedelta(0)
+TURNS: Final = 100
 
 
 class ManualClock:
-    """A Clock for tests: `now()` stands still and `sleep()` waits until `advance` has moved time far enough."""
+    """A Clock for tests: `now()` stands still and `sleep()` waits until `advance` has moved time far enough.
+
+    Like a machine's, it has two hands: sleeps follow elapsed time, which only grows; `now()` can also be `set`.
+    """
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
-        self._now = start
-        self._sleepers: list[tuple[datetime, int, asyncio.Event]] = []
+        self._now = _aware(start)
+        self._elapsed = NO_TIME
+        self._sleepers: list[tuple[timedelta, int, asyncio.Event]] = []
         self._order = count()
+        self._slept = asyncio.Event()
 
     def now(self) -> datetime:
         """Return the instant the test has set."""
@@ -22,9 +36,75 @@ class ManualClock:
 
     async def sleep(self, seconds: float) -> None:
         """Return once time was advanced by `seconds`."""
-        if seconds <= 0:
+        wait = timedelta(seconds=seconds)
+        if wait <= NO_TIME:
             await asyncio.sleep(0)
             return
-        woken = asyncio.Event()
-        heapq.heappush(self._sleepers, (self._now + timedelta(seconds=seconds), next(self._order), woken))
-        await woken.wait()
+        sleeper = (self._elapsed + wait, next(self._order), asyncio.Event())
+        heapq.heappush(self._sleepers, sleeper)
+        self._slept.set()
+        try:
+            await sleeper[2].wait()
+        except asyncio.CancelledError:
+            self._sleepers = [other for other in self._sleepers if other is not sleeper]
+            heapq.heapify(self._sleepers)
+            raise
+
+    async def advance(self, delta: timedelta | float) -> None:
+        """Move time on by a timedelta or seconds; each sleeper wakes at its own instant and may sleep again."""
+        step = delta if isinstance(delta, timedelta) else timedelta(seconds=delta)
+        if step < NO_TIME:
+            raise ValueError(f"time cannot be advanced by {step}: step the wall clock back with set()")
+        await settle()
+        end = self._elapsed + step
+        while self._sleepers and self._sleepers[0][0] <= end:
+            await self._wake_next()
+        self._move_to(end)
+        await settle()
+
+    async def run_until(self, done: Coroutine[None, None, Result]) -> Result:
+        """Wake one sleeper after another, each at its instant, until `done` has finished; return its result.
+
+        For code that works in threads, where the number of steps is not known: waits, without moving time, while
+        nobody sleeps. Give `done` a timeout of its own.
+        """
+        task = asyncio.ensure_future(done)
+        try:
+            await settle()
+            while not task.done():
+                if self._sleepers:
+                    await self._wake_next()
+                else:
+                    self._slept.clear()
+                    sleeper = asyncio.ensure_future(self._slept.wait())
+                    await asyncio.wait({task, sleeper}, return_when=asyncio.FIRST_COMPLETED)
+                    sleeper.cancel()
+            return await task
+        finally:
+            task.cancel()
+
+    def set(self, instant: datetime) -> None:
+        """Step the wall clock to `instant`, forwards or backwards, as an administrator would; wakes nobody."""
+        self._now = _aware(instant)
+
+    async def _wake_next(self) -> None:
+        at, _, woken = heapq.heappop(self._sleepers)
+        self._move_to(at)
+        woken.set()
+        await settle()
+
+    def _move_to(self, elapsed: timedelta) -> None:
+        self._now += elapsed - self._elapsed
+        self._elapsed = elapsed
+
+
+async def settle() -> None:
+    """Let every task that can run without waiting for a thread or a server do so."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def _aware(instant: datetime) -> datetime:
+    if instant.utcoffset() is None:
+        raise ValueError(f"{instant!r} has no time zone: add tzinfo=UTC")
+    return instant.astimezone(UTC)

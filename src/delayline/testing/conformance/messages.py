@@ -1,0 +1,76 @@
+"""Messages for conformance tests: ordinary ones, and those that back ends have stumbled over."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.message import DelayedMessage, Message
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENDPOINT: Final = "conformance"
+AT: Final = datetime(2026, 1, 1, tzinfo=UTC)
+TICK: Final = timedelta(microseconds=1)
+#: Real seconds after which a call that should have answered is given up.
+PATIENCE: Final = 20.0
+
+#: Names a back end might quote, fold, cut, trim or normalise: all are different, all are valid.
+HOSTILE_NAMES: Final = [
+    'it\'s "quoted" `here`',
+    "[dbo].[Timeouts]; DROP TABLE x; --",
+    "100%_done %s %(name)s {0} \\n \\",
+    "Größe/../..?*:|<>&#+=",
+    "配送 🚚🕰️ \U0001f468\u200d\U0001f469",
+    "$HOME ${x} @p1 :p1 ?1",
+    "CON",
+    ".",
+    "..",
+    "-rf",
+    "null",
+    "x" * 200,
+    "🚚" * 60,
+]
+#: Pairs that a careless collation takes for equal.
+LOOKALIKES: Final = [("id", "ID"), ("e", "é"), ("é", "e\u0301"), ("straße", "strasse"), ("a-b", "ab"), ("1", "01")]
+
+AWKWARD_HEADERS: Final = {
+    "NServiceBus.MessageId": "m",
+    "Ключ 🔑": "wert äöü ß \U00010348 \u202e",
+    "": "an empty name",
+    "empty": "",
+    "lines": "a\r\nb\tc\x00d",
+    "quotes": "\"'`\\ %s ; --",
+    "long": "ü" * 20_000,
+}
+
+
+def delayed(
+    id: str = "m",
+    due: datetime = AT,
+    *,
+    destination: str = "billing",
+    body: bytes = b"body",
+    headers: Mapping[str, str] | None = None,
+) -> DelayedMessage:
+    """Return a delayed message."""
+    return DelayedMessage(Message(id, {"kind": "test"} if headers is None else headers, body), destination, due)
+
+
+def operation(destination: str, id: str = "m", body: bytes = b"body") -> TransportOperation:
+    """Return a send."""
+    return TransportOperation(Message(id, {"kind": "test"}, body), destination)
+
+
+def same(found: DelayedMessage | None, expected: DelayedMessage) -> None:
+    """Assert that a store gave back what it was given, byte for byte."""
+    assert found is not None, f"{expected.id!r} was not returned"
+    assert found.id == expected.id
+    assert found.destination == expected.destination
+    assert found.due == expected.due
+    assert found.due.utcoffset() == timedelta(0), "due times are aware and in UTC"
+    assert found.number_of_retries == expected.number_of_retries
+    assert found.message.body == expected.message.body
+    assert found.message.encoded_headers == expected.message.encoded_headers

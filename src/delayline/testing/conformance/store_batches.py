@@ -1,0 +1,129 @@
+"""Capability BatchStore: many messages in one round trip."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, TICK, delayed, same
+from delayline.testing.conformance.store_room import StoreRoom
+
+if TYPE_CHECKING:
+    from delayline.testing.conformance.store_room import InBatches
+
+PLENTY = 1 << 40
+LATER = AT + timedelta(days=1)
+
+
+class StoreBatches(StoreRoom):
+    """Batches are the single verbs, faster."""
+
+    async def test_a_batch_comes_back_in_order(self, batches: InBatches) -> None:
+        """By due time, ties in the order stored, content untouched."""
+        messages = [delayed(f"m{n}", AT + (n % 3) * TICK, headers=AWKWARD_HEADERS, body=bytes([n])) for n in range(9)]
+        await batches.store_many(messages)
+        fetched = await batches.fetch_due(LATER, 100, max_bytes=PLENTY)
+        expected = sorted(messages, key=lambda message: message.due)
+        assert [message.id for message in fetched] == [message.id for message in expected]
+        for found, message in zip(fetched, expected, strict=True):
+            same(found, message)
+
+    async def test_an_empty_batch_is_nothing(self, batches: InBatches) -> None:
+        """No messages, no work, no error."""
+        await batches.store_many([])
+        assert await batches.remove_many([]) == 0
+        assert await batches.retry_many([], LATER) == 0
+        await batches.release_many([])
+        assert list(await batches.fetch_due(LATER, 10, max_bytes=PLENTY)) == []
+
+    async def test_a_large_batch(self, batches: InBatches) -> None:
+        """More rows than one statement may have parameters."""
+        messages = [delayed(f"m{number}") for number in range(5000)]
+        await batches.store_many(messages)
+        fetched = await batches.fetch_due(AT, 5000, max_bytes=PLENTY)
+        assert [message.id for message in fetched] == [message.id for message in messages]
+        assert await batches.remove_many(fetched) == 5000
+        assert await batches.next_due() is None
+
+    async def test_the_limit_holds(self, batches: InBatches) -> None:
+        """At most `limit`, the earliest, and the rest stays unlocked."""
+        await batches.store_many([delayed(f"m{number}") for number in range(5)])
+        first = await batches.fetch_due(AT, 3, max_bytes=PLENTY)
+        second = await batches.fetch_due(AT, 3, max_bytes=PLENTY)
+        assert [message.id for message in (*first, *second)] == ["m0", "m1", "m2", "m3", "m4"]
+        assert len(first) == 3
+
+    async def test_nothing_due_after_at_is_in_a_batch(self, batches: InBatches) -> None:
+        """The very instant is due, a microsecond later is not."""
+        await batches.store_many([delayed("due", AT), delayed("not due", AT + TICK)])
+        assert [message.id for message in await batches.fetch_due(AT, 10, max_bytes=PLENTY)] == ["due"]
+
+    async def test_max_bytes_bounds_a_batch(self, batches: InBatches) -> None:
+        """Three of 1000 bytes fit into 3500, a fourth does not; what did not fit is not locked."""
+        messages = [delayed(f"m{number}", headers={}, body=b"x" * 1000) for number in range(5)]
+        await batches.store_many(messages)
+        assert len(await batches.fetch_due(AT, 10, max_bytes=3500)) == 3
+        assert len(await batches.fetch_due(AT, 10, max_bytes=3500)) == 2
+
+    async def test_max_bytes_counts_headers(self, batches: InBatches) -> None:
+        """Headers take memory as bodies do."""
+        messages = [delayed(f"m{number}", headers={"h": "x" * 1000}, body=b"") for number in range(3)]
+        await batches.store_many(messages)
+        assert len(await batches.fetch_due(AT, 10, max_bytes=2500)) == 2
+
+    async def test_one_message_larger_than_max_bytes_is_returned(self, batches: InBatches) -> None:
+        """Alone: a large message must not wait for ever."""
+        await batches.store_many([delayed("large", body=b"x" * 100_000), delayed("small")])
+        assert [message.id for message in await batches.fetch_due(AT, 10, max_bytes=1)] == ["large"]
+        assert [message.id for message in await batches.fetch_due(AT, 10, max_bytes=1)] == ["small"]
+
+    async def test_duplicates_in_a_batch_change_nothing(self, batches: InBatches) -> None:
+        """Neither ids that wait already nor ids twice in the batch are an error."""
+        await batches.store(delayed("old"))
+        again = delayed("old", LATER, body=b"other")
+        await batches.store_many([again, delayed("new"), delayed("new", LATER, body=b"other")])
+        fetched = await batches.fetch_due(LATER, 10, max_bytes=PLENTY)
+        assert [message.id for message in fetched] == ["old", "new"]
+        same(fetched[0], delayed("old"))
+        same(fetched[1], delayed("new"))
+
+    async def test_remove_many_counts_what_was_there(self, batches: InBatches) -> None:
+        """Those that were gone already are not counted."""
+        await batches.store_many([delayed("a"), delayed("b"), delayed("c")])
+        fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
+        assert await batches.remove(delayed("b")) is True
+        assert await batches.remove_many(fetched) == 2
+        assert await batches.next_due() is None
+
+    async def test_retry_many_counts_moves_and_unlocks(self, batches: InBatches) -> None:
+        """The failure waits its turn inside the store, and nobody behind it waits with it."""
+        await batches.store_many([delayed("bad"), delayed("good", AT + TICK), delayed("gone")])
+        fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
+        await batches.remove(delayed("gone"))
+        assert await batches.retry_many(fetched, AT + timedelta(seconds=1)) == 1
+        assert await batches.next_due() == AT + TICK
+        same(await batches.fetch_next_due(AT + TICK), delayed("good", AT + TICK))
+        assert await batches.fetch_next_due(AT + TICK) is None
+        again = replace(delayed("bad", AT + timedelta(seconds=1)), number_of_retries=1)
+        same(await batches.fetch_next_due(AT + timedelta(seconds=1)), again)
+
+    async def test_release_many_unlocks_uncounted(self, batches: InBatches) -> None:
+        """Released messages are fetched again as they were; releasing twice, or what is gone, is no error."""
+        await batches.store_many([delayed("a"), delayed("b")])
+        fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
+        await batches.remove(delayed("b"))
+        await batches.release_many(fetched)
+        await batches.release_many(fetched)
+        same(await batches.fetch_next_due(AT), delayed("a"))
+        assert await batches.fetch_next_due(AT) is None
+
+    async def test_competing_batches_never_share_a_message(self, batches: InBatches) -> None:
+        """Concurrent fetches get different messages."""
+        await batches.store_many([delayed(f"m{number}") for number in range(50)])
+        fetched = await asyncio.gather(*(batches.fetch_due(AT, 10, max_bytes=PLENTY) for _ in range(5)))
+        ids = [message.id for batch in fetched for message in batch]
+        assert len(ids) == len(set(ids))
+        ids += [message.id for message in await batches.fetch_due(AT, 100, max_bytes=PLENTY)]
+        assert sorted(ids) == sorted(f"m{number}" for number in range(50))

@@ -1,0 +1,147 @@
+"""What a store keeps, it gives back untouched: bodies, headers, names, instants."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.message import DelayedMessage, Message
+from delayline.testing.conformance.messages import (
+    AT,
+    AWKWARD_HEADERS,
+    HOSTILE_NAMES,
+    LOOKALIKES,
+    delayed,
+    same,
+)
+from delayline.testing.conformance.store_room import StoreRoom, closed, opened
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from delayline.delayed.store import DelayedMessageStore
+
+MEGABYTE = 1024 * 1024
+INSTANTS = {
+    "one microsecond": datetime(2026, 1, 1, 0, 0, 0, 1, tzinfo=UTC),
+    "last microsecond": datetime(2026, 1, 1, 23, 59, 59, 999_999, tzinfo=UTC),
+    "not a float": datetime(2255, 6, 5, 23, 47, 34, 740_993, tzinfo=UTC),
+    "after 2038": datetime(2038, 1, 19, 3, 14, 8, tzinfo=UTC),
+    "leap day": datetime(2028, 2, 29, 12, tzinfo=UTC),
+    "the end of time": datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
+    "before 1970": datetime(1969, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
+    "far past": datetime(1900, 1, 1, tzinfo=UTC),
+}
+END_OF_TIME = INSTANTS["the end of time"]
+
+
+class StoreContent(StoreRoom):
+    """Round trips."""
+
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"\x00", bytes(range(256)) * 4, "größe 🚚".encode(), b"\xef\xbb\xbf{}", b"x" * (5 * MEGABYTE)],
+        ids=["empty", "nul", "every byte", "text", "byte order mark", "5 MB"],
+    )
+    async def test_a_body_survives(self, store: DelayedMessageStore, body: bytes) -> None:
+        """Any bytes, none to five megabytes."""
+        await store.store(delayed(body=body))
+        same(await store.fetch_next_due(AT), delayed(body=body))
+
+    async def test_headers_survive(self, store: DelayedMessageStore) -> None:
+        """Astral characters, control characters, empty names and values, quotes."""
+        await store.store(delayed(headers=AWKWARD_HEADERS))
+        found = await store.fetch_next_due(AT)
+        same(found, delayed(headers=AWKWARD_HEADERS))
+        assert found is not None
+        assert dict(found.message.headers) == AWKWARD_HEADERS
+
+    async def test_no_headers_survive(self, store: DelayedMessageStore) -> None:
+        """A message without headers stays one."""
+        await store.store(delayed(headers={}))
+        found = await store.fetch_next_due(AT)
+        assert found is not None
+        assert dict(found.message.headers) == {}
+
+    @pytest.mark.parametrize(
+        "encoded",
+        [b"", b"not json", b"\xff\xfe\x00\xd8", b"[1, 2]", b'{"a": null}', b'{"a" : "b"}  ', b'{"half": "'],
+        ids=["empty", "not json", "not utf-8", "a list", "null", "spaces", "cut"],
+    )
+    async def test_damaged_headers_survive_untouched(self, store: DelayedMessageStore, encoded: bytes) -> None:
+        """A store never reads headers: what is damaged reaches the error queue as it was (reference H1)."""
+        damaged = DelayedMessage(Message.from_encoded("m", encoded, b"body"), "billing", AT)
+        await store.store(damaged)
+        found = await store.fetch_next_due(AT)
+        same(found, damaged)
+        assert found is not None
+        assert found.message.encoded_headers == encoded
+        assert await store.increment_failure_count(found) is True
+        again = await store.fetch_next_due(AT)
+        assert again is not None
+        assert again.message.encoded_headers == encoded
+
+    @pytest.mark.parametrize("due", INSTANTS.values(), ids=INSTANTS.keys())
+    async def test_due_times_are_exact(self, store: DelayedMessageStore, due: datetime) -> None:
+        """To the microsecond, up to the year 9999 and back before 1970."""
+        await store.store(delayed(due=due))
+        assert await store.next_due() == due
+        if due < END_OF_TIME:
+            assert await store.fetch_next_due(due - timedelta(microseconds=1)) is None
+        same(await store.fetch_next_due(due), delayed(due=due))
+
+    async def test_due_times_are_ordered_over_the_centuries(self, store: DelayedMessageStore) -> None:
+        """Instants compare as instants, not as text or floats."""
+        for name, due in reversed(INSTANTS.items()):
+            await store.store(delayed(name, due))
+        fetched = [await store.fetch_next_due(END_OF_TIME) for _ in INSTANTS]
+        assert [message.due for message in fetched if message] == sorted(INSTANTS.values())
+
+    async def test_at_may_be_in_any_zone(self, store: DelayedMessageStore) -> None:
+        """Aware datetimes are instants: the zone they are written in does not matter."""
+        await store.store(delayed())
+        zone = timezone(timedelta(hours=-9, minutes=-30))
+        assert await store.fetch_next_due((AT - timedelta(seconds=1)).astimezone(zone)) is None
+        same(await store.fetch_next_due(AT.astimezone(zone)), delayed())
+
+    @pytest.mark.parametrize("name", HOSTILE_NAMES)
+    async def test_hostile_ids_and_destinations(self, store: DelayedMessageStore, name: str) -> None:
+        """Names are data: never quoted wrongly, folded, trimmed or cut."""
+        message = delayed(name, destination=name)
+        await store.store(message)
+        await store.store(message)
+        found = await store.fetch_next_due(AT)
+        same(found, message)
+        assert found is not None
+        assert await store.fetch_next_due(AT) is None
+        assert await store.increment_failure_count(found) is True
+        assert await store.remove(found) is True
+        assert await store.remove(found) is False
+
+    async def test_the_longest_id_fits(self, store: DelayedMessageStore) -> None:
+        """250 characters, and the last one counts."""
+        for last in "ab":
+            await store.store(delayed("i" * 249 + last))
+        for last in "ab":
+            same(await store.fetch_next_due(AT), delayed("i" * 249 + last))
+
+    @pytest.mark.parametrize(("one", "other"), LOOKALIKES)
+    async def test_lookalike_ids_are_different(self, store: DelayedMessageStore, one: str, other: str) -> None:
+        """An id is equal to itself alone: no case folding, no accents dropped, no normal forms."""
+        await store.store(delayed(one))
+        await store.store(delayed(other))
+        assert await store.remove(delayed(other)) is True
+        same(await store.fetch_next_due(AT), delayed(one))
+
+    @pytest.mark.parametrize("name", HOSTILE_NAMES)
+    async def test_hostile_endpoint_names(self, tmp_path: Path, name: str) -> None:
+        """Whatever the endpoint is called its store works: tables and folders are quoted, not pasted."""
+        store = await opened(await self.make_store(tmp_path), name)
+        await store.store(delayed(f"of {len(name)}"))
+        found = await store.fetch_next_due(AT)
+        same(found, delayed(f"of {len(name)}"))
+        assert found is not None
+        assert await store.remove(found) is True
+        await closed(store)

@@ -1,0 +1,111 @@
+"""What every store test stands on: a fresh, initialized store, and its capabilities where claimed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+import pytest_asyncio
+
+from delayline.delayed.store import (
+    BatchStore,
+    DelayedMessageStore,
+    ManagedStore,
+    StoreInfrastructure,
+    StoreTransactions,
+    StoreWakeUps,
+)
+from delayline.errors import UnsupportedTransactionMode
+from delayline.testing.conformance.messages import ENDPOINT
+from delayline.testing.faulty_store import Closable
+from delayline.transaction import TransactionMode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+class InBatches(DelayedMessageStore, BatchStore, Protocol):
+    """A store that claims batches."""
+
+
+class InTransactions(DelayedMessageStore, StoreTransactions, Protocol):
+    """A store that claims transactions."""
+
+
+class Managed(DelayedMessageStore, ManagedStore, Protocol):
+    """A store that claims management."""
+
+
+class WakingUp(DelayedMessageStore, StoreWakeUps, Protocol):
+    """A store that claims wake-ups."""
+
+
+async def opened(store: DelayedMessageStore, endpoint_name: str = ENDPOINT) -> DelayedMessageStore:
+    """Set the store up and initialize it in the strongest mode it accepts."""
+    if isinstance(store, StoreInfrastructure):
+        await store.setup_infrastructure(endpoint_name)
+    for mode in sorted(TransactionMode, reverse=True):
+        try:
+            await store.initialize(endpoint_name, mode)
+        except UnsupportedTransactionMode:
+            continue
+        return store
+    raise AssertionError("initialize refused every transaction mode")
+
+
+async def closed(store: DelayedMessageStore) -> None:
+    """Close the store if it can be closed."""
+    if isinstance(store, Closable):
+        await store.close()
+
+
+class StoreRoom:
+    """Fixtures of the store suite."""
+
+    pytestmark = pytest.mark.asyncio
+
+    #: Set it where a second store over the same storage sees what the first one has kept.
+    durable: bool = False
+
+    async def make_store(self, tmp_path: Path) -> DelayedMessageStore:
+        """Return a new store, neither set up nor initialized, over storage that is empty when a test begins.
+
+        Override this. Called again within one test it returns another store, over the same storage where `durable`.
+        """
+        raise NotImplementedError("override make_store in your subclass of StoreConformance")
+
+    @pytest_asyncio.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[DelayedMessageStore]:
+        """Provide an open store."""
+        store = await opened(await self.make_store(tmp_path))
+        yield store
+        await closed(store)
+
+    @pytest.fixture
+    def batches(self, store: DelayedMessageStore) -> InBatches:
+        """Provide an open store that works in batches."""
+        if not isinstance(store, BatchStore):
+            pytest.skip("not claimed: BatchStore")
+        return store
+
+    @pytest.fixture
+    def transactional(self, store: DelayedMessageStore) -> InTransactions:
+        """Provide an open store with transactions."""
+        if not isinstance(store, StoreTransactions):
+            pytest.skip("not claimed: StoreTransactions")
+        return store
+
+    @pytest.fixture
+    def managed(self, store: DelayedMessageStore) -> Managed:
+        """Provide an open store that people can look into."""
+        if not isinstance(store, ManagedStore):
+            pytest.skip("not claimed: ManagedStore")
+        return store
+
+    @pytest.fixture
+    def waking(self, store: DelayedMessageStore) -> WakingUp:
+        """Provide an open store that tells when something was stored."""
+        if not isinstance(store, StoreWakeUps):
+            pytest.skip("not claimed: StoreWakeUps")
+        return store

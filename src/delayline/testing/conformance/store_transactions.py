@@ -1,0 +1,184 @@
+"""Capability StoreTransactions: all of a transaction happens, or nothing does.
+
+Where a back end lets one writer in at a time, what another caller asks meanwhile may wait for the transaction's end:
+so the tests ask in a task, and look at its answer afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.delayed.store import BatchStore
+from delayline.testing.clock import settle
+from delayline.testing.conformance.messages import AT, delayed, same
+from delayline.testing.conformance.store_room import StoreRoom
+
+if TYPE_CHECKING:
+    from delayline.testing.conformance.store_room import InTransactions
+
+LATER = AT + timedelta(days=1)
+PLENTY = 1 << 40
+
+
+class RolledBackError(Exception):
+    """Raised by a test inside a transaction, to roll it back."""
+
+
+class StoreTransactionality(StoreRoom):
+    """Commit and rollback."""
+
+    async def test_a_commit_applies_everything(self, transactional: InTransactions) -> None:
+        """Fetch, remove and store in one transaction."""
+        store = transactional
+        await store.store(delayed("old"))
+        async with store.transaction() as transaction:
+            fetched = await store.fetch_next_due(AT, transaction)
+            same(fetched, delayed("old"))
+            assert await store.remove(delayed("old"), transaction) is True
+            await store.store(delayed("new", LATER), transaction)
+        assert await store.next_due() == LATER
+        same(await store.fetch_next_due(LATER), delayed("new", LATER))
+        assert await store.fetch_next_due(LATER) is None
+
+    async def test_a_rollback_leaves_all_as_before(self, transactional: InTransactions) -> None:
+        """What was removed is there, what was stored never was, what was fetched is unlocked and not counted."""
+        store = transactional
+        await store.store(delayed("old"))
+        with pytest.raises(RolledBackError):
+            async with store.transaction() as transaction:
+                same(await store.fetch_next_due(AT, transaction), delayed("old"))
+                assert await store.remove(delayed("old"), transaction) is True
+                await store.store(delayed("new"), transaction)
+                raise RolledBackError
+        same(await store.fetch_next_due(AT), delayed("old"))
+        assert await store.fetch_next_due(LATER) is None
+
+    async def test_a_cancelled_transaction_is_rolled_back(self, transactional: InTransactions) -> None:
+        """Cancelling the task that holds it leaves no lock and no trace."""
+        store, fetched = transactional, asyncio.Event()
+        await store.store(delayed("old"))
+
+        async def hold() -> None:
+            async with store.transaction() as transaction:
+                await store.fetch_next_due(AT, transaction)
+                await store.store(delayed("new"), transaction)
+                fetched.set()
+                await asyncio.Event().wait()
+
+        holder = asyncio.create_task(hold())
+        await fetched.wait()
+        holder.cancel()
+        await asyncio.gather(holder, return_exceptions=True)
+        same(await store.fetch_next_due(AT), delayed("old"))
+        assert await store.fetch_next_due(AT) is None
+
+    async def test_a_message_fetched_in_a_transaction_is_locked(self, transactional: InTransactions) -> None:
+        """Until the transaction ends nobody else gets it; after the commit of its removal nobody ever does."""
+        store = transactional
+        await store.store(delayed())
+        async with store.transaction() as transaction:
+            fetched = await store.fetch_next_due(AT, transaction)
+            other = asyncio.create_task(store.fetch_next_due(AT))
+            await settle()
+            assert fetched is not None
+            await store.remove(fetched, transaction)
+        assert await other is None
+
+    async def test_an_uncommitted_store_is_not_seen(self, transactional: InTransactions) -> None:
+        """Nor is one that is rolled back, ever."""
+        store = transactional
+        other: asyncio.Task[object]
+        with pytest.raises(RolledBackError):
+            async with store.transaction() as transaction:
+                await store.store(delayed(), transaction)
+                other = asyncio.create_task(store.fetch_next_due(AT))
+                await settle()
+                raise RolledBackError
+        assert await other is None
+        assert await store.next_due() is None
+
+    async def test_a_fetch_committed_without_a_remove_unlocks(self, transactional: InTransactions) -> None:
+        """The lock ends with the transaction, however it ends."""
+        store = transactional
+        await store.store(delayed())
+        async with store.transaction() as transaction:
+            same(await store.fetch_next_due(AT, transaction), delayed())
+        same(await store.fetch_next_due(AT), delayed())
+
+    async def test_a_remove_in_a_transaction_answers_at_once(self, transactional: InTransactions) -> None:
+        """False for what is gone: the caller rolls back instead of sending twice."""
+        store = transactional
+        async with store.transaction() as transaction:
+            assert await store.remove(delayed(), transaction) is False
+
+    async def test_a_duplicate_in_a_transaction_does_not_spoil_it(self, transactional: InTransactions) -> None:
+        """The rest of the transaction still commits (reference H4)."""
+        store = transactional
+        await store.store(delayed("old"))
+        async with store.transaction() as transaction:
+            await store.store(delayed("old", LATER), transaction)
+            await store.store(delayed("new"), transaction)
+        same(await store.fetch_next_due(AT), delayed("old"))
+        same(await store.fetch_next_due(AT), delayed("new"))
+
+    async def test_a_failure_is_counted_after_a_rollback(self, transactional: InTransactions) -> None:
+        """The poller's way: roll back, then count, durably."""
+        store = transactional
+        await store.store(delayed())
+        fetched = None
+        with pytest.raises(RolledBackError):
+            async with store.transaction() as transaction:
+                fetched = await store.fetch_next_due(AT, transaction)
+                raise RolledBackError
+        assert fetched is not None
+        assert await store.increment_failure_count(fetched) is True
+        again = await store.fetch_next_due(AT)
+        assert again is not None
+        assert again.number_of_retries == 1
+
+    async def test_after_commit_runs_after_the_commit(self, transactional: InTransactions) -> None:
+        """Never before it, once, and not at all after a rollback."""
+        store = transactional
+        called: list[str] = []
+        async with store.transaction() as transaction:
+            transaction.after_commit(lambda: called.append("committed"))
+            await store.store(delayed(), transaction)
+            assert called == []
+        assert called == ["committed"]
+        with pytest.raises(RolledBackError):
+            async with store.transaction() as transaction:
+                transaction.after_commit(lambda: called.append("rolled back"))
+                raise RolledBackError
+        assert called == ["committed"]
+
+    async def test_an_empty_transaction_is_fine(self, transactional: InTransactions) -> None:
+        """Entered and left, with nothing in it."""
+        async with transactional.transaction():
+            pass
+        with pytest.raises(RolledBackError):
+            async with transactional.transaction():
+                raise RolledBackError
+        assert await transactional.next_due() is None
+
+    async def test_batches_in_a_transaction(self, transactional: InTransactions) -> None:
+        """Fetch, remove and store many: rolled back, then committed."""
+        store = transactional
+        if not isinstance(store, BatchStore):
+            pytest.skip("not claimed: BatchStore")
+        await store.store_many([delayed(f"m{number}") for number in range(10)])
+        with pytest.raises(RolledBackError):
+            async with store.transaction() as transaction:
+                fetched = await store.fetch_due(AT, 10, max_bytes=PLENTY, transaction=transaction)
+                assert await store.remove_many(fetched, transaction) == 10
+                await store.store_many([delayed("new")], transaction)
+                raise RolledBackError
+        async with store.transaction() as transaction:
+            fetched = await store.fetch_due(AT, 4, max_bytes=PLENTY, transaction=transaction)
+            assert [message.id for message in fetched] == ["m0", "m1", "m2", "m3"]
+            assert await store.remove_many(fetched, transaction) == 4
+        left = await store.fetch_due(AT, 100, max_bytes=PLENTY)
+        assert [message.id for message in left] == [f"m{number}" for number in range(4, 10)]

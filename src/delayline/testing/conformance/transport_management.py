@@ -1,0 +1,107 @@
+"""Capability ManagedQueues: looking into queues."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.errors import QueueNotFound
+from delayline.message import Message
+from delayline.testing.conformance.messages import AWKWARD_HEADERS, HOSTILE_NAMES, operation
+from delayline.testing.conformance.store_transactions import RolledBackError
+from delayline.testing.conformance.transport_queues import ids
+from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
+from delayline.transport import TransportOperation, TransportTransactions
+
+if TYPE_CHECKING:
+    from delayline.testing.conformance.transport_room import WithManagedQueues
+
+
+class TransportManagement(TransportRoom):
+    """Count, browse, take, purge."""
+
+    async def test_count_includes_hidden_messages(self, managed: WithManagedQueues) -> None:
+        """What is being handled has not left the queue yet."""
+        assert await managed.count("billing") == 0
+        await managed.dispatch([operation("billing", f"m{number}") for number in range(3)])
+        receiver = await managed.receiver("billing")
+        [message] = await received(receiver)
+        assert await managed.count("billing") == 3
+        await receiver.acknowledge(message)
+        assert await managed.count("billing") == 2
+        assert await managed.count("sales") == 0
+
+    async def test_browse_takes_nothing(self, managed: WithManagedQueues) -> None:
+        """Oldest first, page by page, whole messages, and all still there to be received."""
+        whole = Message("m0", AWKWARD_HEADERS, b"\x00body")
+        await managed.dispatch([TransportOperation(whole, "billing")])
+        await managed.dispatch([operation("billing", f"m{number}") for number in range(1, 5)])
+        pages = [await managed.browse("billing", 2, offset=offset) for offset in (0, 2, 4, 6)]
+        assert [[message.id for message in page] for page in pages] == [["m0", "m1"], ["m2", "m3"], ["m4"], []]
+        assert pages[0][0] == whole
+        assert ids(await received(await managed.receiver("billing"), 5)) == ["m0", "m1", "m2", "m3", "m4"]
+
+    async def test_take_removes_one_copy(self, managed: WithManagedQueues) -> None:
+        """One at a time, and False when none is left."""
+        await managed.dispatch([operation("billing"), operation("billing", "other"), operation("billing")])
+        assert await managed.take("billing", "m") is True
+        assert await managed.count("billing") == 2
+        assert await managed.take("billing", "m") is True
+        assert await managed.take("billing", "m") is False
+        assert ids(await received(await managed.receiver("billing"))) == ["other"]
+
+    async def test_take_leaves_what_is_being_handled(self, managed: WithManagedQueues) -> None:
+        """False, and its receiver can still acknowledge it."""
+        await managed.dispatch([operation("billing")])
+        receiver = await managed.receiver("billing")
+        [message] = await received(receiver)
+        assert await managed.take("billing", "m") is False
+        assert await receiver.acknowledge(message) is True
+
+    async def test_take_in_a_transaction(self, managed: WithManagedQueues) -> None:
+        """Taken at the commit; a rollback puts it back in its place."""
+        if not isinstance(managed, TransportTransactions):
+            pytest.skip("not claimed: TransportTransactions")
+        await managed.dispatch([operation("error", "first"), operation("error", "second")])
+        with pytest.raises(RolledBackError):
+            async with managed.transaction() as transaction:
+                assert await managed.take("error", "first", transaction) is True
+                await managed.dispatch([operation("billing", "first")], transaction)
+                raise RolledBackError
+        assert [message.id for message in await managed.browse("error", 10)] == ["first", "second"]
+        async with managed.transaction() as transaction:
+            assert await managed.take("error", "first", transaction) is True
+            await managed.dispatch([operation("billing", "first")], transaction)
+        assert [message.id for message in await managed.browse("error", 10)] == ["second"]
+        assert ids(await received(await managed.receiver("billing"))) == ["first"]
+
+    async def test_purge_leaves_what_is_being_handled(self, managed: WithManagedQueues) -> None:
+        """It says how many it removed."""
+        await managed.dispatch([operation("billing", f"m{number}") for number in range(4)])
+        receiver = await managed.receiver("billing")
+        [message] = await received(receiver)
+        assert await managed.purge("billing") == 3
+        assert await managed.count("billing") == 1
+        assert await receiver.acknowledge(message) is True
+        assert await managed.purge("billing") == 0
+        await nothing_left(managed, "billing")
+
+    async def test_a_missing_queue_is_an_error(self, managed: WithManagedQueues) -> None:
+        """Not an empty answer: a typing mistake must be seen."""
+        with pytest.raises(QueueNotFound):
+            await managed.count("nowhere")
+        with pytest.raises(QueueNotFound):
+            await managed.browse("nowhere", 1)
+        with pytest.raises(QueueNotFound):
+            await managed.purge("nowhere")
+
+    @pytest.mark.parametrize("name", HOSTILE_NAMES)
+    async def test_hostile_names_are_managed(self, managed: WithManagedQueues, name: str) -> None:
+        """Names are data here too."""
+        await managed.setup_infrastructure([name])
+        await managed.dispatch([operation(name, name), operation(name, "other")])
+        assert await managed.count(name) == 2
+        assert await managed.take(name, name) is True
+        assert [message.id for message in await managed.browse(name, 9)] == ["other"]
+        assert await managed.purge(name) == 1

@@ -1,0 +1,112 @@
+"""A transport in which things go wrong on purpose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from delayline.testing.faults import Fault, Faulty
+from delayline.transport import ManagedQueues, ReceivedMessage, Receiver, Transport, TransportTransactions
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from delayline.message import Message
+    from delayline.transaction import Transaction, TransactionMode
+    from delayline.transport import TransportOperation
+
+
+class FaultyTransport(Faulty):
+    """Wraps a transport and claims exactly its capabilities; every call passes the injected faults."""
+
+    def __new__(cls, transport: Transport, *faults: Fault) -> Self:
+        """Return an instance of a class that has the capabilities of `transport`."""
+        parts = tuple(part for capability, part in _CAPABILITIES if isinstance(transport, capability))
+        made: Self = object.__new__(type(cls.__name__, (cls, *parts), {}))
+        return made
+
+    def __init__(self, transport: Transport, *faults: Fault) -> None:
+        super().__init__(*faults)
+        self._inner = transport
+
+    @property
+    def transaction_domain(self) -> Hashable | None:
+        """The wrapped transport's: what could share a transaction with it still can."""
+        return self._inner.transaction_domain
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """The wrapped transport's."""
+        return self._inner.highest_transaction_mode
+
+    async def setup_infrastructure(self, queues: Sequence[str]) -> None:
+        """Create the queues."""
+        await self._call("setup_infrastructure", lambda: self._inner.setup_infrastructure(queues), queues)
+
+    async def start(self) -> None:
+        """Connect."""
+        await self._call("start", self._inner.start)
+
+    async def stop(self) -> None:
+        """Disconnect."""
+        await self._call("stop", self._inner.stop)
+
+    async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        """Send every operation."""
+        await self._call("dispatch", lambda: self._inner.dispatch(operations, transaction), operations)
+
+    async def receiver(self, queue: str) -> FaultyReceiver:
+        """Return a receiver under the same faults."""
+        return FaultyReceiver(await self._call("receiver", lambda: self._inner.receiver(queue), queue), self)
+
+
+class FaultyReceiver:
+    """A receiver whose calls pass its transport's faults: `receive`, `acknowledge`, `release`, `stop_receiver`."""
+
+    def __init__(self, receiver: Receiver, faulty: Faulty) -> None:
+        self._receiver = receiver
+        self._call = faulty._call
+
+    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Wait for messages."""
+        return await self._call("receive", lambda: self._receiver.receive(limit), limit)
+
+    async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
+        """Take the message off the queue."""
+        return await self._call("acknowledge", lambda: self._receiver.acknowledge(received, transaction), received)
+
+    async def release(self, received: ReceivedMessage) -> None:
+        """Give the message back."""
+        await self._call("release", lambda: self._receiver.release(received), received)
+
+    async def stop(self) -> None:
+        """End a waiting receive."""
+        await self._call("stop_receiver", self._receiver.stop)
+
+
+class _Transactions(Faulty):
+    _inner: TransportTransactions
+
+    def transaction(self) -> Transaction:
+        return self._faulty(self._inner.transaction())
+
+
+class _Queues(Faulty):
+    _inner: ManagedQueues
+
+    async def count(self, queue: str) -> int:
+        return await self._call("count", lambda: self._inner.count(queue), queue)
+
+    async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
+        return await self._call("browse", lambda: self._inner.browse(queue, limit, offset=offset), queue, limit)
+
+    async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
+        return await self._call("take", lambda: self._inner.take(queue, message_id, transaction), queue, message_id)
+
+    async def purge(self, queue: str) -> int:
+        return await self._call("purge", lambda: self._inner.purge(queue), queue)
+
+
+_CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
+    (TransportTransactions, _Transactions),
+    (ManagedQueues, _Queues),
+)
