@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError
 
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.sql.dialects.sqlite import Sqlite
@@ -144,7 +144,7 @@ class Database:
     def _translated(self, work: Callable[[Any], Result], connection: Connection | None) -> Result:
         try:
             return work(connection)
-        except DBAPIError as error:
+        except self.dialect.errors as error:
             raise self.dialect.translated(error) from error
 
 

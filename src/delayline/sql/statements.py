@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, delete, func, select
+from sqlalchemy import bindparam, delete, func, literal_column, select, update
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.message import DelayedMessage, Message
+from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from sqlalchemy import Connection, Insert, Select, Table
+    from sqlalchemy import Connection, Select, Table
 
     from delayline.sql.dialects.sqlite import Sqlite
+
+Values = tuple[Any, ...]
 
 
 class StoreStatements:
@@ -22,33 +25,29 @@ class StoreStatements:
 
     def __init__(self, table: Table, dialect: Sqlite) -> None:
         self.table = table
-        columns = table.c
+        columns, sql = table.c, dialect.sql
+        in_order, by_id = (columns.due, columns.seq), columns.id == bindparam("key")
         is_due = columns.due <= bindparam("until")
-        in_order = (columns.due, columns.seq)
         self.waiting = select(
             columns.id, columns.destination, columns.due, columns.headers, columns.body, columns.retry_count
         )
-        self.insert: Insert = dialect.insert_new(table, "id")
-        self.due = self.waiting.where(is_due).order_by(*in_order).limit(bindparam("number"))
-        self.due_numbers = (
-            select(columns.seq, (func.length(columns.headers) + func.length(columns.body)).label("size"))
-            .where(is_due)
-            .order_by(*in_order)
-            .limit(bindparam("number"))
-            .offset(bindparam("skip"))
-        )
-        self.claimed = (
-            self.waiting.add_columns(columns.seq)
-            .where(columns.seq.in_(bindparam("numbers", expanding=True)), is_due)
-            .order_by(*in_order)
-        )
-        self.next_due = select(func.min(columns.due))
-        self.number = select(columns.seq).where(columns.id == bindparam("key"))
-        by_id = columns.id == bindparam("key")
-        self.delete = delete(table).where(by_id)
-        self.move = table.update().where(by_id).values(due=bindparam("at"))
-        self.count_failure = table.update().where(by_id).values(retry_count=columns.retry_count + 1)
-        self.retry = self.count_failure.values(due=bindparam("at"))
+        due = self.waiting.where(is_due).order_by(*in_order).limit(bindparam("number"))
+        numbers = select(columns.seq).where(is_due).order_by(*in_order)
+        numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
+        claimed = self.waiting.where(columns.seq == bindparam("sequence"), is_due)
+        count_failure = update(table).where(by_id).values(retry_count=columns.retry_count + literal_column("1"))
+        move = update(table).where(by_id).values(due=bindparam("at"))
+        retry = count_failure.values(due=bindparam("at"))
+        self.insert = Prepared(dialect.insert_new(table, "id"), sql, [*table.c.keys()[1:]])
+        self.due = Prepared(due, sql, ["until", "number"])
+        self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
+        self.claimed = Prepared(claimed, sql, ["sequence", "until"])
+        self.next_due = Prepared(select(func.min(columns.due)), sql, [])
+        self.number = Prepared(select(columns.seq).where(by_id), sql, ["key"])
+        self.delete = Prepared(delete(table).where(by_id), sql, ["key"])
+        self.move = Prepared(move, sql, ["at", "key"])
+        self.count_failure = Prepared(count_failure, sql, ["key"])
+        self.retry = Prepared(retry, sql, ["at", "key"])
 
     def by_due(self, width: int) -> Select[int, str, int]:
         """Return the count by bucket of `width` microseconds and destination."""
@@ -58,36 +57,37 @@ class StoreStatements:
         return counts.order_by(start, columns.destination)
 
 
-def row_of(message: DelayedMessage) -> dict[str, Any]:
+def row_of(message: DelayedMessage) -> Values:
     """Return what the insert statement takes."""
-    return {
-        "id": message.id,
-        "destination": message.destination,
-        "due": to_microseconds(message.due),
-        "headers": message.message.encoded_headers,
-        "body": message.message.body,
-        "retry_count": message.number_of_retries,
-    }
+    kept = message.message
+    return (
+        kept.id,
+        message.destination,
+        to_microseconds(message.due),
+        kept.encoded_headers,
+        kept.body,
+        message.number_of_retries,
+    )
 
 
 def message_of(row: Sequence[Any]) -> DelayedMessage:
     """Return the message of a row of `waiting`."""
-    message_id, destination, due, headers, body, retry_count = row[:6]
-    return DelayedMessage(
-        Message.from_encoded(message_id, headers, body), destination, from_microseconds(due), retry_count
-    )
+    message_id, destination, due, headers, body, retry_count = row
+    kept = Message.from_encoded(message_id, headers, body)
+    return DelayedMessage(kept, destination, from_microseconds(due), retry_count)
 
 
 def bounded(
-    connection: Connection, due: Select[Any], values: Mapping[str, int], max_bytes: int
+    connection: Connection, statement: Prepared, until: int, *, limit: int, max_bytes: int
 ) -> list[DelayedMessage]:
-    """Read messages one by one until their bytes are too many; at least one is returned when one is due."""
+    """Read due messages one by one until their bytes are too many; at least one when one is due."""
     batch: list[DelayedMessage] = []
     size = 0
-    with connection.execute(due, values) as rows:
-        for row in rows:
-            size += len(row[3]) + len(row[4])
-            if batch and size > max_bytes:
-                break
-            batch.append(message_of(row))
+    cursor = statement.run(connection, until, limit)
+    while (row := cursor.fetchone()) is not None:
+        size += len(row[3]) + len(row[4])
+        if batch and size > max_bytes:
+            break
+        batch.append(message_of(row))
+    cursor.close()
     return batch

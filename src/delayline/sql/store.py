@@ -14,7 +14,7 @@ from delayline.sql.database import Database, SqlTransaction, joined
 from delayline.sql.statements import StoreStatements, bounded, message_of, row_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -76,7 +76,8 @@ class SqlDelayedMessageStore:
     async def close(self) -> None:
         """Release what is claimed and disconnect. Idempotent."""
         if self._open is not None:
-            self._unclaim(list(self._claimed))
+            self._claims.release(self._claimed.values())
+            self._claimed.clear()
             self._open = None
             await self._database.close()
 
@@ -87,9 +88,8 @@ class SqlDelayedMessageStore:
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
         """Keep the messages, all in one transaction."""
         rows = [row_of(message) for message in messages]
-        insertion = self._statements.insert
-        await self._run(lambda connection: connection.execute(insertion, rows), transaction)
-        self._notify(min(row["due"] for row in rows), transaction)
+        await self._run(partial(self._statements.insert.change_many, rows=rows), transaction)
+        self._notify(min(row[2] for row in rows), transaction)
 
     async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
         """Lock and return the earliest due message."""
@@ -101,17 +101,15 @@ class SqlDelayedMessageStore:
     ) -> Sequence[DelayedMessage]:
         """Lock and return the earliest due messages."""
         until = to_microseconds(at)
-        if transaction is not None:
-            due = self._statements.due
-            values = {"until": until, "number": limit}
-            fetch = partial(bounded, due=due, values=values, max_bytes=max_bytes)
-            return await joined(transaction, self._database).run(fetch)
-        return await self._database.read(lambda connection: self._claim_due(connection, until, limit, max_bytes))
+        if transaction is None:
+            claim = partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes)
+            return await self._database.read(claim)
+        fetch = partial(bounded, statement=self._statements.due, until=until, limit=limit, max_bytes=max_bytes)
+        return await joined(transaction, self._database).run(fetch)
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message."""
-        query = self._statements.next_due
-        due = await self._database.read(lambda connection: connection.execute(query).scalar())
+        due = await self._database.read(self._statements.next_due.one)
         return None if due is None else from_microseconds(due)
 
     async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
@@ -120,32 +118,31 @@ class SqlDelayedMessageStore:
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Delete the messages."""
-        ids = [message.id for message in messages]
-        deletion, values = self._statements.delete, [{"key": message_id} for message_id in ids]
-        removed = await self._run(lambda connection: connection.execute(deletion, values).rowcount, transaction)
+        ids = [(message.message.id,) for message in messages]
+        removed = await self._run(partial(self._statements.delete.change_many, rows=ids), transaction)
         if transaction is None:
-            self._unclaim(ids)
+            self._unclaim(messages)
         return removed
 
     async def increment_failure_count(self, message: DelayedMessage) -> bool:
         """Count a failure and unlock."""
         count = self._statements.count_failure
-        counted = await self._run(lambda connection: connection.execute(count, {"key": message.id}).rowcount, None)
-        self._unclaim([message.id])
+        counted = await self._run(lambda connection: count.change(connection, message.id), None)
+        self._unclaim([message])
         return counted == 1
 
     async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
         """Count failures, move the due times, unlock."""
-        ids, due = [message.id for message in messages], to_microseconds(at)
-        retry, values = self._statements.retry, [{"key": message_id, "at": due} for message_id in ids]
-        counted = await self._run(lambda connection: connection.execute(retry, values).rowcount, None)
-        self._unclaim(ids)
+        due = to_microseconds(at)
+        rows = [(due, message.id) for message in messages]
+        counted = await self._run(partial(self._statements.retry.change_many, rows=rows), None)
+        self._unclaim(messages)
         self._notify(due, None)
         return counted
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
         """Give up the claims."""
-        self._unclaim([message.id for message in messages])
+        self._unclaim(messages)
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `callback` with the earliest due time after each commit, by whichever process."""
@@ -154,12 +151,12 @@ class SqlDelayedMessageStore:
     async def cancel(self, message_id: str) -> Outcome:
         """Delete a waiting message."""
         deletion = self._statements.delete
-        return await self._manage(message_id, lambda c: c.execute(deletion, [{"key": message_id}]))
+        return await self._manage(message_id, lambda connection: deletion.change(connection, message_id))
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
         """Move a waiting message to another due time."""
         at, move = to_microseconds(due), self._statements.move
-        outcome = await self._manage(message_id, lambda c: c.execute(move, {"key": message_id, "at": at}))
+        outcome = await self._manage(message_id, lambda connection: move.change(connection, at, message_id))
         if outcome is Outcome.DONE:
             self._notify(at, None)
         return outcome
@@ -209,30 +206,38 @@ class SqlDelayedMessageStore:
         tell = partial(self._database.dialect.wake_ups.notify, self._channel, due)
         tell() if transaction is None else transaction.after_commit(tell)
 
-    def _claim_due(self, connection: Connection, until: int, limit: int, max_bytes: int) -> Sequence[DelayedMessage]:
-        """Claim due rows page by page until there are enough, then read those that are still there and still due."""
-        statements, numbers, skip = self._statements, list[int](), 0
-        while len(numbers) < limit:
-            values = {"until": until, "number": limit, "skip": skip}
-            page = connection.execute(statements.due_numbers, values).all()
-            numbers += self._claims.take((number for number, _ in page), limit - len(numbers))
-            skip += limit
+    def _claim_due(self, connection: Connection, *, until: int, limit: int, max_bytes: int) -> Sequence[DelayedMessage]:
+        """Claim due rows page by page until there are enough; read those that are still there and still due."""
+        statements, batch, size, skip = self._statements, list[DelayedMessage](), 0, 0
+        while len(batch) < limit and size < max_bytes:
+            page = statements.due_numbers.run(connection, until, limit, skip).fetchall()
+            for (number,) in page:
+                if len(batch) == limit or size >= max_bytes:
+                    break
+                if self._claims.take([number], 1):
+                    row = statements.claimed.run(connection, number, until).fetchone()
+                    if row is None or (batch and size + len(row[3]) + len(row[4]) > max_bytes):
+                        self._claims.release([number])
+                        size = size if row is None else max_bytes
+                        continue
+                    size += len(row[3]) + len(row[4])
+                    self._claimed[row[0]] = number
+                    batch.append(message_of(row))
             if len(page) < limit:
                 break
-        rows = connection.execute(statements.claimed, {"numbers": numbers, "until": until}).all() if numbers else []
-        self._claims.release(set(numbers) - {row.seq for row in rows})
-        self._claimed.update((row.id, row.seq) for row in rows)
-        return [message_of(row) for row in rows]
+            skip += limit
+        return batch
 
-    def _unclaim(self, ids: Sequence[str]) -> None:
-        numbers = [self._claimed.pop(message_id) for message_id in ids if message_id in self._claimed]
-        self._claims.release(numbers)
+    def _unclaim(self, messages: Iterable[DelayedMessage]) -> None:
+        if self._claimed:
+            numbers = [self._claimed.pop(message.id, None) for message in messages]
+            self._claims.release(number for number in numbers if number is not None)
 
     async def _manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
         return await self._database.write(partial(self._if_unclaimed, message_id, work))
 
     def _if_unclaimed(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
-        number = connection.execute(self._statements.number, {"key": message_id}).scalar()
+        number = self._statements.number.one(connection, message_id)
         if number is None:
             return Outcome.NOT_PENDING
         if not self._claims.take([number], 1):

@@ -14,6 +14,7 @@ from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.message import Message
 from delayline.sql import schema
 from delayline.sql.database import Database, SqlTransaction, joined
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queued, queues
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.sql.dialects.sqlite import Sqlite
     from delayline.sql.dialects.sqlite_claims import Claims
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
@@ -30,19 +32,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 ONE_SECOND: Final = timedelta(seconds=1)
-KNOWN: Final = select(queues.c.name).where(queues.c.name.in_(bindparam("names", expanding=True)))
-PUT: Final = insert(queued)
-NUMBERS: Final = (
-    select(queued.c.seq)
-    .where(queued.c.queue == bindparam("name"), queued.c.seq > bindparam("after"))
-    .order_by(queued.c.seq)
-    .limit(bindparam("number"))
-)
-CLAIMED: Final = (
-    select(queued.c.seq, queued.c.id, queued.c.headers, queued.c.body)
-    .where(queued.c.seq.in_(bindparam("numbers", expanding=True)))
-    .order_by(queued.c.seq)
-)
 BROWSE: Final = (
     select(queued.c.id, queued.c.headers, queued.c.body)
     .where(queued.c.queue == bindparam("name"))
@@ -50,13 +39,29 @@ BROWSE: Final = (
     .limit(bindparam("number"))
     .offset(bindparam("skip"))
 )
-COUNT: Final = select(func.count()).where(queued.c.queue == bindparam("name"))
-FIND: Final = (
-    select(queued.c.seq)
-    .where(queued.c.queue == bindparam("name"), queued.c.id == bindparam("key"))
-    .order_by(queued.c.seq)
-)
-DELETE: Final = delete(queued).where(queued.c.seq == bindparam("sequence"))
+
+
+class TransportStatements:
+    """The statements on the way of every message."""
+
+    def __init__(self, dialect: Sqlite) -> None:
+        columns, sql, of_queue = queued.c, dialect.sql, queued.c.queue == bindparam("name")
+        numbers = select(columns.seq).where(of_queue, columns.seq > bindparam("after")).order_by(columns.seq)
+        by_number = columns.seq == bindparam("sequence")
+        copies = select(columns.seq).where(of_queue, columns.id == bindparam("key")).order_by(columns.seq)
+        kept = select(columns.id, columns.headers, columns.body)
+        self.known = Prepared(select(queues.c.name).where(queues.c.name == bindparam("name")), sql, ["name"])
+        self.put = Prepared(insert(queued), sql, ["queue", "id", "headers", "body"])
+        self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
+        self.claimed = Prepared(kept.where(by_number), sql, ["sequence"])
+        self.delete = Prepared(delete(queued).where(by_number), sql, ["sequence"])
+        self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])
+        self.copies = Prepared(copies, sql, ["name", "key"])
+
+    def must_exist(self, connection: Connection, queue: str) -> None:
+        """Raise QueueNotFound unless the queue is registered."""
+        if self.known.one(connection, queue) is None:
+            raise QueueNotFound(queue)
 
 
 class SqlTransport:
@@ -70,6 +75,7 @@ class SqlTransport:
             raise ConfigurationError(f"poll_interval must be longer than zero, not {poll_interval!r}")
         self._database = Database.at(url)
         self._poll_interval = poll_interval
+        self._statements = TransportStatements(self._database.dialect)
 
     @property
     def transaction_domain(self) -> Hashable:
@@ -103,7 +109,7 @@ class SqlTransport:
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Insert every message whose queue exists, in one transaction."""
-        missing = await self._run(partial(_put, operations=operations), transaction)
+        missing = await self._run(partial(self._put, operations=operations), transaction)
         reached = {operation.destination for operation in operations} - missing
         tell = partial(self._notify, reached)
         tell() if transaction is None else transaction.after_commit(tell)
@@ -118,8 +124,8 @@ class SqlTransport:
 
     async def receiver(self, queue: str) -> SqlReceiver:
         """Return a receiver on the queue."""
-        await self._database.read(partial(_must_exist, queue=queue))
-        return SqlReceiver(self._database, queue, self._claims, self._poll_interval)
+        await self._database.read(partial(self._statements.must_exist, queue=queue))
+        return SqlReceiver(self._database, self._statements, queue, self._poll_interval)
 
     async def queues(self) -> Sequence[str]:
         """Return the names of all queues, in order."""
@@ -130,8 +136,8 @@ class SqlTransport:
         """Return how many messages are in the queue, hidden ones included."""
 
         def counted(connection: Connection) -> int:
-            _must_exist(connection, queue)
-            return connection.execute(COUNT, {"name": queue}).scalar_one()
+            self._statements.must_exist(connection, queue)
+            return int(self._statements.count.one(connection, queue))
 
         return await self._database.read(counted)
 
@@ -139,7 +145,7 @@ class SqlTransport:
         """Return messages, oldest first, hidden ones included."""
 
         def page(connection: Connection) -> list[Message]:
-            _must_exist(connection, queue)
+            self._statements.must_exist(connection, queue)
             rows = connection.execute(BROWSE, {"name": queue, "number": limit, "skip": offset})
             return [Message.from_encoded(row.id, row.headers, row.body) for row in rows]
 
@@ -150,12 +156,11 @@ class SqlTransport:
         claims = self._claims
 
         def taken(connection: Connection) -> int | None:
-            found: Sequence[int] = connection.execute(FIND, {"name": queue, "key": message_id}).scalars().all()
-            for sequence in found:
-                if claims.take([sequence], 1):
-                    connection.execute(DELETE, {"sequence": sequence})
-                    return sequence
-            return None
+            copies = self._statements.copies.run(connection, queue, message_id).fetchall()
+            free = claims.take((number for (number,) in copies), 1)
+            for number in free:
+                self._statements.delete.change(connection, number)
+            return free[0] if free else None
 
         number = await self._run(taken, transaction)
         if number is None:
@@ -170,12 +175,11 @@ class SqlTransport:
         """Remove every message that nobody is handling."""
 
         def purged(connection: Connection) -> int:
-            _must_exist(connection, queue)
+            self._statements.must_exist(connection, queue)
             numbers = connection.execute(select(queued.c.seq).where(queued.c.queue == queue)).scalars().all()
             free = self._claims.take(numbers, len(numbers))
             try:
-                if free:
-                    connection.execute(DELETE, [{"sequence": number} for number in free])
+                self._statements.delete.change_many(connection, [(number,) for number in free])
             finally:
                 self._claims.release(free)
             return len(free)
@@ -192,6 +196,18 @@ class SqlTransport:
             register = self._database.dialect.insert_new(queues, "name")
             connection.execute(register, [{"name": name} for name in names])
 
+    def _put(self, connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:
+        """Insert the messages whose queues exist and return the names of those that do not."""
+        names = {operation.destination for operation in operations}
+        missing = {name for name in names if self._statements.known.one(connection, name) is None}
+        rows = [
+            (operation.destination, operation.message.id, operation.message.encoded_headers, operation.message.body)
+            for operation in operations
+            if operation.destination not in missing
+        ]
+        self._statements.put.change_many(connection, rows)
+        return missing
+
     async def _run(self, work: Callable[[Connection], Result], transaction: Transaction | None) -> Result:
         if transaction is None:
             return await self._database.write(work)
@@ -205,10 +221,13 @@ class SqlTransport:
 class SqlReceiver:
     """Takes messages from one queue; the claims of a process that ends are free again at once."""
 
-    def __init__(self, database: Database, queue: str, claims: Claims, poll_interval: timedelta) -> None:
+    def __init__(
+        self, database: Database, statements: TransportStatements, queue: str, poll_interval: timedelta
+    ) -> None:
         self._database = database
+        self._statements = statements
         self._queue = queue
-        self._claims = claims
+        self._claims = database.dialect.claims(queued.name)
         self._poll_interval = poll_interval.total_seconds()
         self._news = asyncio.Event()
         self._stopped = False
@@ -228,14 +247,15 @@ class SqlReceiver:
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         """Delete the message, now or at the commit."""
         number = _number(received)
-        deleted = partial(_deleted, number=number)
+        delete = partial(self._statements.delete.change_many, rows=[(number,)])
+        release = partial(self._claims.release, [number])
         if transaction is None:
-            gone = await self._database.write(deleted)
-            self._claims.release([number])
-            return gone
-        gone = await joined(transaction, self._database).run(deleted)
-        transaction.after_commit(lambda: self._claims.release([number]))
-        return gone
+            deleted = await self._database.write(delete)
+            release()
+        else:
+            deleted = await joined(transaction, self._database).run(delete)
+            transaction.after_commit(release)
+        return deleted == 1
 
     async def release(self, received: ReceivedMessage) -> None:
         """Give up the claim and wake receivers."""
@@ -249,48 +269,20 @@ class SqlReceiver:
         self._news.set()
 
     def _claim(self, connection: Connection, limit: int) -> list[ReceivedMessage]:
-        """Claim rows page by page until there are enough, then read those that are still there."""
-        numbers, after, size = list[int](), 0, limit + self._claims.number_held
-        while len(numbers) < limit:
-            values = {"name": self._queue, "after": after, "number": size}
-            page = connection.execute(NUMBERS, values).scalars().all()
-            numbers += self._claims.take(page, limit - len(numbers))
+        """Claim rows page by page until there are enough; read those that are still there."""
+        batch, after, size = list[ReceivedMessage](), 0, limit + self._claims.number_held
+        while len(batch) < limit:
+            page = self._statements.numbers.run(connection, self._queue, after, size).fetchall()
+            for number in self._claims.take((number for (number,) in page), limit - len(batch)):
+                row = self._statements.claimed.run(connection, number).fetchone()
+                if row is None:
+                    self._claims.release([number])
+                else:
+                    batch.append(ReceivedMessage(Message.from_encoded(*row), number))
             if len(page) < size:
                 break
-            after = page[-1]
-        if not numbers:
-            return []
-        rows = connection.execute(CLAIMED, {"numbers": numbers}).all()
-        self._claims.release(set(numbers) - {row.seq for row in rows})
-        return [ReceivedMessage(Message.from_encoded(row.id, row.headers, row.body), row.seq) for row in rows]
-
-
-def _put(connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:
-    """Insert the messages whose queues exist and return the names of those that do not."""
-    names = {operation.destination for operation in operations}
-    missing = names - set(connection.execute(KNOWN, {"names": sorted(names)}).scalars())
-    rows = [
-        {
-            "queue": operation.destination,
-            "id": operation.message.id,
-            "headers": operation.message.encoded_headers,
-            "body": operation.message.body,
-        }
-        for operation in operations
-        if operation.destination not in missing
-    ]
-    if rows:
-        connection.execute(PUT, rows)
-    return missing
-
-
-def _must_exist(connection: Connection, queue: str) -> None:
-    if not connection.execute(KNOWN, {"names": [queue]}).scalar():
-        raise QueueNotFound(queue)
-
-
-def _deleted(connection: Connection, number: int) -> bool:
-    return connection.execute(DELETE, {"sequence": number}).rowcount == 1
+            after = page[-1][0]
+        return batch
 
 
 def _number(received: ReceivedMessage) -> int:

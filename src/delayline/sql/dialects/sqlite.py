@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import create_engine
 from sqlalchemy.dialects.sqlite import insert
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
@@ -19,7 +19,7 @@ from delayline.sql.dialects.sqlite_wake_ups import WakeUps
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import URL, Connection, Insert, Table
+    from sqlalchemy import URL, Connection, Dialect, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
@@ -44,6 +44,11 @@ class Sqlite:
         self._directory = self.path.with_name(f"{self.path.name}-run")
         self._claims: dict[str, Claims] = {}
         self.wake_ups = WakeUps(self._directory)
+
+    @property
+    def sql(self) -> Dialect:
+        """SQLAlchemy's dialect, which statements are compiled for."""
+        return self._engine.dialect
 
     def __str__(self) -> str:
         return f"SQLite file {self.path}"
@@ -79,6 +84,11 @@ class Sqlite:
             self._claims[table] = Claims(self._directory, table)
         return self._claims[table]
 
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the driver raises, with and without SQLAlchemy around it."""
+        return (DBAPIError, sqlite3.Error)
+
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
         return insert(table).on_conflict_do_nothing(index_elements=[key])
@@ -89,8 +99,8 @@ class Sqlite:
         wait = FIRST_WAIT
         while True:
             try:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-            except OperationalError as error:
+                _driver(connection).execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError as error:
                 if not _name(error).startswith("SQLITE_BUSY") or time.monotonic() > deadline:
                     raise
                 time.sleep(wait)
@@ -100,22 +110,23 @@ class Sqlite:
 
     def commit(self, connection: Connection) -> None:
         """Commit; durable on return (synchronous = FULL)."""
-        connection.exec_driver_sql("COMMIT")
+        _driver(connection).execute("COMMIT")
 
     def rollback(self, connection: Connection) -> None:
         """Roll back, unless SQLite has done so by itself (a full disk, an I/O error)."""
-        driver = connection.connection.driver_connection
-        if isinstance(driver, sqlite3.Connection) and driver.in_transaction:
-            connection.exec_driver_sql("ROLLBACK")
+        driver = _driver(connection)
+        if driver.in_transaction:
+            driver.execute("ROLLBACK")
 
-    def translated(self, error: DBAPIError) -> Exception:
+    def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-        name = _name(error)
+        cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        name = _name(cause)
         for prefix, translate in TRANSLATIONS.items():
             if name.startswith(prefix):
-                return translate(self.path, error)
-        if "no such table" in str(error.orig):
-            return BackendUnusable(f"{self.path} is not set up for this endpoint: run `delayline setup` ({error.orig})")
+                return translate(self.path, cause)
+        if "no such table" in str(cause):
+            return BackendUnusable(f"{self.path} is not set up for this endpoint: run `delayline setup` ({cause})")
         return error
 
     def _connect(self) -> DBAPIConnection:
@@ -150,38 +161,38 @@ def _seconds(url: URL) -> float:
     return seconds
 
 
-def _name(error: DBAPIError) -> str:
-    if str(error.orig) == "database is locked":
-        return "SQLITE_BUSY"
-    return str(getattr(error.orig, "sqlite_errorname", ""))
+def _driver(connection: Connection) -> sqlite3.Connection:
+    driver = connection.connection.driver_connection
+    if not isinstance(driver, sqlite3.Connection):
+        raise TypeError(f"{driver!r} is not an SQLite connection")
+    return driver
 
 
-def _busy(path: Path, error: DBAPIError) -> Exception:
+def _name(error: BaseException) -> str:
+    return str(getattr(error, "sqlite_errorname", "SQLITE_BUSY" if "database is locked" in str(error) else ""))
+
+
+def _busy(path: Path, error: BaseException) -> Exception:
     return BackendUnavailable(
-        f"{path} is locked by another program's transaction ({error.orig}): "
-        "end it, or allow longer with ?timeout=SECONDS"
+        f"{path} is locked by another program's transaction ({error}): end it, or allow longer with ?timeout=SECONDS"
     )
 
 
-TRANSLATIONS: Final[dict[str, Callable[[Path, DBAPIError], Exception]]] = {
+TRANSLATIONS: Final[dict[str, Callable[[Path, BaseException], Exception]]] = {
     "SQLITE_BUSY": _busy,
     "SQLITE_LOCKED": _busy,
-    "SQLITE_FULL": lambda path, error: StorageFull(f"no space left to write {path} ({error.orig}): free some"),
-    "SQLITE_IOERR": lambda path, error: BackendUnavailable(
-        f"cannot read or write {path} ({error.orig}): check the disk"
-    ),
+    "SQLITE_FULL": lambda path, error: StorageFull(f"no space left to write {path} ({error}): free some"),
+    "SQLITE_IOERR": lambda path, error: BackendUnavailable(f"cannot read or write {path} ({error}): check the disk"),
     "SQLITE_READONLY": lambda path, error: BackendUnusable(
-        f"{path} is read-only ({error.orig}): make the file and its folder writable for this user"
+        f"{path} is read-only ({error}): make the file and its folder writable for this user"
     ),
     "SQLITE_CANTOPEN": lambda path, error: BackendUnusable(
-        f"cannot open {path} ({error.orig}): check that its folder exists and is writable for this user"
+        f"cannot open {path} ({error}): check that its folder exists and is writable for this user"
     ),
-    "SQLITE_PERM": lambda path, error: BackendUnusable(f"no permission to use {path} ({error.orig})"),
+    "SQLITE_PERM": lambda path, error: BackendUnusable(f"no permission to use {path} ({error})"),
     "SQLITE_NOTADB": lambda path, error: BackendUnusable(
-        f"{path} is not an SQLite database ({error.orig}): name another file"
+        f"{path} is not an SQLite database ({error}): name another file"
     ),
-    "SQLITE_CORRUPT": lambda path, error: BackendUnusable(
-        f"{path} is damaged ({error.orig}): restore it from a backup"
-    ),
-    "SQLITE_TOOBIG": lambda path, error: InvalidMessage(f"the message is too large for {path} ({error.orig})"),
+    "SQLITE_CORRUPT": lambda path, error: BackendUnusable(f"{path} is damaged ({error}): restore it from a backup"),
+    "SQLITE_TOOBIG": lambda path, error: InvalidMessage(f"the message is too large for {path} ({error})"),
 }
