@@ -1,0 +1,38 @@
+"""The `delayline` command: exit code 0 is done, 1 failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+
+import click
+
+from delayline.cli.demo import demo
+from delayline.cli.doctor import doctor
+from delayline.cli.errors import errors
+from delayline.cli.options import Commands, examples
+from delayline.cli.pending import cancel, pending, reschedule
+from delayline.cli.run import run
+from delayline.cli.send import send
+from delayline.cli.setup import setup
+
+__all__ = ["main"]
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog=examples("delayline demo", "delayline setup --endpoint sales", "delayline send --help"),
+)
+@click.version_option(version("delayline"), prog_name="delayline")
+def main() -> None:
+    """Durable delayed message delivery: sent now, delivered when due, never lost, never early.
+
+    Settings come from delayline.toml, then DELAYLINE_* variables, then flags; the later wins.
+    """
+    # Errors are told once, as the command's own last line; `run` shows the log beside it.
+    logging.getLogger("delayline").addHandler(logging.NullHandler())
+
+
+for command in (demo, setup, run, send, pending, cancel, reschedule, errors, doctor):
+    main.add_command(command)

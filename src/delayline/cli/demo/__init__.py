@@ -1,0 +1,107 @@
+"""`delayline demo`: reminders, three processes, one of them killed half way; nothing lost, doubled or early."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from delayline.cli.demo import reminders
+from delayline.cli.demo.lateness import draw
+from delayline.cli.demo.play import Play
+from delayline.cli.demo.stage import Stage
+from delayline.cli.demo.verdict import show, verdict_of
+from delayline.cli.demo.watching import watcher
+from delayline.cli.options import FAILED, examples, json_option
+from delayline.errors import ConfigurationError, MissingExtra
+
+if TYPE_CHECKING:
+    from delayline.cli.demo.verdict import Verdict
+    from delayline.cli.screen import Screen
+
+REPOSITORY: Final = Path(__file__).parents[4]
+REMINDERS_FILE: Final = Path("examples/reminders/reminders.csv")
+
+
+@click.command(epilog=examples("delayline demo", "delayline demo --rows 300 --within 3 --dir /tmp/demo"))
+@click.option(
+    "--from",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help=f"CSV of reminders; {REMINDERS_FILE}, or the same rows made up, if left out.",
+)
+@click.option("--dir", "directory", type=click.Path(file_okay=False, path_type=Path), help="Where to keep the run.")
+@click.option("--rows", type=click.IntRange(2), help="Only the first so many reminders.")
+@click.option("--within", type=click.FloatRange(0.1, 30), metavar="SECONDS", help="When the last one is due.")
+@click.option(
+    "--outage", type=click.FloatRange(0, 10), default=1.0, show_default=True, help="Seconds until the restart."
+)
+@json_option
+def demo(
+    screen: Screen, file: Path | None, directory: Path | None, rows: int | None, within: float | None, outage: float
+) -> None:
+    """Send 10,000 reminders through SQLite, kill the dispatcher half way, and count what arrives.
+
+    A sender, a dispatcher and a receiver run as processes of their own. Exit code 1 when a message was lost, doubled
+    or early.
+    """
+    chosen = _reminders(file)[:rows]
+    if within is not None:
+        chosen = reminders.within(chosen, within)
+    stage = _stage(directory)
+    reminders.write(stage.reminders, chosen)
+    longest = timedelta(milliseconds=max(one.delay_ms for one in chosen))
+    screen.tell(f"{len(chosen):,} reminders, due within {longest.total_seconds():g} s of sending, in {stage.directory}")
+    play = Play(stage, len(chosen), longest=longest, outage=timedelta(seconds=outage))
+    with watcher(screen) as watch:
+        course = asyncio.run(play.run(watch))
+    verdict = verdict_of(course)
+    show(screen, verdict)
+    plot = _draw(screen, stage, verdict)
+    _conclude(screen, verdict)
+    screen.document({**verdict.document(), "plot": plot, "directory": str(stage.directory)})
+    if not verdict.kept:
+        click.get_current_context().exit(FAILED)
+
+
+def _reminders(file: Path | None) -> list[reminders.Reminder]:
+    if file is not None:
+        found = reminders.read(file)
+        if not found:
+            raise ConfigurationError(f"{file} holds no reminders: write some with examples/reminders/generate.py")
+        return found
+    for place in (Path(), REPOSITORY):
+        if (place / REMINDERS_FILE).is_file():
+            return reminders.read(place / REMINDERS_FILE)
+    return reminders.generate()
+
+
+def _stage(directory: Path | None) -> Stage:
+    """Return a new folder for this run: an earlier run's files, or anybody else's, stay as they are."""
+    if directory is None:
+        return Stage(Path(tempfile.mkdtemp(prefix="delayline-demo-")))
+    directory.mkdir(parents=True, exist_ok=True)
+    name = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-"
+    return Stage(Path(tempfile.mkdtemp(prefix=name, dir=directory.resolve())))
+
+
+def _draw(screen: Screen, stage: Stage, verdict: Verdict) -> str | None:
+    try:
+        draw(verdict.outside, verdict.touched, stage.plot)
+    except MissingExtra as error:
+        screen.tell(f"\nno picture: {error}", "yellow")
+        return None
+    screen.tell(f"\nthe same as a picture: {stage.plot}")
+    return str(stage.plot)
+
+
+def _conclude(screen: Screen, verdict: Verdict) -> None:
+    if verdict.kept:
+        screen.tell(f"✓ every promise kept in {verdict.seconds:g} s: none lost, none doubled, none early", "bold green")
+    else:
+        screen.tell("✗ a promise was broken; the numbers above that should be 0 say which", "bold red")

@@ -1,0 +1,150 @@
+"""`delayline doctor`: look at everything an endpoint needs, and say what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from delayline.cli.connection import managed, managed_queues, must_exist, open_store, open_transport, refuse_memory
+from delayline.cli.due import duration, local, relative
+from delayline.cli.options import FAILED, examples, json_option, settings_options
+from delayline.config import endpoint_from, masked, scheme_of
+from delayline.errors import DelaylineError, QueueNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.delayed.store import ManagedStore
+
+#: Longer overdue than this means that nobody dispatches.
+STALE: Final = timedelta(seconds=10)
+ALL_TIME: Final = timedelta(days=365_000)
+#: SQLite's levels; below FULL a commit may be lost with the power.
+SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
+ONE_SECOND: Final = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    ok: bool
+    text: str
+
+
+@click.command(epilog=examples("delayline doctor --endpoint sales", "delayline doctor --endpoint sales --json"))
+@settings_options()
+@json_option
+def doctor(settings: Settings, screen: Screen) -> None:
+    """Check connection, tables, queues and what waits, and tell the guarantee. Exit code 1 when something is wrong."""
+    refuse_memory(settings)
+    _ = settings.named_endpoint
+    findings = asyncio.run(_examine(settings))
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        mark, style = ("✓", "green") if finding.ok else ("✗", "red")
+        screen.tell(f"{mark} {finding.what:<{width}}  {finding.text}", style)
+    healthy = all(finding.ok for finding in findings)
+    screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
+    if not healthy:
+        click.get_current_context().exit(FAILED)
+
+
+async def _examine(settings: Settings) -> list[Finding]:
+    findings = [_guarantee(settings)]
+    for what, look in (
+        ("connection", _connection),
+        ("database", _database),
+        ("queues", _queues),
+        ("delayed messages", _delayed_messages),
+    ):
+        try:
+            findings += [finding async for finding in look(settings)]
+        except DelaylineError as error:
+            findings.append(Finding(what, ok=False, text=str(error)))
+            if what == "connection":
+                break
+    return findings
+
+
+def _guarantee(settings: Settings) -> Finding:
+    try:
+        endpoint = endpoint_from(settings)
+    except DelaylineError as error:
+        return Finding("guarantee", ok=False, text=str(error))
+    parts = f"{type(endpoint.transport).__name__} with stored delayed delivery in {endpoint.transaction_mode.name}"
+    return Finding("guarantee", ok=True, text=f"{endpoint.guarantee}: {parts}")
+
+
+async def _connection(settings: Settings) -> AsyncIterator[Finding]:
+    must_exist(settings)
+    async with open_transport(settings):
+        yield Finding("connection", ok=True, text=masked(settings.where_queues_are))
+
+
+async def _database(settings: Settings) -> AsyncIterator[Finding]:
+    url = settings.where_messages_wait
+    if scheme_of(url) != "sqlite":
+        return
+    from delayline.sql.database import Database
+    from delayline.sql.schema import SCHEMA_VERSION, read_version
+
+    database = Database.at(url)
+    await database.open()
+    try:
+        version = await database.read(read_version)
+        journal = await database.read(lambda one: one.exec_driver_sql("PRAGMA journal_mode").scalar())
+        synchronous = await database.read(lambda one: one.exec_driver_sql("PRAGMA synchronous").scalar())
+    finally:
+        await database.close()
+    found = "none: run `delayline setup`" if version is None else str(version)
+    yield Finding("schema version", ok=version is not None, text=f"{found} (this delayline writes {SCHEMA_VERSION})")
+    yield Finding("journal mode", ok=journal == "wal", text=f"{journal}")
+    level = SYNCHRONOUS.get(synchronous or 0, "unknown")
+    durable = level in {"FULL", "EXTRA"}
+    yield Finding("synchronous", ok=durable, text=f"{level}{'' if durable else ': a power cut can lose messages'}")
+    yield Finding("clock", ok=True, text="this machine's own; SQLite has none that could differ")
+
+
+async def _queues(settings: Settings) -> AsyncIterator[Finding]:
+    endpoint = settings.named_endpoint
+    async with open_transport(settings) as transport:
+        queues = managed_queues(transport)
+        listed: Sequence[str] = await transport.queues() if hasattr(transport, "queues") else ()
+        for name in dict.fromkeys([endpoint, settings.error_queue, *listed]):
+            try:
+                number = await queues.count(name)
+            except QueueNotFound:
+                text = f"does not exist. Create it with: delayline setup --endpoint {endpoint}"
+                yield Finding(f"queue {name}", ok=False, text=text)
+                continue
+            hint = ": see them with delayline errors list" if number and name == settings.error_queue else ""
+            yield Finding(f"queue {name}", ok=True, text=f"{number} messages{hint}")
+
+
+async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
+    async with open_store(settings) as opened:
+        store = managed(opened)
+        waiting = sum(one.count for one in await store.count_by_due(ALL_TIME))
+        yield Finding("pending", ok=True, text=f"{waiting} messages wait")
+        yield await _overdue(store)
+
+
+async def _overdue(store: ManagedStore) -> Finding:
+    now = datetime.now(UTC)
+    first = next(iter(await store.pending(limit=1)), None)
+    if first is None or first.due > now:
+        text = "none" if first is None else f"none; the next is due {local(first.due)}, {relative(first.due, now)}"
+        return Finding("overdue", ok=True, text=text)
+    number = sum(one.count for one in await store.count_by_due(ONE_SECOND) if one.start <= now)
+    oldest = f"the oldest is {first.id} for {first.destination}, {duration(now - first.due)} overdue"
+    stale = now - first.due > STALE
+    remedy = ". Nobody dispatches: is an endpoint of this name running?" if stale else ""
+    return Finding("overdue", ok=not stale, text=f"{number} messages; {oldest}{remedy}")

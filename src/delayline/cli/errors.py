@@ -1,0 +1,249 @@
+"""`delayline errors`: what failed for good, why, and how to send it on its way again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from delayline.cli.connection import managed_queues, open_transport
+from delayline.cli.due import local
+from delayline.cli.options import FAILED, Commands, examples, json_option, settings_options
+from delayline.cli.screen import size
+from delayline.errors import CorruptHeaders, DispatchFailed, QueueNotFound
+from delayline.message import Headers, from_wire_time
+from delayline.recoverability import FAILURE_HEADERS
+from delayline.transport import TransportOperation, TransportTransactions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.message import Message
+    from delayline.transport import ManagedQueues, Transport
+
+PAGE: Final = 200
+PLACES: Final = ("url", "transport_url", "error_queue")
+
+
+@click.group(cls=Commands, epilog=examples("delayline errors list", "delayline errors retry --all"))
+def errors() -> None:
+    """Look into the error queue, retry or drop what is there."""
+
+
+@errors.command("list", epilog=examples("delayline errors list --limit 20", "delayline errors list --json"))
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many to list at most.")
+@settings_options(*PLACES)
+@json_option
+def list_errors(settings: Settings, screen: Screen, limit: int) -> None:
+    """List failed messages, oldest first: which, where it failed, when and why."""
+
+    async def work() -> tuple[int, list[Message]]:
+        async with open_transport(settings) as transport:
+            queues = managed_queues(transport)
+            return await queues.count(settings.error_queue), list(await queues.browse(settings.error_queue, limit))
+
+    total, messages = asyncio.run(work())
+    if messages:
+        screen.table(("id", "failed queue", "failed at", "why"), [_row(message) for message in messages])
+    shown = "" if len(messages) == total else f", {len(messages)} shown"
+    screen.tell(f"{total} in {settings.error_queue}{shown}")
+    screen.document({"queue": settings.error_queue, "total": total, "errors": [_summary(one) for one in messages]})
+
+
+@errors.command(epilog=examples("delayline errors show 0197a1c5-7e52-7d3e-b7a6-0242ac120002"))
+@click.argument("message_id", metavar="ID")
+@settings_options(*PLACES)
+@json_option
+def show(settings: Settings, screen: Screen, message_id: str) -> None:
+    """Show one failed message: headers, stack trace and body."""
+
+    async def work() -> Message | None:
+        async with open_transport(settings) as transport:
+            found = await _find(managed_queues(transport), settings.error_queue, {message_id})
+            return found.get(message_id)
+
+    message = asyncio.run(work())
+    if message is None:
+        screen.complain(f"no message {message_id!r} in queue {settings.error_queue!r}. See: delayline errors list")
+        click.get_current_context().exit(FAILED)
+    headers = _headers(message)
+    screen.table(("header", "value"), [(name, value) for name, value in headers.items() if "\n" not in value])
+    for name, value in headers.items():
+        if "\n" in value:
+            screen.tell(f"\n{name}\n{value.rstrip()}")
+    screen.tell(f"\nbody, {size(len(message.body))}\n{message.body.decode('utf-8', 'replace')}")
+    screen.document({"id": message.id, "headers": dict(headers), "body": message.body.decode("utf-8", "replace")})
+
+
+@errors.command(
+    epilog=examples(
+        "delayline errors retry 0197a1c5-7e52-7d3e-b7a6-0242ac120002",
+        "delayline errors retry --all --to billing",
+    )
+)
+@click.argument("ids", nargs=-1, metavar="[ID...]")
+@click.option("--all", "every", is_flag=True, help="Retry everything that is in the error queue now.")
+@click.option("--to", metavar="QUEUE", help=f"Send there instead of to the message's {Headers.FAILED_QUEUE}.")
+@settings_options(*PLACES)
+@json_option
+def retry(settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool, to: str | None) -> None:
+    """Send failed messages to the queue they failed in, without the headers that describe the failure.
+
+    A message leaves the error queue in the same transaction; one that cannot be sent stays. Exit code 1 when any
+    could not be sent.
+    """
+    if bool(ids) == every:
+        raise click.UsageError("Give the IDs of messages to retry, or --all.")
+    outcomes = asyncio.run(_retry(settings, ids, to))
+    for outcome in outcomes:
+        if outcome.problem is None:
+            screen.tell(f"✓ {outcome.id}: sent to {outcome.queue}", "green")
+        else:
+            screen.tell(f"✗ {outcome.id}: {outcome.problem}", "red")
+    failed = sum(outcome.problem is not None for outcome in outcomes)
+    screen.tell(f"{len(outcomes) - failed} retried, {failed} not")
+    screen.document(
+        {
+            "retried": [{"id": one.id, "queue": one.queue} for one in outcomes if one.problem is None],
+            "failed": [{"id": one.id, "reason": one.problem} for one in outcomes if one.problem is not None],
+        }
+    )
+    if failed:
+        click.get_current_context().exit(FAILED)
+
+
+@errors.command(epilog=examples("delayline errors purge --yes"))
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@settings_options(*PLACES)
+@json_option
+def purge(settings: Settings, screen: Screen, yes: bool) -> None:
+    """Drop every message of the error queue, for good."""
+    if screen.as_json and not yes:
+        raise click.UsageError("--json cannot ask: add --yes to drop the messages for good.")
+
+    async def count() -> int:
+        async with open_transport(settings) as transport:
+            return await managed_queues(transport).count(settings.error_queue)
+
+    async def drop() -> int:
+        async with open_transport(settings) as transport:
+            return await managed_queues(transport).purge(settings.error_queue)
+
+    if not yes:
+        click.confirm(f"Drop {asyncio.run(count())} messages of {settings.error_queue!r} for good?", abort=True)
+    dropped = asyncio.run(drop())
+    screen.tell(f"{dropped} dropped from {settings.error_queue}")
+    screen.document({"queue": settings.error_queue, "dropped": dropped})
+
+
+@dataclass(frozen=True, slots=True)
+class RetryOutcome:
+    """What became of one message: where it went, or why it stayed."""
+
+    id: str
+    queue: str | None
+    problem: str | None
+
+
+async def _retry(settings: Settings, ids: tuple[str, ...], to: str | None) -> list[RetryOutcome]:
+    queue = settings.error_queue
+    async with open_transport(settings) as transport:
+        queues = managed_queues(transport)
+        if not ids:
+            everything = [message async for message in _browse(queues, queue)]
+            return [await _retry_one(transport, queues, queue, message, to) for message in everything]
+        found = await _find(queues, queue, set(ids))
+        return [
+            await _retry_one(transport, queues, queue, found[message_id], to)
+            if message_id in found
+            else RetryOutcome(message_id, None, f"not in {queue}. See: delayline errors list")
+            for message_id in dict.fromkeys(ids)
+        ]
+
+
+async def _retry_one(
+    transport: Transport, queues: ManagedQueues, queue: str, message: Message, to: str | None
+) -> RetryOutcome:
+    try:
+        destination = to or message.headers.get(Headers.FAILED_QUEUE)
+        again = message.with_headers({}, without=FAILURE_HEADERS)
+    except CorruptHeaders as error:
+        destination, again = to, message
+        if to is None:
+            return RetryOutcome(message.id, None, f"{error}. Name the queue with --to QUEUE")
+    if not destination:
+        return RetryOutcome(
+            message.id, None, f"it has no {Headers.FAILED_QUEUE} header. Name the queue with --to QUEUE"
+        )
+    operation = TransportOperation(again, destination)
+    try:
+        taken = await _move(transport, queues, queue, operation)
+    except DispatchFailed as failed:
+        reason = next(iter(failed.failures.values()))
+        stays = "it stays in " + queue
+        if isinstance(reason, QueueNotFound):
+            stays += f". Create it with: delayline setup --queue {destination}"
+            return RetryOutcome(message.id, None, f"queue {destination!r} does not exist; {stays}")
+        return RetryOutcome(message.id, None, f"{reason}; {stays}")
+    return RetryOutcome(message.id, destination, None if taken else "somebody else took it meanwhile")
+
+
+async def _move(transport: Transport, queues: ManagedQueues, queue: str, operation: TransportOperation) -> bool:
+    if isinstance(transport, TransportTransactions):
+        async with transport.transaction() as transaction:
+            taken = await queues.take(queue, operation.message.id, transaction)
+            if taken:
+                await transport.dispatch([operation], transaction)
+        return taken
+    await transport.dispatch([operation])  # a crash before the next line doubles the message, it does not lose it
+    return await queues.take(queue, operation.message.id)
+
+
+async def _browse(queues: ManagedQueues, queue: str) -> AsyncIterator[Message]:
+    offset = 0
+    while page := await queues.browse(queue, PAGE, offset=offset):
+        for message in page:
+            yield message
+        offset += len(page)
+
+
+async def _find(queues: ManagedQueues, queue: str, ids: set[str]) -> dict[str, Message]:
+    found: dict[str, Message] = {}
+    async for message in _browse(queues, queue):
+        if message.id in ids:
+            found.setdefault(message.id, message)
+        if len(found) == len(ids):
+            break
+    return found
+
+
+def _headers(message: Message) -> Mapping[str, str]:
+    try:
+        return message.headers
+    except CorruptHeaders as error:
+        return {"(corrupted)": str(error), "(as stored)": message.encoded_headers.decode("utf-8", "replace")}
+
+
+def _summary(message: Message) -> dict[str, str | None]:
+    headers = _headers(message)
+    return {
+        "id": message.id,
+        "failed_queue": headers.get(Headers.FAILED_QUEUE),
+        "time_of_failure": headers.get(Headers.TIME_OF_FAILURE),
+        "exception_type": headers.get(Headers.EXCEPTION_TYPE),
+        "exception_message": headers.get(Headers.EXCEPTION_MESSAGE, headers.get("(corrupted)")),
+    }
+
+
+def _row(message: Message) -> tuple[str, str, str, str]:
+    summary = _summary(message)
+    when = summary["time_of_failure"] or ""
+    with contextlib.suppress(ValueError):
+        when = local(from_wire_time(when))
+    why = ": ".join(part for part in (summary["exception_type"], summary["exception_message"]) if part)
+    return message.id, summary["failed_queue"] or "", when, " ".join(why.split())[:160]

@@ -1,0 +1,71 @@
+"""What all commands share: settings as flags, --json, examples in help texts, one line for an error."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from delayline.cli.screen import Screen
+from delayline.config import FILE_NAME, describe_setting, flag_of, load_settings, setting_names, variable_of
+from delayline.errors import ConfigurationError, DelaylineError
+
+FAILED: Final = 1
+WRONG_USAGE: Final = 2
+
+#: Settings that say where messages are and whose they are; `run` and `doctor` take all of them.
+PLACES: Final = ("endpoint", "url", "store_url", "transport_url", "table_name", "error_queue", "transaction_mode")
+
+Command = Callable[..., Any]
+
+
+class Commands(click.Group):
+    """A group whose commands tell a DelaylineError in one red line, never in a stack trace."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's own signature
+        """Run the command; exit 2 for what has to be configured differently, 1 for what failed."""
+        try:
+            return super().invoke(ctx)
+        except DelaylineError as error:
+            Screen.complain(str(error))
+            ctx.exit(WRONG_USAGE if isinstance(error, ConfigurationError) else FAILED)
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a help text that shows these command lines."""
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def settings_options(*names: str) -> Callable[[Command], Command]:
+    """Give a command `settings`, with flags for the named ones (all when none is named), and --config."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_settings(*args: object, config: str | None, **arguments: Any) -> Any:  # noqa: ANN401 - click's
+            flags = {name: arguments.pop(name) for name in chosen}
+            return command(*args, settings=load_settings(config, flags=flags), **arguments)
+
+        decorated: Command = with_settings
+        for name in reversed(chosen):
+            text = f"{describe_setting(name)} [{variable_of(name)}]"
+            decorated = click.option(flag_of(name), name, metavar="TEXT", help=text)(decorated)
+        return click.option(
+            "--config", type=click.Path(), help=f"Settings file; ./{FILE_NAME} where there is one.", metavar="FILE"
+        )(decorated)
+
+    chosen = names or setting_names()
+    return decorate
+
+
+def json_option(command: Command) -> Command:
+    """Give a command `screen`, and --json, which makes it print one JSON document for machines."""
+
+    @functools.wraps(command)
+    def with_screen(*args: object, as_json: bool, **arguments: Any) -> Any:  # noqa: ANN401 - click's
+        return command(*args, screen=Screen(as_json=as_json), **arguments)
+
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(
+        with_screen
+    )

@@ -1,0 +1,169 @@
+"""`delayline pending`, `cancel`, `reschedule`: look at what waits and change it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from delayline.cli.connection import managed, open_store
+from delayline.cli.due import delay_given, due_options, in_the_future, local, relative
+from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
+from delayline.cli.screen import bar, size
+from delayline.delayed.store import Outcome
+from delayline.outgoing import due_time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.delayed.store import DueCount
+    from delayline.message import DelayedMessage
+
+MEANING = {
+    Outcome.DONE: "done",
+    Outcome.DISPATCHING: "too late: it is being sent now",
+    Outcome.NOT_PENDING: "no such message waits: it has left, was cancelled, or never was",
+}
+
+
+@click.command(
+    epilog=examples(
+        "delayline pending --endpoint sales --limit 20",
+        "delayline pending --endpoint sales --count --bucket 1d",
+    )
+)
+@click.option("--destination", metavar="QUEUE", help="Only messages to this queue.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many to list at most.")
+@click.option("--count", "counting", is_flag=True, help="Count by due time and destination instead.")
+@click.option("--bucket", callback=delay_given, default="1h", show_default=True, help="Width of a due time bucket.")
+@settings_options(*PLACES)
+@json_option
+def pending(  # noqa: PLR0917, RUF100 - click passes by name
+    settings: Settings, screen: Screen, destination: str | None, limit: int, counting: bool, bucket: timedelta
+) -> None:
+    """List the messages that wait, earliest due first."""
+    if counting:
+        if bucket <= timedelta(0):
+            raise click.BadParameter("must be longer than zero", param_hint="--bucket")
+        _show_counts(screen, asyncio.run(_counts(settings, bucket)), destination)
+    else:
+        _show_messages(screen, asyncio.run(_messages(settings, destination, limit)), limit)
+
+
+@click.command(epilog=examples("delayline cancel 0197a1c5-7e52-7d3e-b7a6-0242ac120002 --endpoint sales"))
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@settings_options(*PLACES)
+@json_option
+def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...]) -> None:
+    """Cancel messages that wait. Exit code 1 when any could not be cancelled."""
+
+    async def work() -> dict[str, Outcome]:
+        async with open_store(settings) as store:
+            return {message_id: await managed(store).cancel(message_id) for message_id in ids}
+
+    _tell_outcomes(screen, asyncio.run(work()), "cancelled")
+
+
+@click.command(
+    epilog=examples(
+        "delayline reschedule order-17-reminder --delay 2h --endpoint sales",
+        "delayline reschedule order-17-reminder --at 2026-05-01T09:00:00+02:00 --endpoint sales",
+    )
+)
+@click.argument("message_id", metavar="ID")
+@due_options
+@settings_options(*PLACES)
+@json_option
+def reschedule(
+    settings: Settings, screen: Screen, message_id: str, delay: timedelta | None, deliver_at: datetime | None
+) -> None:
+    """Give a message that waits another due time. Exit code 1 when it could not be done."""
+    if (delay is None) == (deliver_at is None):
+        raise click.UsageError("Give one of --delay and --at.")
+    now = datetime.now(UTC)
+    due = in_the_future(due_time(now, delay, deliver_at) or now, now)
+
+    async def work() -> Outcome:
+        async with open_store(settings) as store:
+            return await managed(store).reschedule(message_id, due)
+
+    _tell_outcomes(screen, {message_id: asyncio.run(work())}, f"due {local(due)}, {relative(due, now)}")
+
+
+async def _messages(settings: Settings, destination: str | None, limit: int) -> Sequence[DelayedMessage]:
+    async with open_store(settings) as store:
+        return await managed(store).pending(destination=destination, limit=limit)
+
+
+async def _counts(settings: Settings, bucket: timedelta) -> Sequence[DueCount]:
+    async with open_store(settings) as store:
+        return await managed(store).count_by_due(bucket)
+
+
+def _show_messages(screen: Screen, messages: Sequence[DelayedMessage], limit: int) -> None:
+    now = datetime.now(UTC)
+    rows = [
+        (
+            message.id,
+            message.destination,
+            local(message.due),
+            relative(message.due, now),
+            message.number_of_retries,
+            size(len(message.message.body)),
+        )
+        for message in messages
+    ]
+    if rows:
+        screen.table(("id", "destination", "due", "", "retries", "size"), rows)
+    else:
+        screen.tell("nothing waits")
+    if len(rows) == limit:
+        screen.tell(f"the first {limit}; see more with --limit, all with --count", "dim")
+    screen.document({"pending": [_as_document(message) for message in messages]})
+
+
+def _as_document(message: DelayedMessage) -> dict[str, object]:
+    return {
+        "id": message.id,
+        "destination": message.destination,
+        "due": message.due.isoformat(),
+        "retries": message.number_of_retries,
+        "bytes": len(message.message.body),
+    }
+
+
+def _show_counts(screen: Screen, counts: Sequence[DueCount], destination: str | None) -> None:
+    counts = [one for one in counts if destination is None or one.destination == destination]
+    largest = max((one.count for one in counts), default=0)
+    total = sum(one.count for one in counts)
+    now = datetime.now(UTC)
+    if counts:
+        rows = [(local(one.start), one.destination, one.count, bar(one.count, largest)) for one in counts]
+        screen.table(("due from", "destination", "count", ""), rows)
+    screen.tell(f"{total} {'message waits' if total == 1 else 'messages wait'}")
+    screen.document(
+        {
+            "now": now.isoformat(),
+            "total": total,
+            "counts": [
+                {"due_from": one.start.isoformat(), "destination": one.destination, "count": one.count}
+                for one in counts
+            ],
+        }
+    )
+
+
+def _tell_outcomes(screen: Screen, outcomes: dict[str, Outcome], done: str) -> None:
+    for message_id, outcome in outcomes.items():
+        succeeded = outcome is Outcome.DONE
+        screen.tell(
+            f"{'✓' if succeeded else '✗'} {message_id}: {done if succeeded else MEANING[outcome]}",
+            "green" if succeeded else "red",
+        )
+    screen.document({"outcomes": {message_id: outcome.value for message_id, outcome in outcomes.items()}})
+    if any(outcome is not Outcome.DONE for outcome in outcomes.values()):
+        click.get_current_context().exit(FAILED)

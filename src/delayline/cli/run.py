@@ -1,0 +1,152 @@
+"""`delayline run`: host one endpoint until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import importlib
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from delayline.cli.connection import refuse_memory
+from delayline.cli.options import FAILED, examples, json_option, settings_options
+from delayline.cli.screen import Screen
+from delayline.config import endpoint_from
+from delayline.endpoint import Endpoint
+from delayline.errors import ConfigurationError
+from delayline.events import LOGGER_NAME
+from delayline.sync import SyncEndpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from delayline.config import Settings
+
+
+@click.command(
+    epilog=examples(
+        "delayline run shop.billing:endpoint",
+        "delayline run --endpoint sales   (dispatches what is due, handles nothing)",
+    )
+)
+@click.argument("target", required=False, metavar="[MODULE:ENDPOINT]")
+@click.option("--verbose", "-v", is_flag=True, help="Log every step, not only what matters.")
+@settings_options()
+@json_option
+def run(settings: Settings, screen: Screen, target: str | None, verbose: bool) -> None:
+    """Run the Endpoint object of a module, found from the current directory, until SIGINT or SIGTERM.
+
+    It then finishes what is in flight; a second signal ends it at once. Without a module it runs the endpoint of the
+    settings, which dispatches what is due. Exit code 1 when a critical error stopped it.
+    """
+    _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    if target is None:
+        refuse_memory(settings)
+        endpoint = endpoint_from(settings)
+    else:
+        endpoint = load_endpoint(target)
+    stopped_by = asyncio.run(run_until_told(endpoint, lambda: screen.tell(_started(endpoint))))
+    screen.tell(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
+    screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
+    if stopped_by is None:
+        Screen.complain(f"endpoint {endpoint.name!r} stopped after a critical error; the log above says which")
+        click.get_current_context().exit(FAILED)
+
+
+def load_endpoint(target: str) -> Endpoint:
+    """Return the Endpoint that `module:name` names; raises ConfigurationError saying what is wrong with it."""
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ConfigurationError(f"{target!r} names no endpoint: write MODULE:ENDPOINT, as in shop.billing:endpoint")
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigurationError(
+            f"there is no module {error.name!r} in {directory} or among the installed packages. "
+            "Run from the directory that holds it"
+        ) from error
+    found = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(f"module {module_name!r} has no {name!r}. {_endpoints_of(vars(module), part)}")
+        found = getattr(found, part)
+    if isinstance(found, SyncEndpoint):
+        return found.endpoint
+    if not isinstance(found, Endpoint):
+        raise ConfigurationError(
+            f"{target!r} is a {type(found).__name__}, not an Endpoint. {_endpoints_of(vars(module), name)}"
+        )
+    return found
+
+
+async def run_until_told(
+    endpoint: Endpoint, started: Callable[[], None], *, parent_pipe: int | None = None
+) -> str | None:
+    """Run the endpoint; return the signal that stopped it, None when it stopped by itself.
+
+    With `parent_pipe`, a file descriptor, the end of the process at its other side stops it too.
+    """
+    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    with _told_by_signal(told, parent_pipe):
+        async with endpoint:
+            started()
+            by_itself = asyncio.ensure_future(endpoint.wait_stopped())
+            either: list[asyncio.Future[Any]] = [told, by_itself]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            by_itself.cancel()
+    return told.result() if told.done() else None
+
+
+@contextlib.contextmanager
+def _told_by_signal(told: asyncio.Future[str], parent_pipe: int | None) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def tell(name: str) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # a second signal does not wait
+        if not told.done():
+            told.set_result(name)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, tell, number.name)
+    if parent_pipe is not None:
+        loop.add_reader(parent_pipe, tell, "parent gone")
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        if parent_pipe is not None:
+            loop.remove_reader(parent_pipe)
+
+
+def _started(endpoint: Endpoint) -> str:
+    handlers = f"{len(endpoint.handlers)} handler{'' if len(endpoint.handlers) == 1 else 's'}"
+    return f"{endpoint.name} runs: {endpoint.transaction_mode.name}, {endpoint.guarantee}, {handlers}. Ctrl+C stops it"
+
+
+def _endpoints_of(names: dict[str, object], wanted: str) -> str:
+    endpoints = [name for name, value in names.items() if isinstance(value, Endpoint | SyncEndpoint)]
+    close = difflib.get_close_matches(wanted, endpoints, 1)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Its endpoints are: {', '.join(endpoints)}" if endpoints else "It holds no Endpoint object"
+
+
+def _log_to_stderr(level: int) -> None:
+    logger = logging.getLogger(LOGGER_NAME)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level)

@@ -1,0 +1,77 @@
+"""What commands print: tables for people, one JSON document for machines, plain text where no terminal is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDE: Final = 10_000
+"""Columns where no terminal is: nothing is cut or wrapped that a script may read."""
+NUMBERS: Final = frozenset({"retries", "size", "count", "messages", "attempts", "bytes", "line"})
+
+
+class Screen:
+    """One command's output on stdout; with `as_json` only `document` prints."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        width = None if sys.stdout.isatty() else WIDE
+        self.console = Console(markup=False, highlight=False, emoji=False, quiet=as_json, width=width)
+
+    @property
+    def animated(self) -> bool:
+        """Whether progress may move on this screen."""
+        return self.console.is_terminal and not self.as_json
+
+    def tell(self, text: str, style: str | None = None) -> None:
+        """Print a line for people."""
+        self.console.print(text, style=style, soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Print a table for people."""
+        if not self.as_json:
+            self.console.print(table_of(columns, rows, plain=not self.console.is_terminal))
+
+    def document(self, document: Mapping[str, object]) -> None:
+        """Print the JSON document for machines."""
+        if self.as_json:
+            click.echo(json.dumps(document, ensure_ascii=False, default=str))
+
+    @staticmethod
+    def complain(text: str) -> None:
+        """Print one red line on stderr."""
+        line = Text(" ".join(f"error: {text}".split()), style="bold red")
+        Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]], *, plain: bool) -> Table:
+    """Return a table; numbers to the right, so that they line up."""
+    table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=plain, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return table
+
+
+def bar(count: int, largest: int, width: int = 24) -> str:
+    """Return a bar of blocks, `width` long for the largest count and never empty for one above zero."""
+    return "█" * max(1 if count else 0, round(width * count / largest)) if largest else ""
+
+
+def size(number_of_bytes: int) -> str:
+    """Return a size people can read: 12 B, 3.4 KB."""
+    value = float(number_of_bytes)
+    for unit in ("B", "KB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"

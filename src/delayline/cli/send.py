@@ -1,0 +1,195 @@
+"""`delayline send`: one message, or a file of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from delayline.cli.connection import sending_endpoint
+from delayline.cli.due import due_options, in_the_future, local, relative
+from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
+from delayline.cli.rows import Line, RejectedFile, Row, RowFile
+from delayline.errors import DispatchFailed, InvalidMessage
+from delayline.outgoing import due_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.endpoint import Endpoint
+
+AT_ONCE: Final = 2000
+"""Rows that are stored concurrently, and so in few transactions."""
+TOLD: Final = 10
+"""Rejected lines told on the screen; the file has them all."""
+
+
+@click.command(
+    epilog=examples(
+        """delayline send billing '{"order": 17}' --delay 5m --endpoint sales""",
+        "delayline send billing hello --at 2026-05-01T09:00:00+02:00 --id order-17 --header tenant=acme",
+        "delayline send --from reminders.csv --endpoint sales",
+    )
+)
+@click.argument("destination", required=False)
+@click.argument("body", required=False)
+@due_options
+@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header; repeatable.")
+@click.option("--id", "message_id", metavar="ID", help="The message's id; repeating it while it waits changes nothing.")
+@click.option(
+    "--from",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="CSV or JSON Lines with destination, body, delay (or delay_ms, deliver_at), id, headers.",
+)
+@settings_options(*PLACES)
+@json_option
+def send(
+    settings: Settings,
+    screen: Screen,
+    destination: str | None,
+    body: str | None,
+    delay: timedelta | None,
+    deliver_at: datetime | None,
+    headers: tuple[str, ...],
+    message_id: str | None,
+    file: Path | None,
+) -> None:
+    """Send BODY ("-" reads it from standard input) to DESTINATION, now or later; or every row of a file.
+
+    Bad lines of a file are kept in FILE.rejected with their reasons, to be corrected and sent from there; the good
+    ones are stored. Sending a file again changes nothing for what still waits: ids come from the file, or, where it
+    has none, from its content and the line number.
+    """
+    if file is not None:
+        if destination or body or delay or deliver_at or headers or message_id:
+            raise click.UsageError("--from FILE says everything: leave the other arguments out.")
+        _send_file(settings, screen, file)
+        return
+    if destination is None or body is None:
+        raise click.UsageError("Give DESTINATION and BODY, or --from FILE.")
+    now = datetime.now(UTC)
+    due = due_time(now, delay, deliver_at)
+    if due is not None:
+        in_the_future(due, now)
+    text = sys.stdin.read() if body == "-" else body
+    sent = asyncio.run(_send(settings, destination, text, due, dict(_header(one) for one in headers), message_id))
+    when = "sent" if due is None else f"due {local(due)}, {relative(due, now)}"
+    screen.tell(f"✓ {sent} to {destination}: {when}", "green")
+    screen.document({"id": sent, "destination": destination, "due": None if due is None else due.isoformat()})
+
+
+async def _send(
+    settings: Settings,
+    destination: str,
+    body: str,
+    due: datetime | None,
+    headers: dict[str, str],
+    message_id: str | None,
+) -> str:
+    async with sending_endpoint(settings) as endpoint:
+        return await endpoint.send(destination, body, headers=headers, message_id=message_id, deliver_at=due)
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--header")
+    return name, value
+
+
+def _send_file(settings: Settings, screen: Screen, file: Path) -> None:
+    rows = RowFile(file)
+    told: list[tuple[int, str]] = []
+    with RejectedFile(rows) as rejected, _progress(screen) as progress:
+        task = progress.add_task("stored 0", total=file.stat().st_size)
+        bulk = Bulk(rows, rejected, told)
+
+        def step() -> None:
+            progress.update(task, completed=rows.read_bytes, description=f"stored {bulk.stored}")
+
+        try:
+            asyncio.run(bulk.send(settings, step))
+        finally:
+            if sys.exc_info()[0] is not None:
+                screen.complain(f"{bulk.stored} stored before this failed; send the file again, it is safe")
+    if told:
+        screen.table(("line", "rejected because"), told)
+    screen.tell(f"{bulk.stored} stored, {rejected.count} rejected", "red" if rejected.count else "green")
+    if rejected.count:
+        screen.tell(f"correct them in {rejected.path} and send that file")
+    screen.document(
+        {
+            "stored": bulk.stored,
+            "rejected": rejected.count,
+            "rejected_file": str(rejected.path) if rejected.count else None,
+            "first_rejected": [{"line": line, "reason": reason} for line, reason in told],
+        }
+    )
+    if rejected.count:
+        click.get_current_context().exit(FAILED)
+
+
+class Bulk:
+    """Stores the rows of a file, many at once, and sets the bad ones aside."""
+
+    def __init__(self, rows: RowFile, rejected: RejectedFile, told: list[tuple[int, str]]) -> None:
+        self.stored = 0
+        self._rows = rows
+        self._rejected = rejected
+        self._told = told
+
+    async def send(self, settings: Settings, step: Callable[[], None]) -> None:
+        """Store everything; raises the first error that is not a row's own fault."""
+        async with sending_endpoint(settings) as endpoint:
+            lines = self._rows.lines()
+            while chunk := list(islice(lines, AT_ONCE)):
+                now = datetime.now(UTC)
+                good: list[Row] = []
+                for line in chunk:
+                    try:
+                        good.append(self._rows.row(line, now))
+                    except InvalidMessage as error:
+                        self._reject(line, error)
+                await self._store(endpoint, good)
+                step()
+
+    async def _store(self, endpoint: Endpoint, rows: list[Row]) -> None:
+        results = await asyncio.gather(*(self._store_row(endpoint, row) for row in rows), return_exceptions=True)
+        for row, result in zip(rows, results, strict=True):
+            if result is None:
+                self.stored += 1
+            elif isinstance(result, InvalidMessage | DispatchFailed):
+                self._reject(row.line, result)
+        for result in results:
+            if result is not None and not isinstance(result, InvalidMessage | DispatchFailed):
+                raise result
+
+    async def _store_row(self, endpoint: Endpoint, row: Row) -> None:
+        await endpoint.send(row.destination, row.body, headers=row.headers, message_id=row.id, deliver_at=row.due)
+
+    def _reject(self, line: Line, error: Exception) -> None:
+        self._rejected.add(line, str(error))
+        if len(self._told) < TOLD:
+            self._told.append((line.number, str(error)))
+
+
+def _progress(screen: Screen) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=screen.console,
+        transient=True,
+        disable=not screen.animated,
+    )
