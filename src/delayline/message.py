@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 #: What a message may carry before it is encoded: bytes as they are, str as UTF-8, anything else as JSON.
 Body = bytes | str | dict[str, Any] | list[Any] | int | float | bool | None
 
+_encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 MAXIMUM_ID_LENGTH: Final = 250  # reference 1.12: Id nvarchar(250)
 MAXIMUM_DESTINATION_LENGTH: Final = 200  # reference 1.12: Destination nvarchar(200)
+WIRE_TIME_LENGTH: Final = 28  # reference 1.6: .NET accepts no other
 
 
 class Headers:
@@ -86,7 +89,7 @@ class Message:
     def encoded_headers(self) -> bytes:
         """The headers as UTF-8 JSON: what stores and queues keep, opaque to them."""
         if self._encoded is None:
-            self._encoded = json.dumps(dict(self._headers or {}), ensure_ascii=False).encode("utf-8", "surrogatepass")
+            self._encoded = _encode_json(dict(self._headers or {})).encode("utf-8", "surrogatepass")
         return self._encoded
 
     def with_headers(self, added: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Message:
@@ -141,7 +144,7 @@ def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
         return {}
     try:
         headers = json.loads(encoded.decode("utf-8", "surrogatepass"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {error}") from error
     if not isinstance(headers, dict):
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {type(headers).__name__}, not an object")
@@ -152,13 +155,13 @@ def encode_body(body: Body) -> tuple[bytes, str]:
     """Return the body's bytes and content type; raises InvalidMessage when it cannot be JSON."""
     if isinstance(body, bytes):
         return body, "application/octet-stream"
-    if isinstance(body, str):
-        return body.encode(), "text/plain; charset=utf-8"
     try:
+        if isinstance(body, str):
+            return body.encode(), "text/plain; charset=utf-8"
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode(), "application/json"
     except (TypeError, ValueError, RecursionError) as error:
         kind = type(body).__name__
-        raise InvalidMessage(f"body of type {kind} is neither bytes, str nor JSON-able: {error}") from error
+        raise InvalidMessage(f"body of type {kind} is neither bytes, UTF-8 text nor JSON-able: {error}") from error
 
 
 def new_message_id(now: datetime) -> str:
@@ -172,12 +175,15 @@ def new_message_id(now: datetime) -> str:
 
 def to_wire_time(instant: datetime) -> str:
     """Return `yyyy-MM-dd HH:mm:ss:ffffff Z`, always UTC (reference 6.1)."""
-    utc = instant.astimezone(UTC)
-    return f"{utc.year:04}-{utc:%m-%d %H:%M:%S:%f} Z"
+    utc = instant if instant.tzinfo is UTC else instant.astimezone(UTC)
+    date = f"{utc.year:04}-{utc.month:02}-{utc.day:02}"
+    return f"{date} {utc.hour:02}:{utc.minute:02}:{utc.second:02}:{utc.microsecond:06} Z"
 
 
 def from_wire_time(text: str) -> datetime:
     """Return the instant a wire time names; raises ValueError with the text .NET users know."""
+    if len(text) != WIRE_TIME_LENGTH:
+        raise ValueError(f"String was not recognized as a valid DateTime: {text!r}")
     try:
         return datetime.strptime(text, "%Y-%m-%d %H:%M:%S:%f Z").replace(tzinfo=UTC)
     except ValueError as error:

@@ -96,7 +96,8 @@ class Composer:
                 "Use context.send with a destination"
             )
         correlation = {Headers.CORRELATION_ID: to.headers.get(Headers.CORRELATION_ID, to.id), Headers.INTENT: "Reply"}
-        return self.compose(address, body, headers=correlation | dict(headers or {}), delay=delay, related_to=to)
+        sent = correlation | dict(_checked(headers or {}))
+        return self.compose(address, body, headers=sent, delay=delay, related_to=to)
 
     def again(self, message: Message, queue: str, delay: timedelta | None, deliver_at: datetime | None) -> Outgoing:
         """Return the same message, id and all, to be handled again later."""

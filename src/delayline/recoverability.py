@@ -71,13 +71,13 @@ class Recoverability:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigurationError(f"{name} must be a whole number of 0 or more, not {value!r}")
-        if self.time_increase <= timedelta(0):
-            raise ConfigurationError(f"time_increase must be longer than zero, not {self.time_increase!r}")
+        if not isinstance(self.time_increase, timedelta) or self.time_increase <= timedelta(0):
+            raise ConfigurationError(f"time_increase must be a timedelta longer than zero, not {self.time_increase!r}")
 
     def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
         """Return what to do after the `attempt`-th failure (from 1) of this round.
 
-        Which round it is stands in the `NServiceBus.Retries` header; rounds are over 24 hours after the first.
+        Which round it is stands in the `NServiceBus.Retries` header; none follows one begun more than 24 hours ago.
         """
         if self.unrecoverable and isinstance(error, self.unrecoverable):
             return MoveToError()
@@ -97,11 +97,11 @@ def failure_headers(error: BaseException, failed_queue: str, endpoint_name: str,
 
     `failed_queue` is the queue to send the message to when it is retried.
     """
-    inner = error.__cause__ or error.__context__
+    inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     headers = {
         Headers.EXCEPTION_TYPE: _type_name(error),
         Headers.EXCEPTION_HELP_LINK: "",
-        Headers.EXCEPTION_MESSAGE: str(error)[:MAXIMUM_EXCEPTION_MESSAGE],
+        Headers.EXCEPTION_MESSAGE: _text_of(error)[:MAXIMUM_EXCEPTION_MESSAGE],
         Headers.EXCEPTION_SOURCE: type(error).__module__,
         Headers.EXCEPTION_STACK_TRACE: "".join(traceback.format_exception(error)),
         Headers.TIME_OF_FAILURE: to_wire_time(now),
@@ -119,9 +119,18 @@ def _type_name(error: BaseException) -> str:
     return f"{type(error).__module__}.{type(error).__qualname__}"
 
 
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__name__} whose text cannot be had>"
+
+
 def _rounds_so_far(headers: Mapping[str, str]) -> int:
-    text = headers.get(Headers.RETRIES, "0")
-    return int(text) if text.isdecimal() else 0
+    try:
+        return max(0, int(headers.get(Headers.RETRIES, "0")))
+    except ValueError:
+        return 0
 
 
 def _too_old(headers: Mapping[str, str], now: datetime) -> bool:
