@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.events import Event, emit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from delayline.clock import Clock
 
@@ -56,6 +56,7 @@ class RepeatedFailuresOverTime:
         self._clock = clock
         self._last: Exception = Exception()
         self._timer: asyncio.Task[None] | None = None
+        self._closed = False
 
     def success(self) -> None:
         """Disarm. Nearly free when disarmed already. An error of the disarm action is logged and raised."""
@@ -75,7 +76,7 @@ class RepeatedFailuresOverTime:
     def note(self, error: Exception) -> None:
         """Note a failure without waiting: for faults of one message, which must not hold up the others."""
         self._last = error
-        if self.state is not BreakerState.DISARMED:
+        if self.state is not BreakerState.DISARMED or self._closed:
             return
         self.state = BreakerState.ARMED
         self._run(self._arm, "arm")
@@ -92,7 +93,8 @@ class RepeatedFailuresOverTime:
         )
 
     def close(self) -> None:
-        """Stop the timer; nothing triggers any more. Idempotent."""
+        """Stop the timer; nothing arms or triggers any more. Idempotent."""
+        self._closed = True
         self._stop_timer()
 
     async def _trigger_later(self) -> None:
@@ -176,3 +178,14 @@ class FailureRate:
         await self._clock.sleep((FAILURE_RATE_WINDOW - into_window).total_seconds())
         self._count = 0
         emit(logger, logging.INFO, Event.BREAKER_DISARMED, "The circuit breaker for '%s' is now disarmed.", self.name)
+
+
+async def first_of(*waits: Coroutine[None, None, object]) -> None:
+    """Wait for the first of them and cancel the rest."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
