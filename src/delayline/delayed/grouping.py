@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from delayline.delayed.store import BatchStore
-from delayline.errors import DelaylineError
+from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.events import Event, emit
 
 if TYPE_CHECKING:
@@ -31,12 +31,16 @@ class StoreGroup:
         self._breaker = breaker
         self._waiting: list[Waiting] = []
         self._writer: asyncio.Task[None] | None = None
+        self._singles: set[asyncio.Task[None]] = set()
 
     async def store(self, message: DelayedMessage) -> None:
         """Return when the message is durable; raise what its store raised. Cancelling the caller stores it anyway."""
         try:
             if self._batches is None:
-                await self._store.store(message)
+                single = asyncio.create_task(self._store_one(message), name="delayline store")
+                self._singles.add(single)
+                single.add_done_callback(self._singles.discard)
+                await asyncio.shield(single)
             else:
                 done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._waiting.append((message, done))
@@ -53,15 +57,19 @@ class StoreGroup:
                 error,
                 message=message,
             )
-            await self._breaker.failure(error)
+            if not isinstance(error, InvalidMessage):  # the message's fault, not the store's
+                await self._breaker.failure(error)
             raise
         self._breaker.success()
         emit(logger, logging.DEBUG, Event.STORED, "stored %s due %s", message.id, message.due, messages=(message,))
 
     async def stop(self) -> None:
         """Wait until everything accepted so far is stored or has failed."""
-        while self._writer is not None:
-            await asyncio.wait([self._writer])
+        while under_way := {*self._singles, *([self._writer] if self._writer is not None else [])}:
+            await asyncio.wait(under_way)
+
+    async def _store_one(self, message: DelayedMessage) -> None:
+        await self._store.store(message)
 
     async def _write(self, batches: BatchStore) -> None:
         try:
@@ -74,7 +82,7 @@ class StoreGroup:
     async def _write_group(self, batches: BatchStore, group: list[Waiting]) -> None:
         try:
             await batches.store_many([message for message, _ in group])
-        except DelaylineError as error:
+        except (BackendUnavailable, BackendUnusable) as error:
             _finish(group, error)
         except Exception as error:
             if len(group) == 1:
@@ -83,6 +91,10 @@ class StoreGroup:
             # One message the store cannot take must not fail its neighbours.
             for one in group:
                 await self._write_group(batches, [one])
+        except BaseException:
+            for _, done in group:
+                done.cancel()
+            raise
         else:
             _finish(group, None)
 
