@@ -32,6 +32,7 @@ class Event(StrEnum):
     DISPATCHED = "delayed.dispatched"
     DISPATCH_FAILED = "delayed.dispatch_failed"
     REMOVED = "delayed.removed"
+    REMOVE_FAILED = "delayed.remove_failed"
     ALREADY_REMOVED = "delayed.already_removed"
     BACKED_OFF = "delayed.backed_off"
     BREAKER_ARMED = "breaker.armed"

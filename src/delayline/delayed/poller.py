@@ -9,6 +9,8 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from delayline.circuit_breaker import first_of
+from delayline.delayed.recovery import Aftermath
 from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.transport import TransportOperation
@@ -68,6 +70,8 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         self._isolating = 0
         self._sent: Sequence[DelayedMessage] = ()
+        self._in_flight: set[str] = set()
+        self._landed = asyncio.Event()
 
     def start(self) -> None:
         """Begin polling on the running event loop."""
@@ -86,25 +90,39 @@ class Poller:
         if self._wakes_at is None or due < self._wakes_at:
             self._woken.set()
 
+    async def settled(self, message_id: str) -> None:
+        """Return when no message with that id is between being sent and being removed.
+
+        Its receiver may want to store it again, before the removal of what it received: one would undo the other.
+        """
+        while message_id in self._in_flight:
+            await self._landed.wait()
+
     async def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._woken.clear()
-            self._wakes_at = None
-            try:
-                due = await self._store.next_due()
-            except Exception as error:
-                await self._fetch_failed(error)
-                continue
-            now = self._clock.now()
-            if due is not None and due <= now:
-                if await self._dispatch_due(now) == 0:
-                    await self._sleep_until(now + LOCKED_ELSEWHERE)
-            else:
-                self._fetch_breaker.success()
-                latest = now + MAXIMUM_SLEEP
-                await self._sleep_until(latest if due is None else min(due, latest))
-        if self._sent:
+        try:
+            while not self._stopping.is_set():
+                self._woken.clear()
+                self._wakes_at = None
+                try:
+                    await self._poll()
+                except Exception as error:
+                    await self._fetch_failed(error)
             await self._remove_sent()
+        finally:
+            self._land()
+
+    async def _poll(self) -> None:
+        if not await self._remove_sent():
+            return
+        due = await self._store.next_due()
+        now = self._clock.now()
+        if due is not None and due <= now:
+            if await self._dispatch_due(now) == 0:
+                await self._sleep_until(now + LOCKED_ELSEWHERE)
+        else:
+            self._fetch_breaker.success()
+            latest = now + MAXIMUM_SLEEP
+            await self._sleep_until(latest if due is None else min(due, latest))
 
     async def _dispatch_due(self, now: datetime) -> int:
         """Move one batch and return its size; whatever goes wrong with it is dealt with here."""
@@ -112,21 +130,20 @@ class Poller:
         batch: Sequence[DelayedMessage] = ()
         failures: Failures = []
         try:
-            if self._sent and not await self._remove_sent():
-                return 1
             async with self._scope() as transaction:
                 batch = await self._fetch(now, limit, transaction)
                 if batch:
                     failures = await self._forward(batch, transaction)
         except Exception as error:
-            if batch:
-                await self._batch_failed(batch, error)
-            else:
-                await self._fetch_failed(error)
-            return 1
-        for message, reason in failures:
-            await self._message_failed(message, reason)
+            if not batch:
+                raise
+            await self._batch_failed(batch, error)
+            self._land()
+            return len(batch)
         self._isolating = max(0, self._isolating - len(batch))
+        await self._messages_failed(failures)
+        if not self._sent:
+            self._land()
         return len(batch)
 
     def _scope(self) -> AbstractAsyncContextManager[Transaction | None]:
@@ -136,6 +153,8 @@ class Poller:
         batch = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
         self._fetch_breaker.success()
         if batch:
+            if transaction is None:
+                self._in_flight = {message.id for message in batch}
             emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(batch), messages=batch)
         return batch
 
@@ -149,12 +168,13 @@ class Poller:
         kept = {id(message) for message, _ in failures}
         sent = [message for message in batch if id(message) not in kept]
         if sent:
-            self._dispatch_breaker.success()
             emit(logger, logging.DEBUG, Event.DISPATCHED, "dispatched %d messages", len(sent), messages=sent)
             if transaction is None:
+                self._dispatch_breaker.success()
                 self._sent = sent
                 await self._remove_sent()
             else:
+                transaction.after_commit(self._dispatch_breaker.success)
                 await self._remove(sent, transaction)
         return failures
 
@@ -172,6 +192,10 @@ class Poller:
             await self._host.transport.dispatch(operations, transaction)
         except DispatchFailed as failed:
             return [missing[position] for position in failed.failures]
+        except Exception:
+            if transaction is None:
+                return missing  # the others were sent already: recovery deals with these alone
+            raise
         for message, error in missing:
             moved = functools.partial(self._recovery.moved, message, error)
             moved() if transaction is None else transaction.after_commit(moved)
@@ -193,12 +217,17 @@ class Poller:
 
     async def _remove_sent(self) -> bool:
         """Remove what was sent without a transaction; until that works nothing else is sent (reference H7)."""
+        if not self._sent:
+            return True
         try:
             await self._remove(self._sent, None)
         except Exception as error:
+            text = "Failed to remove %d dispatched messages: %s"
+            emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, len(self._sent), error, messages=self._sent)
             await self._pause(self._dispatch_breaker.failure(error))
             return False
         self._sent = ()
+        self._land()
         return True
 
     async def _batch_failed(self, batch: Sequence[DelayedMessage], error: Exception) -> None:
@@ -207,7 +236,8 @@ class Poller:
             if self._transaction is None:
                 await self._release(batch)
         else:
-            await self._message_failed(batch[0], error)
+            self._isolating = max(0, self._isolating - 1)
+            await self._messages_failed([(batch[0], error)])
             return
         if isinstance(error, BackendUnavailable):
             emit(logger, logging.ERROR, Event.DISPATCH_FAILED, "Failure during polling: %s", error, messages=batch)
@@ -221,9 +251,30 @@ class Poller:
         except Exception as error:
             await self._fetch_failed(error)
 
-    async def _message_failed(self, message: DelayedMessage, error: Exception) -> None:
-        self._dispatch_breaker.note(error)
-        await self._recovery.failed(message, error)
+    async def _messages_failed(self, failures: Failures) -> None:
+        """Recover each; an outage counts against none of them, and what cannot even be counted is not hammered."""
+        pause: Exception | None = None
+        unavailable = [message for message, error in failures if isinstance(error, BackendUnavailable)]
+        for message, error in failures:
+            if isinstance(error, BackendUnavailable):
+                pause = error
+                continue
+            aftermath = await self._recovery.failed(message, error)
+            if aftermath is Aftermath.MOVED:
+                self._dispatch_breaker.success()
+                continue
+            self._dispatch_breaker.note(error)
+            if aftermath is Aftermath.STUCK:
+                pause = error
+        if unavailable and self._transaction is None:
+            await self._release(unavailable)
+        if pause is not None:
+            await self._pause(self._dispatch_breaker.failure(pause))
+
+    def _land(self) -> None:
+        self._in_flight = set()
+        self._landed.set()
+        self._landed.clear()
 
     async def _fetch_failed(self, error: Exception) -> None:
         emit(
@@ -241,19 +292,8 @@ class Poller:
         seconds = (wake_at - self._clock.now()).total_seconds()
         if seconds > 0 and not self._woken.is_set():
             emit(logger, logging.DEBUG, Event.SLEEPS, "sleeps until %s", wake_at, until=wake_at)
-            await _first_of(self._woken.wait(), self._clock.sleep(seconds))
+            await first_of(self._woken.wait(), self._clock.sleep(seconds))
             emit(logger, logging.DEBUG, Event.WOKE, "woke")
 
     async def _pause(self, wait: Coroutine[None, None, None]) -> None:
-        await _first_of(self._stopping.wait(), wait)
-
-
-async def _first_of(*waits: Coroutine[None, None, object]) -> None:
-    """Wait for the first of them and cancel the rest."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await first_of(self._stopping.wait(), wait)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import CorruptHeaders, QueueNotFound
@@ -31,6 +32,17 @@ def back_off(attempts: int) -> timedelta:
     return min(FIRST_BACK_OFF * (1 << min(attempts - 1, 6)), LONGEST_BACK_OFF)
 
 
+class Aftermath(Enum):
+    """What became of a message that failed."""
+
+    MOVED = auto()
+    """It is in the error queue."""
+    BACKED_OFF = auto()
+    """It waits in the store for its next attempt."""
+    STUCK = auto()
+    """It stays in the store as it was: not even its failure could be counted."""
+
+
 class Recovery:
     """Decides what becomes of one message that failed; other messages go on meanwhile."""
 
@@ -49,7 +61,7 @@ class Recovery:
         self._transaction = transaction
         self._failure_rate = failure_rate
 
-    async def failed(self, message: DelayedMessage, error: Exception) -> None:
+    async def failed(self, message: DelayedMessage, error: Exception) -> Aftermath:
         """Handle the failed attempt; an error in doing so is logged and counted, and the message stays stored."""
         attempts = message.number_of_retries + 1
         emit(
@@ -67,10 +79,11 @@ class Recovery:
         try:
             if attempts > self._number_of_retries or isinstance(error, QueueNotFound):
                 await self._move_to_error(message, error)
-            else:
-                await self._back_off(message, attempts)
+                return Aftermath.MOVED
+            await self._back_off(message, attempts)
         except Exception as trouble:
-            await self._keep(message, attempts, trouble)
+            return await self._keep(message, attempts, trouble)
+        return Aftermath.BACKED_OFF
 
     def error_operation(self, message: DelayedMessage, error: Exception) -> TransportOperation:
         """Return the send that moves the message to the error queue, with headers that say why (reference 1.9).
@@ -127,7 +140,7 @@ class Recovery:
             until=until,
         )
 
-    async def _keep(self, message: DelayedMessage, attempts: int, trouble: Exception) -> None:
+    async def _keep(self, message: DelayedMessage, attempts: int, trouble: Exception) -> Aftermath:
         emit(
             logger,
             logging.ERROR,
@@ -145,3 +158,5 @@ class Recovery:
             await self._back_off(message, attempts)
         except Exception as worse:
             self._failure_rate.failure(worse)
+            return Aftermath.STUCK
+        return Aftermath.BACKED_OFF
