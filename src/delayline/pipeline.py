@@ -10,8 +10,8 @@ from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from delayline.circuit_breaker import RepeatedFailuresOverTime
-from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, DelaylineError
+from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
+from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, DelaylineError, InvalidDueTime
 from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
@@ -20,6 +20,7 @@ from delayline.transaction import TransactionMode
 from delayline.transport import TransportOperation, TransportTransactions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from delayline.delayed.delivery import DelayedDelivery, DeliveryHost
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # reference 1.10
+RECOVERED_AFTER: Final = timedelta(seconds=5)
 
 
 class MessageContext:
@@ -76,6 +78,8 @@ class MessageContext:
 
     async def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> None:
         """Handle this same message again, later. Give one of the two; raises InvalidDueTime."""
+        if delay is None and deliver_at is None:
+            raise InvalidDueTime("defer needs a delay or deliver_at: say when to handle the message again")
         self._keep(self._composer.again(self.message, self.queue, delay, deliver_at))
 
     def _keep(self, outgoing: Outgoing) -> str:
@@ -147,7 +151,7 @@ class Pipeline:
                 await self._room.wait()
                 continue
             try:
-                batch = await receiver.receive(free)
+                batch = await self._next_batch(receiver, breaker, free)
             except Exception as error:
                 emit(logger, logging.ERROR, Event.RECEIVE_FAILED, "Failed to receive from %s: %s", self.queue, error)
                 await self._pause(breaker, error)
@@ -157,6 +161,21 @@ class Pipeline:
                 task = asyncio.create_task(self._process(receiver, received))
                 self._tasks.add(task)
                 task.add_done_callback(self._done)
+
+    async def _next_batch(
+        self, receiver: Receiver, breaker: RepeatedFailuresOverTime, limit: int
+    ) -> Sequence[ReceivedMessage]:
+        if breaker.state is BreakerState.DISARMED:
+            return await receiver.receive(limit)
+        # After a fault an empty queue looks like a hanging one: a wait that does not fail for a while is a recovery.
+        receiving = asyncio.ensure_future(receiver.receive(limit))
+        try:
+            await first_of(asyncio.wait([receiving]), self.host.clock.sleep(RECOVERED_AFTER.total_seconds()))
+            if not receiving.done():
+                breaker.success()
+            return await receiving
+        finally:
+            receiving.cancel()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -201,7 +220,7 @@ class Pipeline:
         _ = received.message.headers  # a message that cannot be read never reaches a handler
         context = MessageContext(received.message, self.queue, attempt, self.composer)
         for handler in self.handlers:
-            await handler(received.message, context)
+            await _run(handler, received.message, context)
         await self._complete(receiver, received, context.outgoing)
 
     async def _recover(self, receiver: Receiver, received: ReceivedMessage, error: Exception, attempt: int) -> bool:
@@ -314,11 +333,19 @@ class Pipeline:
             await self._pause(self._breaker, error)
         else:
             self.host.critical_error(text, error)
+            await first_of(self._stopping.wait(), self.host.clock.sleep(DELAY_WHEN_ARMED.total_seconds()))
         await receiver.release(received)
 
     async def _pause(self, breaker: RepeatedFailuresOverTime, error: Exception) -> None:
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        waiting = asyncio.ensure_future(breaker.failure(error))
-        await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        waiting.cancel()
+        await first_of(self._stopping.wait(), breaker.failure(error))
+
+
+async def _run(handler: Handler, message: Message, context: MessageContext) -> None:
+    try:
+        await handler(message, context)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Something the handler waited for was cancelled, not the handler: a failure like any other.
+        raise RuntimeError("the handler ended with a CancelledError that nobody sent it") from error
