@@ -247,13 +247,18 @@ class Endpoint:
         emit(logger, logging.CRITICAL, Event.CRITICAL_ERROR, "%s: %s: %s", self.name, text, error, exception=error)
         action = asyncio.ensure_future(self._on_critical_error(self, text, error))
         self._actions.add(action)
-        action.add_done_callback(self._actions.discard)
+        action.add_done_callback(self._action_done)
+
+    def _action_done(self, action: asyncio.Task[None]) -> None:
+        self._actions.discard(action)
+        if not action.cancelled() and (error := action.exception()) is not None:
+            logger.critical("the critical error action of endpoint %s failed", self.name, exc_info=error)
 
 
 def _mode(mode: TransactionMode | None, transport: Transport, delivery: DelayedDelivery | None) -> TransactionMode:
     if mode is None:
         return strongest_mode(transport, delivery)
-    if mode in TransactionMode.__members__.values():
+    if isinstance(mode, TransactionMode):
         return mode
     raise ConfigurationError(
         f"transaction_mode must be one of TransactionMode.{', '.join(TransactionMode.__members__)}; not {mode!r}"
