@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from delayline.errors import NotStarted
+from delayline.errors import ConfigurationError, NotStarted
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -49,8 +49,10 @@ class SyncEndpoint:
     def stop(self) -> None:
         """Finish what is in flight and end the thread. Idempotent."""
         if self._loop is not None:
-            self.run(self.endpoint.stop())
-            self._end()
+            try:
+                self.run(self.endpoint.stop())
+            finally:
+                self._end()
 
     def send(
         self,
@@ -71,10 +73,14 @@ class SyncEndpoint:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run any of the endpoint's coroutines, as in `sync.run(endpoint.delayed.cancel(message_id))`."""
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             work.close()
             raise NotStarted(f"endpoint {self.endpoint.name!r} is not started: use `with SyncEndpoint(endpoint):`")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise ConfigurationError("a SyncEndpoint would wait for itself here: in a handler, await context.send(...)")
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     def __enter__(self) -> Self:
         self.start()
@@ -89,6 +95,15 @@ class SyncEndpoint:
         loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         self._thread.join()
         loop.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel what other threads still wait for: nothing runs on the loop any more to answer them."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
