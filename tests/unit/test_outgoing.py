@@ -1,0 +1,169 @@
+"""Bad input is an error at the door, with the value and the remedy in its text."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from delayline import ConfigurationError, Headers, InvalidDueTime, InvalidMessage, Message
+from delayline.message import to_wire_time
+from delayline.outgoing import Composer, check_endpoint_name, due_time
+
+if TYPE_CHECKING:
+    from delayline.testing.clock import ManualClock
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+BERLIN = timezone(timedelta(hours=1))
+
+
+@pytest.fixture
+def composer(clock: ManualClock) -> Composer:
+    return Composer("sales", clock, reply_to="sales")
+
+
+def test_a_message_carries_the_headers_of_the_reference(composer: Composer) -> None:
+    operation = composer.compose("billing", {"a": 1}).operation
+    message = operation.message
+    assert operation.destination == "billing"
+    assert {name: message.headers[name] for name in (Headers.MESSAGE_ID, Headers.CORRELATION_ID)} == {
+        Headers.MESSAGE_ID: message.id,
+        Headers.CORRELATION_ID: message.id,
+    }
+    assert message.headers[Headers.CONVERSATION_ID] == message.id
+    assert message.headers[Headers.CONTENT_TYPE] == "application/json"
+    assert message.headers[Headers.INTENT] == "Send"
+    assert message.headers[Headers.ORIGINATING_ENDPOINT] == message.headers[Headers.REPLY_TO] == "sales"
+    assert message.headers[Headers.TIME_SENT] == to_wire_time(NOW)
+    assert message.headers[Headers.ORIGINATING_MACHINE]
+    assert Headers.DELIVER_AT not in message.headers
+
+
+def test_a_delayed_message_says_when_it_is_delivered(composer: Composer) -> None:
+    outgoing = composer.compose("billing", b"", delay=timedelta(seconds=5))
+    assert outgoing.due == NOW + timedelta(seconds=5)
+    assert outgoing.operation.message.headers[Headers.DELIVER_AT] == to_wire_time(NOW + timedelta(seconds=5))
+
+
+def test_given_headers_win_but_never_over_the_message_id(composer: Composer) -> None:
+    headers = {Headers.CONTENT_TYPE: "text/xml", Headers.MESSAGE_ID: "other", "mine": "1"}
+    message = composer.compose("billing", b"<a/>", headers=headers, message_id="m-1").operation.message
+    assert (message.id, message.headers[Headers.MESSAGE_ID]) == ("m-1", "m-1")
+    assert (message.content_type, message.headers["mine"]) == ("text/xml", "1")
+
+
+def test_a_message_sent_while_handling_another_belongs_to_its_conversation(composer: Composer) -> None:
+    first = Message("first", {Headers.CONVERSATION_ID: "talk"}, b"")
+    message = composer.compose("billing", b"", related_to=first).operation.message
+    assert (message.headers[Headers.RELATED_TO], message.headers[Headers.CONVERSATION_ID]) == ("first", "talk")
+
+
+def test_a_reply_goes_back_with_the_requests_correlation(composer: Composer) -> None:
+    request = Message("request", {Headers.REPLY_TO: "shop", Headers.CORRELATION_ID: "c"}, b"")
+    outgoing = composer.reply(request, b"yes", {"mine": "1"}, timedelta(seconds=1))
+    headers = outgoing.operation.message.headers
+    assert (outgoing.operation.destination, outgoing.due) == ("shop", NOW + timedelta(seconds=1))
+    assert (headers[Headers.CORRELATION_ID], headers[Headers.INTENT], headers["mine"]) == ("c", "Reply", "1")
+
+
+def test_a_reply_to_nobody_is_refused(composer: Composer) -> None:
+    with pytest.raises(InvalidMessage, match=r"'request' has no NServiceBus.ReplyToAddress .*Use context.send"):
+        composer.reply(Message("request", {}, b""), b"", None, None)
+
+
+def test_a_send_only_endpoint_gives_no_reply_address(clock: ManualClock) -> None:
+    message = Composer("sales", clock, reply_to=None).compose("billing", b"").operation.message
+    assert Headers.REPLY_TO not in message.headers
+
+
+@pytest.mark.parametrize(
+    ("delay", "deliver_at", "due"),
+    [
+        (None, None, None),
+        (timedelta(0), None, None),
+        (timedelta(microseconds=1), None, NOW + timedelta(microseconds=1)),
+        (None, NOW - timedelta(days=1), NOW - timedelta(days=1)),
+        (None, datetime(2026, 5, 1, 9, tzinfo=BERLIN), datetime(2026, 5, 1, 8, tzinfo=UTC)),
+    ],
+)
+def test_due_times(delay: timedelta | None, deliver_at: datetime | None, due: datetime | None) -> None:
+    found = due_time(NOW, delay, deliver_at)
+    assert found == due
+    assert found is None or found.utcoffset() == timedelta(0)
+
+
+@pytest.mark.parametrize(
+    ("delay", "deliver_at", "value", "remedy"),
+    [
+        (None, datetime(2026, 5, 1), "2026, 5, 1", "tzinfo=ZoneInfo"),  # noqa: DTZ001 - the naive one is the point
+        (timedelta(seconds=-1), None, "days=-1, seconds=86399", "cannot be due before it is sent"),
+        (timedelta(1), NOW, "days=1", "give one of them"),
+        (timedelta(days=3_000_000), None, "3000000", "use a shorter one"),
+        (timedelta.max, None, "999999999", "use a shorter one"),
+        (None, datetime.max.replace(tzinfo=timezone(timedelta(hours=-1))), "9999", "beyond year 9999"),
+        (5, None, "5", r"use timedelta\(seconds"),
+        (None, "tomorrow", "'tomorrow'", "must be an aware datetime"),
+    ],
+)
+def test_a_due_time_that_cannot_be_is_refused(delay: Any, deliver_at: Any, value: str, remedy: str) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidDueTime, match=remedy) as caught:
+        due_time(NOW, delay, deliver_at)
+    assert value in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("destination", "text"),
+    [
+        ("", "1 to 200 characters, not ''"),
+        (None, "not None"),
+        ("q" * 201, "has 201 characters, 200 at most"),
+        (" q", "' q' has control characters, or spaces around it: remove them"),
+        ("q\n", "remove them"),
+        ("q\x00r", "remove them"),
+        ("\ud800", "remove them"),
+    ],
+)
+def test_a_destination_no_back_end_could_keep_is_refused(composer: Composer, destination: Any, text: str) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidMessage, match="destination") as caught:
+        composer.compose(destination, b"")
+    assert text in str(caught.value)
+
+
+def test_the_longest_names_are_accepted(composer: Composer) -> None:
+    assert composer.compose("ü" * 200, b"", message_id="m" * 250).operation.destination == "ü" * 200
+
+
+@pytest.mark.parametrize("message_id", ["", "m" * 251, 7])
+def test_a_message_id_no_back_end_could_keep_is_refused(composer: Composer, message_id: Any) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidMessage, match="message_id"):
+        composer.compose("billing", b"", message_id=message_id)
+
+
+@pytest.mark.parametrize(
+    ("headers", "text"),
+    [
+        ({"a": 1}, r"header 'a': 1 must be str to str; convert it, as in str\(1\)"),
+        ({1: "a"}, "header 1: 'a' must be str to str"),
+        ({"a": None}, "header 'a': None must be"),
+        ({"": "x"}, "a header with the value 'x' has an empty name"),
+        ([("a", "b")], "must be a mapping of str to str, not list"),
+        ("ab", "must be a mapping of str to str, not str"),
+    ],
+)
+def test_headers_that_are_not_text_are_refused(composer: Composer, headers: Any, text: str) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidMessage, match=text):
+        composer.compose("billing", b"", headers=headers)
+    with pytest.raises(InvalidMessage, match=text):
+        composer.reply(Message("m", {Headers.REPLY_TO: "shop"}, b""), b"", headers, None)
+
+
+def test_a_body_that_is_not_json_is_refused(composer: Composer) -> None:
+    with pytest.raises(InvalidMessage, match="body of type object"):
+        composer.compose("billing", object())  # type: ignore[arg-type]
+
+
+def test_an_endpoints_name_is_a_setting() -> None:
+    assert check_endpoint_name("sales") == "sales"
+    with pytest.raises(ConfigurationError, match="endpoint name has 201 characters"):
+        check_endpoint_name("s" * 201)

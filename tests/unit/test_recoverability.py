@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from delayline import ConfigurationError, Headers, Recoverability
+from delayline.message import to_wire_time
+from delayline.recoverability import MoveToError, RetryLater, RetryNow, failure_headers
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+BOOM = ValueError("boom")
+
+
+def round_of(number: str, begun: datetime = NOW) -> dict[str, str]:
+    return {Headers.RETRIES: number, Headers.RETRIES_TIMESTAMP: to_wire_time(begun)}
+
+
+@pytest.mark.parametrize("attempt", [1, 5])
+def test_the_first_failures_are_retried_at_once(attempt: int) -> None:
+    assert Recoverability().decide(BOOM, attempt, {}, NOW) == RetryNow()
+
+
+@pytest.mark.parametrize(("done", "seconds"), [("0", 10), ("1", 20), ("2", 30)])
+def test_the_sixth_failure_is_retried_later_and_later(done: str, seconds: int) -> None:
+    assert Recoverability().decide(BOOM, 6, round_of(done), NOW) == RetryLater(
+        timedelta(seconds=seconds),
+        {Headers.RETRIES: str(int(done) + 1), Headers.RETRIES_TIMESTAMP: to_wire_time(NOW)},
+    )
+
+
+def test_after_the_last_round_it_is_an_error() -> None:
+    assert Recoverability().decide(BOOM, 6, round_of("3"), NOW) == MoveToError()
+
+
+def test_no_retries_means_one_attempt() -> None:
+    assert Recoverability(immediate_retries=0, delayed_retries=0).decide(BOOM, 1, {}, NOW) == MoveToError()
+
+
+def test_a_round_that_began_more_than_a_day_ago_is_the_last() -> None:
+    day = timedelta(hours=24)
+    settings = Recoverability(immediate_retries=0)
+    assert isinstance(settings.decide(BOOM, 1, round_of("1", NOW - day), NOW), RetryLater)
+    assert settings.decide(BOOM, 1, round_of("1", NOW - day - timedelta(seconds=1)), NOW) == MoveToError()
+
+
+@pytest.mark.parametrize("number", ["", "x", "-4", "1.5", "9" * 5000, "²"])
+def test_a_damaged_round_header_counts_as_the_first_round(number: str) -> None:
+    decision = Recoverability(immediate_retries=0).decide(BOOM, 1, {Headers.RETRIES: number}, NOW)
+    assert isinstance(decision, RetryLater)
+    assert decision.delay == timedelta(seconds=10)
+
+
+def test_a_damaged_timestamp_is_ignored() -> None:
+    headers = {Headers.RETRIES: "1", Headers.RETRIES_TIMESTAMP: "yesterday"}
+    assert isinstance(Recoverability(immediate_retries=0).decide(BOOM, 1, headers, NOW), RetryLater)
+
+
+def test_unrecoverable_exceptions_and_their_subclasses_are_errors_at_once() -> None:
+    settings = Recoverability(unrecoverable=(LookupError,))
+    assert settings.decide(KeyError("a"), 1, {}, NOW) == MoveToError()
+    assert settings.decide(BOOM, 1, {}, NOW) == RetryNow()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("immediate_retries", -1),
+        ("immediate_retries", 1.5),
+        ("immediate_retries", True),
+        ("delayed_retries", -1),
+        ("delayed_retries", "3"),
+        ("time_increase", timedelta(0)),
+        ("time_increase", timedelta(seconds=-1)),
+        ("time_increase", 10),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(setting: str, value: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigurationError, match=f"{setting} must be") as caught:
+        Recoverability(**{setting: value})
+    assert repr(value) in str(caught.value)
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    def fail() -> None:
+        raise error
+
+    try:
+        fail()
+    except BaseException as raised:
+        return failure_headers(raised, "billing", "sales", NOW)
+    raise AssertionError
+
+
+def test_the_headers_of_a_failure() -> None:
+    headers = failure(BOOM)
+    assert headers[Headers.EXCEPTION_TYPE] == "builtins.ValueError"
+    assert headers[Headers.EXCEPTION_MESSAGE] == "boom"
+    assert headers[Headers.EXCEPTION_SOURCE] == "builtins"
+    assert headers[Headers.EXCEPTION_HELP_LINK] == ""
+    assert headers[Headers.EXCEPTION_STACK_TRACE].endswith("ValueError: boom\n")
+    assert __file__.rsplit("/", maxsplit=1)[-1] in headers[Headers.EXCEPTION_STACK_TRACE]
+    assert headers[Headers.TIME_OF_FAILURE] == to_wire_time(NOW)
+    assert headers[Headers.FAILED_QUEUE] == "billing"
+    assert headers[Headers.PROCESSING_ENDPOINT] == "sales"
+    assert headers[Headers.PROCESSING_MACHINE] in headers[Headers.HOST_DISPLAY_NAME]
+    assert Headers.INNER_EXCEPTION_TYPE not in headers
+
+
+@pytest.mark.parametrize(("length", "kept"), [(16_384, 16_384), (16_385, 16_384), (0, 0)])
+def test_the_message_of_a_failure_is_cut(length: int, kept: int) -> None:
+    assert len(failure(ValueError("x" * length))[Headers.EXCEPTION_MESSAGE]) == kept
+
+
+def test_the_inner_exception_is_the_cause_before_the_context() -> None:
+    error = ValueError("outer")
+    error.__context__ = LookupError("context")
+    assert failure(error)[Headers.INNER_EXCEPTION_TYPE] == "builtins.LookupError"
+    error.__cause__ = OSError("cause")
+    assert failure(error)[Headers.INNER_EXCEPTION_TYPE] == "builtins.OSError"
+
+
+def test_a_context_suppressed_by_from_none_is_no_inner_exception() -> None:
+    error = ValueError("outer")
+    error.__context__ = LookupError("context")
+    error.__suppress_context__ = True
+    assert Headers.INNER_EXCEPTION_TYPE not in failure(error)
+
+
+def test_an_exception_that_cannot_say_what_it_is_still_has_headers() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert failure(Mute())[Headers.EXCEPTION_MESSAGE] == "<Mute whose text cannot be had>"
