@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 def sending_endpoint(settings: Settings) -> Endpoint:
     """Return the endpoint as one that stores and sends only; what it needs was created by `delayline setup`."""
     refuse_memory(settings)
+    endpoint = endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
     must_exist(settings)
-    return endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
+    return endpoint
 
 
 @contextlib.asynccontextmanager
 async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     """Open the endpoint's delayed message store."""
     refuse_memory(settings)
-    must_exist(settings)
     name = settings.named_endpoint
+    must_exist(settings)
     store = store_from(settings.where_messages_wait, table_name=settings.table_name)
     await store.initialize(name, TransactionMode.RECEIVE_ONLY)
     try:

@@ -10,7 +10,7 @@ import click
 
 from delayline.cli.screen import Screen
 from delayline.config import FILE_NAME, describe_setting, flag_of, load_settings, setting_names, variable_of
-from delayline.errors import ConfigurationError, DelaylineError
+from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
 
 FAILED: Final = 1
 WRONG_USAGE: Final = 2
@@ -29,8 +29,15 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except DelaylineError as error:
-            Screen.complain(str(error))
+            Screen.complain(_sentence(error))
             ctx.exit(WRONG_USAGE if isinstance(error, ConfigurationError) else FAILED)
+
+
+def _sentence(error: DelaylineError) -> str:
+    """Return what went wrong; of a single send that failed, why, without the talk of operations."""
+    if isinstance(error, DispatchFailed) and len(error.failures) == 1:
+        return str(next(iter(error.failures.values())))
+    return str(error)
 
 
 def examples(*lines: str) -> str:

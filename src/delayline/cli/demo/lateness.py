@@ -86,7 +86,7 @@ def draw(outside: Sequence[float], touched: Sequence[float], path: Path) -> None
         [[max(value, smallest) for value in outside], [max(value, smallest) for value in touched]],
         bins=edges,
         stacked=True,
-        label=[f"dispatcher running ({len(outside):,})", f"due while it was dead ({len(touched):,})"],
+        label=[f"dispatcher running ({len(outside):,})", f"outage and its backlog ({len(touched):,})"],
         color=["#2a6f97", "#e07a5f"],
     )
     axes.set_xscale("log")

@@ -54,7 +54,7 @@ async def receive(stage: Stage) -> None:
     """Note every message that arrives: its id, when it was due and when it came."""
     journal = Journal(stage.journal(RECEIVER))
     settings = stage.settings(reminders.DESTINATION)
-    endpoint = Endpoint(reminders.DESTINATION, transport=transport_from(settings.url), concurrency=64)
+    endpoint = Endpoint(reminders.DESTINATION, transport=transport_from(settings.url), concurrency=8)
     clock = SystemClock()
 
     @endpoint.handler

@@ -63,11 +63,12 @@ class Course:
         """Whether everything was sent and has arrived."""
         return len(self.sent) == self.total and self.arrived.keys() >= self.sent
 
-    def touched_by_outage(self, arrival: Arrival) -> bool:
-        """Tell whether the message was due, or waited, while the dispatcher was dead."""
-        if self.killed is None:
-            return False
-        return arrival.arrived > self.killed and (self.back is None or arrival.due < self.back)
+    def caught_up(self) -> datetime | None:
+        """Return when the backlog of the outage was worked off: all that was due before it ended has arrived."""
+        killed, back = self.killed, self.back
+        if killed is None or back is None:
+            return None
+        return max((one.arrived for one in self.arrivals if one.arrived > killed and one.due < back), default=back)
 
 
 class Play:

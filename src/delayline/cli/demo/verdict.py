@@ -47,9 +47,12 @@ class Verdict:
 
 def verdict_of(course: Course) -> Verdict:
     """Return the figures of a course that has ended."""
-    late = [(one.lateness.total_seconds() * 1000, course.touched_by_outage(one)) for one in course.arrivals]
-    outside = [milliseconds for milliseconds, touched in late if not touched]
-    touched = [milliseconds for milliseconds, touched in late if touched]
+    caught_up = course.caught_up()
+    outside: list[float] = []
+    touched: list[float] = []
+    for one in course.arrivals:
+        waited = course.killed is not None and one.arrived > course.killed and (not caught_up or one.due < caught_up)
+        (touched if waited else outside).append(one.lateness.total_seconds() * 1000)
     end = course.finished or course.started
     outage = course.back - course.killed if course.killed and course.back else end - end
     return Verdict(
@@ -58,7 +61,7 @@ def verdict_of(course: Course) -> Verdict:
         received=len(course.arrived),
         lost=len(course.sent - course.arrived.keys()),
         duplicated=sum(count - 1 for count in course.arrived.values()),
-        early=sum(milliseconds < 0 for milliseconds, _ in late),
+        early=sum(milliseconds < 0 for milliseconds in (*outside, *touched)),
         still_stored=course.still_stored,
         in_error_queue=course.in_error_queue,
         seconds=round((end - course.started).total_seconds(), 1),
@@ -84,8 +87,8 @@ def show(screen: Screen, verdict: Verdict) -> None:
         [
             (label, f"{one.messages:,}", span(one.p50_ms), span(one.p99_ms), span(one.max_ms))
             for label, one in (
-                (f"all, with the {verdict.outage_seconds:g} s the dispatcher was dead", whole),
-                ("messages the outage did not touch", outside),
+                (f"all, with {verdict.outage_seconds:g} s without a dispatcher", whole),
+                ("outside that outage and the backlog it left", outside),
             )
         ],
     )
