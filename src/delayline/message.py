@@ -89,7 +89,7 @@ class Message:
     def encoded_headers(self) -> bytes:
         """The headers as UTF-8 JSON: what stores and queues keep, opaque to them."""
         if self._encoded is None:
-            self._encoded = _encode_json(dict(self._headers or {})).encode("utf-8", "surrogatepass")
+            self._encoded = encode_headers(self._headers or {})
         return self._encoded
 
     def with_headers(self, added: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Message:
@@ -138,6 +138,11 @@ class DelayedMessage:
         return self.message.id
 
 
+def encode_headers(headers: Mapping[str, str]) -> bytes:
+    """Return the stored form of headers: UTF-8 JSON without spaces."""
+    return _encode_json(dict(headers)).encode("utf-8", "surrogatepass")
+
+
 def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
     """Return headers from their stored form; raises CorruptHeaders. Empty bytes are no headers."""
     if not encoded:
@@ -166,11 +171,10 @@ def encode_body(body: Body) -> tuple[bytes, str]:
 
 def new_message_id(now: datetime) -> str:
     """Return a fresh UUID of version 7, which sorts by time and so keeps a store's index together (RFC 9562)."""
-    random = int.from_bytes(os.urandom(10), "big")
-    milliseconds = to_microseconds(now) // 1000 & (1 << 48) - 1
-    value = milliseconds << 80 | 7 << 76 | (random >> 68) << 64 | 2 << 62 | random & (1 << 62) - 1
-    text = f"{value:032x}"
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+    random = os.urandom(10)
+    time = f"{to_microseconds(now) // 1000 & (1 << 48) - 1:012x}"
+    end = f"{random[0] & 0x3F | 0x80:02x}{random[1:8].hex()}"
+    return f"{time[:8]}-{time[8:]}-7{random[8:].hex()[1:]}-{end[:4]}-{end[4:]}"
 
 
 def to_wire_time(instant: datetime) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -14,6 +13,7 @@ from sqlalchemy.exc import ArgumentError
 
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.sql.dialects.sqlite import Sqlite
+from delayline.sql.workers import Workers
 from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Database:
         self.lane = WriteLane()
         self._users = 0
         self._opening = threading.Lock()
-        self._writer: ThreadPoolExecutor | None = None
-        self._readers: ThreadPoolExecutor | None = None
+        self._writer: Workers | None = None
+        self._readers: Workers | None = None
         self._write_connection: Connection | None = None
         self._read_connections: list[Connection] = []
         self._thread = threading.local()
@@ -77,7 +77,7 @@ class Database:
         """Run `work` on a reading connection; it sees what is committed. Not cut short by cancellation."""
         if self._readers is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
-        return await _uncut(self._readers, lambda: self._translated(work, self._read_connection()))
+        return await self._readers.run(lambda: self._translated(work, self._read_connection()))
 
     async def write(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in a transaction of its own and commit it. Not cut short by cancellation."""
@@ -92,7 +92,7 @@ class Database:
         if self._writer is None or self._write_connection is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         connection = self._write_connection
-        return await _uncut(self._writer, lambda: self._translated(work, connection))
+        return await self._writer.run(lambda: self._translated(work, connection))
 
     def transaction(self) -> SqlTransaction:
         """Return a new transaction."""
@@ -102,8 +102,8 @@ class Database:
         with self._opening:
             if self._users == 0:
                 self._write_connection = self._translated(lambda _: self.dialect.connect(writing=True), None)
-                self._writer = ThreadPoolExecutor(1, thread_name_prefix="delayline-writer")
-                self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="delayline-reader")
+                self._writer = Workers("delayline writer", 1)
+                self._readers = Workers("delayline reader", READERS)
                 self.dialect.opened()
             self._users += 1
 
@@ -112,9 +112,9 @@ class Database:
             self._users -= 1
             if self._users > 0:
                 return
-            for executor in (self._writer, self._readers):
-                if executor is not None:
-                    executor.shutdown()
+            for workers in (self._writer, self._readers):
+                if workers is not None:
+                    workers.stop()
             self._writer = self._readers = None
             self.dialect.closed()
             if self._write_connection is not None:
@@ -237,16 +237,6 @@ class WriteLane:
 def _grant(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)
-
-
-async def _uncut(executor: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
-    """Run `work` in the executor to its end: a cancellation is raised afterwards, when its effect is certain."""
-    running = asyncio.get_running_loop().run_in_executor(executor, work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
 
 
 def joined(transaction: Transaction, database: Database) -> SqlTransaction:
