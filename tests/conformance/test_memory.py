@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
-from delayline.testing.conformance import StoreConformance, TransportConformance
-from delayline.testing.faulty_store import FaultyStore
+from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
 
 
 class TestMemoryStore(StoreConformance):
@@ -29,3 +28,13 @@ class TestFaultyStoreWithoutFaults(StoreConformance):
 class TestMemoryTransport(TransportConformance):
     async def make_transport(self, tmp_path: Path) -> MemoryTransport:
         return MemoryTransport()
+
+
+class TestMemoryDelivery(DeliveryConformance):
+    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, MemoryDelayedMessageStore]:
+        return MemoryTransport(), MemoryDelayedMessageStore()
+
+
+class TestSixVerbDelivery(DeliveryConformance):
+    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, FaultyStore]:
+        return MemoryTransport(), FaultyStore(MemoryDelayedMessageStore(), verbs_only=True)

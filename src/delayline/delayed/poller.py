@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import first_of
 from delayline.delayed.recovery import Aftermath
-from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
+from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.transport import TransportOperation
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from delayline.delayed.delivery import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.delayed.recovery import Recovery
-    from delayline.message import DelayedMessage
+    from delayline.message import DelayedMessage, Message
     from delayline.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 MAXIMUM_SLEEP: Final = timedelta(seconds=60)  # reference 1.8
 #: How long to leave messages alone that are due but locked by somebody else (reference H5).
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
+#: Headers by which NServiceBus remembers how to dispatch a stored message; no receiver sees them (reference 1.8).
+DISPATCH_PROPERTIES: Final = "NServiceBus.Timeouts.Properties."
 
 Failures = list[tuple["DelayedMessage", Exception]]
 
@@ -179,7 +181,7 @@ class Poller:
         return failures
 
     async def _send(self, batch: Sequence[DelayedMessage], transaction: Transaction | None) -> Failures:
-        operations = [TransportOperation(message.message, message.destination) for message in batch]
+        operations = [TransportOperation(_as_sent(message.message), message.destination) for message in batch]
         try:
             await self._host.transport.dispatch(operations, transaction)
         except DispatchFailed as failed:
@@ -297,3 +299,12 @@ class Poller:
 
     async def _pause(self, wait: Coroutine[None, None, None]) -> None:
         await first_of(self._stopping.wait(), wait)
+
+
+def _as_sent(message: Message) -> Message:
+    if DISPATCH_PROPERTIES.encode() not in message.encoded_headers:
+        return message  # as good as always, and nothing is parsed
+    try:
+        return message.with_headers({}, without=(DISPATCH_PROPERTIES,))
+    except CorruptHeaders:
+        return message

@@ -36,10 +36,10 @@ class Fault:
     """Whether a call that raises `error` has been carried out all the same; a commit that was not is rolled back."""
     when: Callable[..., bool] | None = None
     """Strikes, and counts, only calls with arguments for which this is true."""
-    until: asyncio.Event | None = None
-    """What the call waits for before anything else."""
     before: Callable[[], object] | None = None
     """Runs before the call is carried out; os.kill fits here."""
+    until: asyncio.Event | None = None
+    """What the call then waits for before it is carried out or fails."""
     after: Callable[[], object] | None = None
     """Runs after the call was carried out."""
 
@@ -85,10 +85,10 @@ class Faulty:
         struck = self._struck_by(method, arguments)
         failing = next((fault for fault in struck if fault.error is not None), None)
         for fault in struck:
-            if fault.until is not None:
-                await fault.until.wait()
             if fault.before is not None:
                 fault.before()
+            if fault.until is not None:
+                await fault.until.wait()
         if failing is not None and not failing.takes_effect:
             if undo is not None:
                 await undo()

@@ -1,0 +1,202 @@
+"""One bad message delays nobody and is never lost: retries, the error queue, its headers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.delayed.delivery import StoredDelivery
+from delayline.endpoint import Endpoint
+from delayline.errors import BackendUnavailable, ConfigurationError
+from delayline.events import Event
+from delayline.message import DelayedMessage, Headers, Message, from_wire_time
+from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, DeliveryRoom, facts, send_all, to
+from delayline.testing.conformance.messages import AT, ENDPOINT
+from delayline.testing.faults import STORE, Fault
+from delayline.transaction import TransactionMode
+
+if TYPE_CHECKING:
+    from delayline.pipeline import MessageContext
+    from delayline.testing.conformance.delivery_room import Parts
+
+SECOND = timedelta(seconds=1)
+DUE = AT + 5 * SECOND
+BROKEN = "broken"
+#: The header names that tell what failed, where and when (reference 1.9).
+FAILURE = [
+    Headers.EXCEPTION_TYPE,
+    Headers.EXCEPTION_MESSAGE,
+    Headers.EXCEPTION_SOURCE,
+    Headers.EXCEPTION_STACK_TRACE,
+    Headers.EXCEPTION_HELP_LINK,
+    Headers.TIME_OF_FAILURE,
+    Headers.FAILED_QUEUE,
+    Headers.PROCESSING_ENDPOINT,
+    Headers.PROCESSING_MACHINE,
+    Headers.HOST_DISPLAY_NAME,
+]
+
+
+def broken() -> Fault:
+    """Return a fault that strikes every dispatch with something for BROKEN."""
+    return Fault("dispatch", error=RuntimeError("it is broken"), when=functools.partial(to, BROKEN))
+
+
+class DeliveryFailures(DeliveryRoom):
+    """Messages that cannot be forwarded."""
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("retries", [0, 1, 3])
+    async def test_attempts_are_one_more_than_retries(self, parts: Parts, mode: TransactionMode, retries: int) -> None:
+        """Exactly; then the message is in the error queue, and says why."""
+        attempts: list[str] = []
+        parts.transport.inject(
+            broken(), Fault("dispatch", before=lambda: attempts.append("!"), when=functools.partial(to, BROKEN))
+        )
+        async with parts.endpoint(mode, number_of_retries=retries) as endpoint:
+            await endpoint.send(BROKEN, b"body", message_id="m", headers={"mine": "kept"}, delay=5 * SECOND)
+            await parts.comes(Event.MOVED_TO_ERROR)
+            [message] = await parts.received("error")
+            assert await parts.store.next_due() is None
+        assert len(attempts) == parts.signals.count(Event.DISPATCH_FAILED) == 1 + retries
+        assert (message.id, message.body, message.headers["mine"]) == ("m", b"body", "kept")
+        assert [name for name in FAILURE if name not in message.headers] == []
+        assert message.headers[Headers.EXCEPTION_TYPE].endswith("RuntimeError")
+        assert message.headers[Headers.EXCEPTION_MESSAGE] == "it is broken"
+        assert "it is broken" in message.headers[Headers.EXCEPTION_STACK_TRACE]
+        assert message.headers[Headers.FAILED_QUEUE] == BROKEN
+        assert message.headers[Headers.PROCESSING_ENDPOINT] == ENDPOINT
+        assert DUE <= from_wire_time(message.headers[Headers.TIME_OF_FAILURE]) <= parts.clock.now()
+        assert parts.handled == []
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_a_failing_message_holds_nobody_up(self, parts: Parts, mode: TransactionMode) -> None:
+        """Those due with it and after it arrive while the clock stands still."""
+        parts.transport.inject(broken())
+        async with parts.endpoint(mode, number_of_retries=3) as endpoint:
+            await send_all(endpoint, ["bad"], 4 * SECOND, BROKEN)
+            await send_all(endpoint, ["a", "b", "c"], 5 * SECOND)
+            await parts.poller_sleeps(AT + 4 * SECOND)
+            parts.clock.set(DUE)
+            await parts.clock.advance(4 * SECOND)
+            await parts.happens(Event.HANDLED, 3)
+        assert sorted(parts.handled_ids()) == ["a", "b", "c"]
+
+    async def test_a_message_that_fails_backs_off(self, parts: Parts) -> None:
+        """It waits longer each time, instead of being hammered."""
+        parts.transport.inject(broken())
+        async with parts.endpoint(number_of_retries=4) as endpoint:
+            await endpoint.send(BROKEN, b"", delay=5 * SECOND)
+            await parts.comes(Event.MOVED_TO_ERROR)
+        backed_off = [facts(record)["until"] for record in parts.signals.records(Event.BACKED_OFF)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(backed_off)]
+        assert len(backed_off) == 4
+        assert gaps == sorted(gaps)
+        assert gaps[0] >= SECOND
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_a_missing_destination_goes_to_the_error_queue_at_once(
+        self, parts: Parts, mode: TransactionMode
+    ) -> None:
+        """Trying again would not help; the others in the batch arrive."""
+        async with parts.endpoint(mode, number_of_retries=7) as endpoint:
+            await send_all(endpoint, ["lost"], 5 * SECOND, "nowhere")
+            await send_all(endpoint, ["good"], 5 * SECOND)
+            await parts.advance_to(DUE)
+            await parts.happens(Event.HANDLED)
+            await parts.happens(Event.MOVED_TO_ERROR)
+            [message] = await parts.received("error")
+        assert message.id == "lost"
+        assert message.headers[Headers.FAILED_QUEUE] == "nowhere"
+        assert message.headers[Headers.EXCEPTION_TYPE].endswith("QueueNotFound")
+        assert parts.handled_ids() == ["good"]
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_without_an_error_queue_the_message_stays(self, parts: Parts, mode: TransactionMode) -> None:
+        """Nothing is removed before the next place has it (reference H1)."""
+        parts.transport.inject(Fault("dispatch", error=RuntimeError("no"), when=functools.partial(to, "error")))
+        async with parts.endpoint(mode) as endpoint:
+            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND)
+            await parts.comes(Event.ERROR_MOVE_FAILED, 3)
+            assert await parts.store.next_due() is not None
+            parts.transport.heal()
+            await parts.comes(Event.MOVED_TO_ERROR)
+            [message] = await parts.received("error")
+            assert (message.id, message.body) == ("m", b"body")
+            assert await parts.store.next_due() is None
+
+    async def test_an_error_queue_that_does_not_exist_loses_nothing(self, parts: Parts) -> None:
+        """Once somebody creates it the message gets there (reference H1)."""
+        endpoint = Endpoint(
+            ENDPOINT,
+            transport=parts.transport,
+            delayed_delivery=StoredDelivery(parts.store),
+            error_queue="errors-of-another-name",
+            setup_infrastructure=False,
+            clock=parts.clock,
+        )
+        async with endpoint:
+            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND)
+            await parts.comes(Event.ERROR_MOVE_FAILED, 2)
+            assert await parts.store.next_due() is not None
+            await parts.transport.setup_infrastructure(["errors-of-another-name"])
+            await parts.comes(Event.MOVED_TO_ERROR)
+            [message] = await parts.received("errors-of-another-name")
+        assert message.id == "m"
+
+    async def test_damaged_headers_reach_the_error_queue_whole(self, parts: Parts) -> None:
+        """What cannot be read can still be moved (reference H1)."""
+        damaged = Message.from_encoded("m", b"\xff{not json", b"body")
+        async with parts.endpoint():
+            await parts.store.store(DelayedMessage(damaged, "nowhere", AT))
+            await parts.comes(Event.MOVED_TO_ERROR)
+            [message] = await parts.received("error")
+            assert await parts.store.next_due() is None
+        assert (message.id, message.encoded_headers, message.body) == ("m", b"\xff{not json", b"body")
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_a_store_that_fails_once_is_an_error_to_the_sender(self, parts: Parts, mode: TransactionMode) -> None:
+        """The sender knows, and nothing is in the error queue for it (reference H2)."""
+        parts.store.inject(Fault(STORE, error=BackendUnavailable("gone for a second"), calls=1))
+        async with parts.endpoint(mode) as endpoint:
+            with pytest.raises(BackendUnavailable, match="gone for a second"):
+                await parts.clock.run_until(endpoint.send(ENDPOINT, b"", delay=5 * SECOND))
+            await endpoint.send(ENDPOINT, b"", message_id="second", delay=5 * SECOND)
+            await parts.comes(Event.HANDLED)
+        assert parts.handled_ids() == ["second"]
+        assert parts.signals.count(Event.MOVED_TO_ERROR) == 0
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_a_handler_whose_delayed_send_cannot_be_stored_loses_nothing(
+        self, parts: Parts, mode: TransactionMode
+    ) -> None:
+        """Its message goes to the error queue, in mode NONE too (reference H3)."""
+        parts.store.inject(Fault(STORE, error=ValueError("cannot be stored")))
+        endpoint = parts.endpoint(mode, handles=False)
+
+        @endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            await context.send(ELSEWHERE, b"", delay=5 * SECOND)
+
+        async with endpoint:
+            await endpoint.send(ENDPOINT, b"body", message_id="m")
+            await parts.comes(Event.HANDLER_FAILED)
+            await parts.comes(Event.ERROR_MOVE_FAILED if mode > TransactionMode.NONE else Event.MOVED_TO_ERROR)
+            if mode > TransactionMode.NONE:
+                parts.heal()
+                await parts.comes(Event.HANDLED)
+                await parts.comes(Event.REMOVED)
+                return
+            [message] = await parts.received("error")
+        assert (message.id, message.body) == ("m", b"body")
+        assert message.headers[Headers.FAILED_QUEUE] == ENDPOINT
+
+    async def test_a_delay_without_delayed_delivery_is_explained(self, parts: Parts) -> None:
+        """Not an obscure error from the depths (reference H12)."""
+        async with Endpoint("plain", transport=parts.transport, clock=parts.clock) as endpoint:
+            with pytest.raises(ConfigurationError, match="delayed_delivery="):
+                await endpoint.send(ENDPOINT, b"", delay=SECOND)

@@ -1,0 +1,252 @@
+"""Nothing is lost, and nothing doubled but where the guarantee allows it: faults at every step, and stops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.delayed.delivery import StoredDelivery
+from delayline.endpoint import Endpoint
+from delayline.errors import BackendUnavailable
+from delayline.events import Event
+from delayline.testing.clock import settle
+from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, DeliveryRoom, send_all
+from delayline.testing.conformance.messages import AT, ENDPOINT, PATIENCE
+from delayline.testing.conformance.store_room import opened
+from delayline.testing.faults import FETCH, REMOVE, STORE, Fault
+from delayline.transaction import Guarantee, TransactionMode
+
+if TYPE_CHECKING:
+    from delayline.message import Message
+    from delayline.pipeline import MessageContext
+    from delayline.testing.conformance.delivery_room import Parts
+
+SECOND = timedelta(seconds=1)
+DUE = AT + 5 * SECOND
+IDS = [f"m{number}" for number in range(10)]
+ERRORS = [BackendUnavailable("gone for a moment"), RuntimeError("unexpected")]
+Step = str | tuple[str, ...]
+STEPS: list[Step] = ["next_due", FETCH, "dispatch", REMOVE, "commit"]
+
+
+def name_of(step: object) -> str:
+    """Return a test id."""
+    if isinstance(step, Exception):
+        return type(step).__name__
+    return step[0] if isinstance(step, tuple) else str(step)
+
+
+class DeliveryFaults(DeliveryRoom):
+    """Faults that pass."""
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("error", ERRORS, ids=name_of)
+    @pytest.mark.parametrize("step", STEPS, ids=name_of)
+    async def test_a_step_that_fails_once_neither_loses_nor_doubles(
+        self, parts: Parts, mode: TransactionMode, error: Exception, step: Step
+    ) -> None:
+        """As long as the process lives and says what it did every message is handled exactly once."""
+        async with parts.endpoint(mode, number_of_retries=3) as endpoint:
+            await send_all(endpoint, IDS, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            part = parts.transport if step == "dispatch" else parts.store
+            part.inject(Fault(step, error=error, calls=1))
+            await parts.comes(Event.HANDLED, len(IDS))
+            await parts.clock.run_until(parts.removed(len(IDS)))
+            await settle()
+            assert await parts.store.next_due() is None
+        assert Counter(parts.handled_ids()) == Counter(IDS)
+        assert parts.signals.count(Event.MOVED_TO_ERROR) == 0
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("error", ERRORS, ids=name_of)
+    @pytest.mark.parametrize("step", [FETCH, "dispatch", REMOVE, "commit"], ids=name_of)
+    async def test_a_step_that_was_done_but_reported_as_failed(
+        self, parts: Parts, mode: TransactionMode, error: Exception, step: Step
+    ) -> None:
+        """The nastiest fault: nothing is lost, and where the guarantee is exactly once nothing is doubled."""
+        endpoint = parts.endpoint(mode, number_of_retries=3)
+        if step == FETCH and not parts.shared:
+            pytest.skip("not claimed: a fetch that is rolled back; its lock ends with the lease, in real time")
+        async with endpoint:
+            await send_all(endpoint, IDS, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            part = parts.transport if step == "dispatch" else parts.store
+            part.inject(Fault(step, error=error, calls=1, takes_effect=True))
+            await parts.comes(Event.HANDLED, len(IDS))
+            await parts.clock.run_until(self.emptied(parts))
+            await settle()
+        assert set(parts.handled_ids()) == set(IDS)
+        if endpoint.guarantee is Guarantee.EXACTLY_ONCE:
+            assert Counter(parts.handled_ids()) == Counter(IDS)
+
+    async def emptied(self, parts: Parts) -> None:
+        """Return once the store is empty, looking after each sleep of the poller."""
+        while await parts.store.next_due() is not None:
+            await parts.happens(Event.SLEEPS, parts.signals.count(Event.SLEEPS) + 1)
+
+    @pytest.mark.parametrize("takes_effect", [False, True], ids=["rolled back", "committed"])
+    async def test_a_receive_whose_commit_is_reported_as_failed_has_its_effects_once(
+        self, parts: Parts, takes_effect: bool
+    ) -> None:
+        """The handler may run again; what it sends and delays leaves once."""
+        endpoint = parts.endpoint(TransactionMode.TRANSACTION_SCOPE, handles=False)
+
+        @endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            await context.send(ELSEWHERE, b"", message_id="now")
+            await context.send(ELSEWHERE, b"", message_id="later", delay=5 * SECOND)
+
+        async with endpoint:
+            parts.transport.inject(
+                Fault("commit", error=BackendUnavailable("no answer"), calls=1, takes_effect=takes_effect)
+            )
+            await endpoint.send(ENDPOINT, b"")
+            await parts.comes(Event.RECEIVE_LOST if takes_effect else Event.HANDLED)
+            await parts.clock.run_until(parts.removed(1))
+            await endpoint.send(ELSEWHERE, b"", message_id="end")
+            found = await parts.received(ELSEWHERE, 3)
+        assert sorted(message.id for message in found) == ["end", "later", "now"]
+
+    async def test_a_delayed_commit_sends_nothing_early(self, parts: Parts) -> None:
+        """Until the commit nobody sees what was dispatched."""
+        gate, reached = asyncio.Event(), asyncio.Event()
+        async with parts.endpoint(TransactionMode.TRANSACTION_SCOPE) as endpoint:
+            await send_all(endpoint, IDS, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            parts.store.inject(Fault("commit", calls=1, before=reached.set, until=gate))
+            await parts.clock.advance(5 * SECOND)
+            async with asyncio.timeout(PATIENCE):
+                await reached.wait()
+            await settle()
+            assert parts.handled == []
+            gate.set()
+            await parts.happens(Event.HANDLED, len(IDS))
+        assert Counter(parts.handled_ids()) == Counter(IDS)
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("step", [FETCH, "dispatch", REMOVE], ids=name_of)
+    async def test_a_stop_in_the_middle_of_a_batch(self, parts: Parts, mode: TransactionMode, step: Step) -> None:
+        """The batch in flight is finished, and after the next start every message was handled once (reference H7)."""
+        gate, reached = asyncio.Event(), asyncio.Event()
+        endpoint = parts.endpoint(mode, batch_size=4)
+        async with endpoint:
+            await send_all(endpoint, IDS, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            part = parts.transport if step == "dispatch" else parts.store
+            part.inject(Fault(step, calls=2, before=reached.set, until=gate))
+            await parts.clock.advance(5 * SECOND)
+            async with asyncio.timeout(PATIENCE):
+                await reached.wait()
+            stopping = asyncio.create_task(endpoint.stop())
+            await settle()
+            assert not stopping.done()
+            gate.set()
+            async with asyncio.timeout(PATIENCE):
+                await stopping
+        async with endpoint:
+            await parts.happens(Event.HANDLED, len(IDS))
+            await parts.removed(len(IDS))
+            await settle()
+            assert await parts.store.next_due() is None
+        assert Counter(parts.handled_ids()) == Counter(IDS)
+
+    async def test_a_stop_does_not_wait_for_a_due_time(self, parts: Parts) -> None:
+        """Nor does what waits get lost."""
+        endpoint = parts.endpoint()
+        async with endpoint:
+            await send_all(endpoint, IDS, timedelta(days=300))
+        async with asyncio.timeout(PATIENCE), endpoint:
+            assert await parts.store.next_due() == AT + timedelta(days=300)
+
+
+class DeliveryBreakers(DeliveryRoom):
+    """Faults that last become critical errors, with texts that operators know (reference 1.10)."""
+
+    async def critical(self, parts: Parts, text: str) -> None:
+        """Move time on until the critical error has come; assert that it has this text."""
+        await parts.comes(Event.CRITICAL_ERROR)
+        await settle()
+        assert parts.critical[0] == text
+
+    async def test_storing_keeps_failing(self, parts: Parts) -> None:
+        """The store's breaker."""
+        parts.store.inject(Fault(STORE, error=BackendUnavailable("down")))
+        trigger = 5 * SECOND
+        async with parts.endpoint(store_breaker=trigger) as endpoint:
+            sending = asyncio.create_task(endpoint.send(ENDPOINT, b"", delay=SECOND))
+            await self.critical(parts, "Failed to store delayed message")
+            with pytest.raises(BackendUnavailable):
+                await sending
+            assert parts.clock.now() >= AT + trigger
+            parts.store.heal()
+            await endpoint.send(ENDPOINT, b"", message_id="m", delay=SECOND)
+            await parts.comes(Event.HANDLED)
+        assert parts.handled_ids() == ["m"]
+
+    @pytest.mark.parametrize("step", [FETCH, "next_due"], ids=name_of)
+    async def test_fetching_keeps_failing(self, parts: Parts, step: Step) -> None:
+        """The fetch breaker: for a store that cannot fetch, and for one that cannot say what is next."""
+        async with parts.endpoint() as endpoint:
+            await send_all(endpoint, IDS, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            parts.store.inject(Fault(step, error=BackendUnavailable("down")))
+            await self.critical(parts, "Failed to fetch due delayed messages from the storage")
+            assert parts.clock.now() >= DUE + 30 * SECOND
+            parts.store.heal()
+            await parts.comes(Event.HANDLED, len(IDS))
+        assert Counter(parts.handled_ids()) == Counter(IDS)
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("step", ["dispatch", REMOVE, "commit"], ids=name_of)
+    async def test_dispatching_keeps_failing(self, parts: Parts, mode: TransactionMode, step: Step) -> None:
+        """The dispatch breaker: no success between, so nothing disarms it, wherever dispatching fails."""
+        async with parts.endpoint(mode) as endpoint:
+            if step == "commit" and not parts.shared:
+                pytest.skip("not claimed: one transaction over transport and store")
+            await send_all(endpoint, IDS, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            part = parts.transport if step == "dispatch" else parts.store
+            part.inject(Fault(step, error=BackendUnavailable("down")))
+            await self.critical(parts, "Failed to dispatch delayed messages to destination")
+            assert parts.clock.now() >= DUE + 30 * SECOND
+            parts.heal()
+            await parts.comes(Event.HANDLED, len(IDS))
+            await parts.clock.run_until(parts.removed(len(IDS)))
+        assert Counter(parts.handled_ids()) == Counter(IDS)
+        assert parts.signals.count(Event.MOVED_TO_ERROR) == 0
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_failure_handling_keeps_failing(self, parts: Parts, mode: TransactionMode) -> None:
+        """More than one failed recovery a second, over half a minute; and nothing is lost by it."""
+        ids = [f"m{number}" for number in range(40)]
+        async with parts.endpoint(mode) as endpoint:
+            await send_all(endpoint, ids, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            parts.transport.inject(Fault("dispatch", error=RuntimeError("all dispatches fail")))
+            await parts.clock.advance(5 * SECOND)
+            await parts.happens(Event.CRITICAL_ERROR)
+            await settle()
+            assert parts.critical[0] == "Failed to execute error handling for delayed message forwarding"
+            assert parts.signals.count(Event.ERROR_MOVE_FAILED) > 30
+            parts.heal()
+            await parts.comes(Event.HANDLED, len(ids))
+        assert Counter(parts.handled_ids()) == Counter(ids)
+
+    async def test_a_critical_error_stops_the_endpoint(self, parts: Parts) -> None:
+        """Unless the host decides otherwise; what waits stays stored."""
+        endpoint = Endpoint(
+            ENDPOINT, transport=parts.transport, delayed_delivery=StoredDelivery(parts.store), clock=parts.clock
+        )
+        async with endpoint:
+            await send_all(endpoint, IDS, 5 * SECOND)
+            await parts.poller_sleeps(DUE)
+            parts.transport.inject(Fault("dispatch", error=BackendUnavailable("down")))
+            await parts.clock.run_until(asyncio.wait_for(endpoint.wait_stopped(), PATIENCE))
+        assert parts.handled == []
+        await opened(parts.store)
+        assert await parts.store.next_due() == DUE

@@ -1,0 +1,185 @@
+"""What every delivery test stands on: a transport and a store under faults, a clock, signals, an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.store import StoreInfrastructure, StoreTransactions
+from delayline.endpoint import Endpoint
+from delayline.errors import UnsupportedTransactionMode
+from delayline.events import Event
+from delayline.testing.clock import ManualClock
+from delayline.testing.conformance.messages import AT, ENDPOINT, PATIENCE
+from delayline.testing.conformance.store_room import closed
+from delayline.testing.conformance.transport_room import received
+from delayline.testing.faulty_store import FaultyStore
+from delayline.testing.faulty_transport import FaultyTransport
+from delayline.testing.signals import Signals
+from delayline.transaction import TransactionMode, guarantee, share_transactions
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import AsyncIterator, Sequence
+    from datetime import datetime
+    from pathlib import Path
+
+    from delayline.delayed.store import DelayedMessageStore
+    from delayline.message import Message
+    from delayline.pipeline import MessageContext
+    from delayline.transport import Transport, TransportOperation
+
+MODES = list(TransactionMode)
+ELSEWHERE = "elsewhere"
+
+
+def facts(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what a signal is about."""
+    found: dict[str, Any] = vars(record)["facts"]
+    return found
+
+
+@dataclass
+class Parts:
+    """One test's endpoint and everything around it; the transport is started, no endpoint is."""
+
+    transport: FaultyTransport
+    store: FaultyStore
+    signals: Signals
+    clock: ManualClock = field(default_factory=lambda: ManualClock(AT))
+    handled: list[tuple[Message, datetime]] = field(default_factory=list)
+    critical: list[str] = field(default_factory=list)
+
+    def endpoint(
+        self,
+        mode: TransactionMode | None = None,
+        *,
+        handles: bool = True,
+        concurrency: int = 8,
+        number_of_retries: int = 0,
+        batch_size: int = 500,
+        store_breaker: timedelta = timedelta(seconds=30),
+    ) -> Endpoint:
+        """Return an endpoint that notes what it handles and its critical errors; skips where `mode` is not claimed."""
+        delivery = StoredDelivery(
+            self.store,
+            number_of_retries=number_of_retries,
+            batch_size=batch_size,
+            time_to_trigger_store_circuit_breaker=store_breaker,
+        )
+        try:
+            guarantee(self.transport, delivery, TransactionMode.NONE if mode is None else mode)
+        except UnsupportedTransactionMode:
+            pytest.skip(f"not claimed: {mode.name if mode is not None else 'any mode'}")
+        endpoint = Endpoint(
+            ENDPOINT,
+            transport=self.transport,
+            delayed_delivery=delivery,
+            transaction_mode=mode,
+            concurrency=concurrency,
+            on_critical_error=self._note_critical,
+            clock=self.clock,
+        )
+        if handles:
+            endpoint.handler(self._note_handled)
+        return endpoint
+
+    @property
+    def shared(self) -> bool:
+        """Whether transport and store are in one transaction: then a batch is fetched, sent and removed in one."""
+        return isinstance(self.store, StoreTransactions) and share_transactions(self.store, self.transport)
+
+    def handled_ids(self) -> list[str]:
+        """Return the ids of handled messages, in the order they were handled."""
+        return [message.id for message, _ in self.handled]
+
+    async def _note_handled(self, message: Message, context: MessageContext) -> None:
+        self.handled.append((message, self.clock.now()))
+
+    async def _note_critical(self, endpoint: Endpoint, text: str, error: Exception) -> None:
+        self.critical.append(text)
+
+    async def poller_sleeps(self, until: datetime) -> None:
+        """Return once the poller is about to sleep until that instant."""
+        await self.signals.wait_for(
+            Event.SLEEPS, timeout=PATIENCE, where=lambda record: facts(record)["until"] == until
+        )
+
+    async def advance_to(self, due: datetime) -> None:
+        """Wait until the poller sleeps towards `due`, then move time exactly there."""
+        await self.poller_sleeps(due)
+        await self.clock.advance(due - self.clock.now())
+
+    async def happens(self, event: Event, count: int = 1) -> None:
+        """Return once `event` has happened, while time stands still."""
+        await self.signals.wait_for(event, count, timeout=PATIENCE)
+
+    async def comes(self, event: Event, count: int = 1) -> None:
+        """Move time on until `event` has happened."""
+        await self.clock.run_until(self.signals.wait_for(event, count, timeout=PATIENCE))
+
+    async def removed(self, number: int) -> None:
+        """Return once that many messages have been removed from the store."""
+        while sum(len(facts(record)["messages"]) for record in self.signals.records(Event.REMOVED)) < number:
+            await self.happens(Event.REMOVED, self.signals.count(Event.REMOVED) + 1)
+
+    async def received(self, queue: str, number: int = 1) -> list[Message]:
+        """Take that many messages from a queue that no endpoint receives from."""
+        receiver = await self.transport.receiver(queue)
+        found = await received(receiver, number)
+        for message in found:
+            await receiver.acknowledge(message)
+        await receiver.stop()
+        return [message.message for message in found]
+
+    def heal(self) -> None:
+        """End all faults."""
+        self.store.heal()
+        self.transport.heal()
+
+
+async def send_all(endpoint: Endpoint, ids: Sequence[str], delay: timedelta, destination: str = ENDPOINT) -> None:
+    """Send a delayed message for each id, all at once."""
+    async with asyncio.timeout(PATIENCE * 3):
+        await asyncio.gather(
+            *(endpoint.send(destination, b"body", message_id=message_id, delay=delay) for message_id in ids)
+        )
+
+
+def to(destination: str, operations: Sequence[TransportOperation]) -> bool:
+    """Tell whether a dispatch has something for the destination: for Fault.when."""
+    return any(operation.destination == destination for operation in operations)
+
+
+class DeliveryRoom:
+    """Fixtures of the delivery suite."""
+
+    pytestmark = pytest.mark.asyncio
+
+    #: How many messages fall due at one instant in the burst tests.
+    burst: int = 1000
+
+    async def make_parts(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
+        """Return a new transport and a new store over storage that is empty when a test begins. Override this."""
+        raise NotImplementedError("override make_parts in your subclass of DeliveryConformance")
+
+    @pytest_asyncio.fixture
+    async def parts(self, tmp_path: Path) -> AsyncIterator[Parts]:
+        """Provide the parts, the transport started and set up."""
+        transport, store = await self.make_parts(tmp_path)
+        with Signals() as signals:
+            parts = Parts(FaultyTransport(transport), FaultyStore(store), signals)
+            await parts.transport.start()
+            await parts.transport.setup_infrastructure([ENDPOINT, ELSEWHERE])
+            if isinstance(store, StoreInfrastructure):
+                await store.setup_infrastructure(ENDPOINT)
+            yield parts
+            parts.heal()
+            await closed(store)
+            await parts.transport.stop()

@@ -1,0 +1,180 @@
+"""Never early, hardly late: when delayed messages arrive, in which order, whatever the clock does."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.delayed.store import StoreWakeUps
+from delayline.events import Event
+from delayline.message import DelayedMessage, Message
+from delayline.testing.clock import settle
+from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, DeliveryRoom, facts, send_all
+from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, TICK, delayed
+
+if TYPE_CHECKING:
+    from delayline.pipeline import MessageContext
+    from delayline.testing.conformance.delivery_room import Parts
+    from delayline.transaction import TransactionMode
+
+SECOND = timedelta(seconds=1)
+HOUR = timedelta(hours=1)
+
+
+class DeliveryInTime(DeliveryRoom):
+    """Arrival."""
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_a_message_arrives_when_due_and_never_early(self, parts: Parts, mode: TransactionMode) -> None:
+        """Not a microsecond before its due time, and at it; then the store is empty."""
+        async with parts.endpoint(mode) as endpoint:
+            await endpoint.send(ENDPOINT, b"body", message_id="m", delay=5 * SECOND, headers={"k": "v"})
+            await parts.poller_sleeps(AT + 5 * SECOND)
+            await parts.clock.advance(5 * SECOND - TICK)
+            assert parts.handled == []
+            await parts.clock.advance(TICK)
+            await parts.happens(Event.HANDLED)
+            await parts.removed(1)
+            [(message, at)] = parts.handled
+            assert (message.id, message.body, message.headers["k"]) == ("m", b"body", "v")
+            assert at == AT + 5 * SECOND
+            assert await parts.store.next_due() is None
+
+    async def test_a_past_due_time_is_now(self, parts: Parts) -> None:
+        """Overdue when sent: it arrives while the clock stands still."""
+        async with parts.endpoint() as endpoint:
+            await endpoint.send(ENDPOINT, b"", message_id="past", deliver_at=AT - timedelta(days=400))
+            await endpoint.send(ENDPOINT, b"", message_id="now", deliver_at=AT)
+            await parts.happens(Event.HANDLED, 2)
+        assert sorted(parts.handled_ids()) == ["now", "past"]
+
+    async def test_what_fell_due_while_nobody_ran_arrives_at_start(self, parts: Parts) -> None:
+        """An endpoint that was down for a day catches up."""
+        endpoint = parts.endpoint()
+        async with endpoint:
+            await send_all(endpoint, ["a", "b", "c"], HOUR)
+        parts.clock.set(AT + timedelta(days=1))
+        async with endpoint:
+            await parts.happens(Event.HANDLED, 3)
+        assert sorted(parts.handled_ids()) == ["a", "b", "c"]
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_a_burst_is_handled_whole(self, parts: Parts, mode: TransactionMode) -> None:
+        """Many messages due at one instant: each handled once, the store empty at the end."""
+        ids = [f"m{number}" for number in range(self.burst)]
+        async with parts.endpoint(mode) as endpoint:
+            await send_all(endpoint, ids, 25 * SECOND)
+            assert parts.handled == []
+            await parts.advance_to(AT + 25 * SECOND)
+            await parts.signals.wait_for(Event.HANDLED, self.burst, timeout=100)
+            await parts.removed(self.burst)
+            assert sorted(parts.handled_ids()) == sorted(ids)
+            assert await parts.store.next_due() is None
+
+    async def test_something_earlier_wakes_the_poller(self, parts: Parts) -> None:
+        """It sleeps for a message due in two minutes; one due in five seconds comes in five seconds."""
+        async with parts.endpoint() as endpoint:
+            await endpoint.send(ENDPOINT, b"", message_id="later", delay=120 * SECOND)
+            await parts.poller_sleeps(AT + 60 * SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="sooner", delay=5 * SECOND)
+            await parts.advance_to(AT + 5 * SECOND)
+            await parts.happens(Event.HANDLED)
+            assert parts.handled_ids() == ["sooner"]
+            await parts.comes(Event.HANDLED, 2)
+            assert parts.handled[1][1] == AT + 120 * SECOND
+
+    async def test_what_somebody_else_stores_arrives_within_a_minute(self, parts: Parts) -> None:
+        """The sleep is capped: no signal is needed for safety."""
+        async with parts.endpoint():
+            await parts.poller_sleeps(AT + 60 * SECOND)
+            await parts.store.store(delayed(due=AT, destination=ENDPOINT))
+            await parts.comes(Event.HANDLED)
+        assert parts.handled[0][1] <= AT + 60 * SECOND
+
+    async def test_what_somebody_else_stores_wakes_the_poller(self, parts: Parts) -> None:
+        """With wake-ups it arrives while the clock stands still."""
+        if not isinstance(parts.store, StoreWakeUps):
+            pytest.skip("not claimed: StoreWakeUps")
+        async with parts.endpoint():
+            await parts.poller_sleeps(AT + 60 * SECOND)
+            await parts.store.store(delayed(due=AT, destination=ENDPOINT))
+            await parts.happens(Event.HANDLED)
+        assert parts.handled[0][1] == AT
+
+    async def test_messages_arrive_in_the_order_of_their_due_times(self, parts: Parts) -> None:
+        """Strictly, at one receiver that handles one at a time, ties as they were sent."""
+        async with parts.endpoint(concurrency=1) as endpoint:
+            expected = []
+            for number in range(40):
+                place = number * 7 % 20
+                delay = (place + 1) * SECOND
+                expected.append((place, number, await endpoint.send(ENDPOINT, b"", delay=delay)))
+            await parts.poller_sleeps(AT + SECOND)
+            await parts.clock.advance(HOUR)
+            await parts.happens(Event.HANDLED, 40)
+        assert parts.handled_ids() == [message_id for _, _, message_id in sorted(expected)]
+
+    async def test_a_message_sent_twice_with_one_id_arrives_once(self, parts: Parts) -> None:
+        """Repeating a delayed send while it waits changes nothing (reference H4)."""
+        async with parts.endpoint() as endpoint:
+            await endpoint.send(ENDPOINT, b"first", message_id="m", delay=5 * SECOND)
+            await endpoint.send(ENDPOINT, b"second", message_id="m", delay=9 * SECOND)
+            await endpoint.send(ENDPOINT, b"end", message_id="end", delay=20 * SECOND)
+            await parts.comes(Event.HANDLED, 2)
+        assert [(message.id, message.body) for message, _ in parts.handled] == [("m", b"first"), ("end", b"end")]
+
+    async def test_a_clock_that_steps_back_makes_nothing_early(self, parts: Parts) -> None:
+        """The poller's sleep ends by elapsed time; it looks at the clock again and goes on waiting (reference H13)."""
+        async with parts.endpoint() as endpoint:
+            await endpoint.send(ENDPOINT, b"", delay=30 * SECOND)
+            await parts.poller_sleeps(AT + 30 * SECOND)
+            await settle()
+            parts.clock.set(AT - HOUR)
+            await parts.comes(Event.HANDLED)
+        assert parts.handled[0][1] == AT + 30 * SECOND
+
+    async def test_a_clock_that_steps_forward_is_noticed_within_a_minute(self, parts: Parts) -> None:
+        """Due by the new time, it leaves at the end of the sleep at the latest (reference H13)."""
+        async with parts.endpoint() as endpoint:
+            await endpoint.send(ENDPOINT, b"", delay=HOUR)
+            await parts.poller_sleeps(AT + 60 * SECOND)
+            await settle()
+            parts.clock.set(AT + 2 * HOUR)
+            await parts.comes(Event.HANDLED)
+        assert AT + 2 * HOUR <= parts.handled[0][1] <= AT + 2 * HOUR + 60 * SECOND
+
+    async def test_headers_arrive_as_sent(self, parts: Parts) -> None:
+        """Whatever they hold; those that NServiceBus keeps for itself in the store stay there (reference 1.8)."""
+        properties = {
+            "NServiceBus.Timeouts.Properties.DelayDeliveryWith": "00:00:05",
+            "NServiceBus.Timeouts.Properties.": "",
+        }
+        stored = Message("m", AWKWARD_HEADERS | properties, b"body")
+        async with parts.endpoint():
+            await parts.store.store(DelayedMessage(stored, ENDPOINT, AT + SECOND))
+            await parts.comes(Event.HANDLED)
+        assert dict(parts.handled[0][0].headers) == AWKWARD_HEADERS
+
+    @pytest.mark.parametrize("mode", MODES[1:])
+    async def test_a_handler_that_fails_has_delayed_nothing(self, parts: Parts, mode: TransactionMode) -> None:
+        """What a handler delays is stored when it has succeeded: once, after a failed attempt and a good one."""
+        endpoint = parts.endpoint(mode, handles=False)
+
+        @endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            await context.send(ELSEWHERE, f"attempt {context.attempt}", delay=5 * SECOND)
+            if context.attempt == 1:
+                raise RuntimeError("the first attempt fails")
+
+        async with endpoint:
+            await endpoint.send(ENDPOINT, b"")
+            await parts.happens(Event.HANDLED)
+            await parts.advance_to(AT + 5 * SECOND)
+            await parts.removed(1)
+            [message] = await parts.received(ELSEWHERE)
+            assert message.text == "attempt 2"
+            stored = [facts(record)["messages"] for record in parts.signals.records(Event.FETCHED)]
+            assert sum(len(messages) for messages in stored) == 1
+            assert await parts.store.next_due() is None
