@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import version
+from typing import Final
 
 import click
 
@@ -15,8 +16,11 @@ from delayline.cli.pending import cancel, pending, reschedule
 from delayline.cli.run import run
 from delayline.cli.send import send
 from delayline.cli.setup import setup
+from delayline.events import LOGGER_NAME
 
 __all__ = ["main"]
+
+QUIET: Final = logging.NullHandler()
 
 
 @click.group(
@@ -31,7 +35,7 @@ def main() -> None:
     Settings come from delayline.toml, then DELAYLINE_* variables, then flags; the later wins.
     """
     # Errors are told once, as the command's own last line; `run` shows the log beside it.
-    logging.getLogger("delayline").addHandler(logging.NullHandler())
+    logging.getLogger(LOGGER_NAME).addHandler(QUIET)
 
 
 for command in (demo, setup, run, send, pending, cancel, reschedule, errors, doctor):

@@ -25,6 +25,8 @@ LOOK_EVERY: Final = 0.05  # seconds
 START_UP: Final = timedelta(seconds=15)
 PATIENCE: Final = timedelta(seconds=12)
 """How long after the last due time messages may still arrive before they count as lost."""
+ON_TIME: Final = timedelta(milliseconds=100)
+"""A message handled sooner than this after its due time did not wait behind others."""
 AFTERMATH: Final = 0.5
 """Seconds in which a duplicate may still arrive after the last message."""
 
@@ -63,12 +65,19 @@ class Course:
         """Whether everything was sent and has arrived."""
         return len(self.sent) == self.total and self.arrived.keys() >= self.sent
 
-    def caught_up(self) -> datetime | None:
-        """Return when the backlog of the outage was worked off: all that was due before it ended has arrived."""
-        killed, back = self.killed, self.back
-        if killed is None or back is None:
+    def backlog_gone(self) -> datetime | None:
+        """Return when, after the outage, a message was first handled on time again; None if that never was."""
+        back = self.back
+        if back is None:
             return None
-        return max((one.arrived for one in self.arrivals if one.arrived > killed and one.due < back), default=back)
+        return min(
+            (one.arrived for one in self.arrivals if one.arrived > back and one.lateness < ON_TIME), default=None
+        )
+
+    def touched_by_outage(self) -> Callable[[Arrival], bool]:
+        """Return what tells whether a message waited for the dead dispatcher, or behind others that did."""
+        killed, gone = self.killed, self.backlog_gone()
+        return lambda one: killed is not None and one.arrived > killed and (gone is None or one.arrived < gone)
 
 
 class Play:

@@ -47,12 +47,11 @@ class Verdict:
 
 def verdict_of(course: Course) -> Verdict:
     """Return the figures of a course that has ended."""
-    caught_up = course.caught_up()
+    waited = course.touched_by_outage()
     outside: list[float] = []
     touched: list[float] = []
     for one in course.arrivals:
-        waited = course.killed is not None and one.arrived > course.killed and (not caught_up or one.due < caught_up)
-        (touched if waited else outside).append(one.lateness.total_seconds() * 1000)
+        (touched if waited(one) else outside).append(one.lateness.total_seconds() * 1000)
     end = course.finished or course.started
     outage = course.back - course.killed if course.killed and course.back else end - end
     return Verdict(

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, TransactionMode
+from delayline.config import (
+    Settings,
+    endpoint_from,
+    load_settings,
+    masked,
+    setting_names,
+    store_from,
+    transport_from,
+)
+
+
+def loaded(toml: str = "", *, environ: dict[str, str] | None = None, **flags: object) -> Settings:
+    Path("delayline.toml").write_text(toml)
+    return load_settings(environ=environ or {}, flags=flags)
+
+
+def test_without_anything_there_are_defaults() -> None:
+    assert load_settings(environ={}) == Settings()
+    assert Settings().url == "sqlite:///delayline.db"
+
+
+def test_a_variable_wins_over_the_file_and_a_flag_over_both() -> None:
+    toml = "batch_size = 1\nconcurrency = 2\nnumber_of_retries = 3"
+    environ = {"DELAYLINE_BATCH_SIZE": "10", "DELAYLINE_CONCURRENCY": "20"}
+    settings = loaded(toml, environ=environ, batch_size="100", concurrency=None)
+    assert (settings.batch_size, settings.concurrency, settings.number_of_retries) == (100, 20, 3)
+
+
+def test_another_file_can_be_named_and_must_then_exist(folder: Path) -> None:
+    other = folder / "other.toml"
+    other.write_text('endpoint = "other"')
+    assert load_settings(other, environ={}).endpoint == "other"
+    with pytest.raises(ConfigurationError, match=r"missing.toml cannot be read: No such file.*--config"):
+        load_settings("missing.toml", environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("batch_size", 0, "must be a whole number of 1 or more"),
+        ("batch_size", True, "must be a whole number"),
+        ("batch_size", 1.5, "must be a whole number"),
+        ("batch_size", "many", "must be a whole number"),
+        ("number_of_retries", -1, "must be a whole number of 0 or more"),
+        ("store_circuit_breaker_seconds", 0, "must be a number of seconds above 0"),
+        ("store_circuit_breaker_seconds", "nan", "must be a number of seconds above 0"),
+        ("store_circuit_breaker_seconds", "1e300", "must be a number of seconds above 0"),
+        ("transaction_mode", "TRANSACTION_SCOOP", "did you mean 'TRANSACTION_SCOPE'"),
+        ("endpoint", "", "must be a text of 1 to 200 characters"),
+        ("endpoint", 5, "must be a text"),
+        ("endpoint", " sales", "spaces around it"),
+        ("url", "delayline.db", "must be a URL"),
+        ("url", "", "not empty"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named_with_its_place_and_the_remedy(name: str, value: object, what: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigurationError, match=rf"{name} = .*from the flag {flag}\).*{what}.*: {flag} "):
+        loaded(**{name: value})
+    with pytest.raises(ConfigurationError, match=f"{name} = .*argument.*{what}"):
+        Settings(**{name: value})  # type: ignore[arg-type]
+
+
+def test_each_place_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"\(from delayline.toml\).*Write for example: batch_size = 500"):
+        loaded("batch_size = 0")
+    with pytest.raises(ConfigurationError, match=r"variable DELAYLINE_BATCH_SIZE.*DELAYLINE_BATCH_SIZE=500"):
+        loaded(environ={"DELAYLINE_BATCH_SIZE": "x"})
+
+
+def test_an_unknown_key_is_refused_with_what_it_may_have_meant() -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown setting 'batchsize'; did you mean 'batch_size'"):
+        loaded("batchsize = 5")
+
+
+def test_a_variable_with_a_typing_error_is_refused_and_a_strange_one_is_not_ours() -> None:
+    with pytest.raises(ConfigurationError, match=r"DELAYLINE_BACH_SIZE.*did you mean DELAYLINE_BATCH_SIZE"):
+        loaded(environ={"DELAYLINE_BACH_SIZE": "5"})
+    loaded(environ={"DELAYLINE_REQUIRE_SERVICES": "1"})
+
+
+@pytest.mark.parametrize("toml", ["batch_size 5", "\x00", "endpoint = "])
+def test_a_file_that_is_no_toml_is_refused(toml: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"delayline.toml is not TOML"):
+        loaded(toml)
+
+
+def test_a_mode_may_be_written_small_and_with_dashes() -> None:
+    assert loaded(transaction_mode="receive-only").transaction_mode is TransactionMode.RECEIVE_ONLY
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://me:secret@host/db", "postgresql://me:***@host/db"),
+        ("postgresql://me:s@e:c/ret@host/db", "postgresql://me:***@host/db"),
+        ("postgresql://host/db?user=me&password=secret&x=1", "postgresql://host/db?user=me&password=***&x=1"),
+        ("sqlite:///a.db", "sqlite:///a.db"),
+    ],
+)
+def test_passwords_do_not_show(url: str, shown: str) -> None:
+    assert masked(url) == shown
+    assert "secret" not in repr(Settings(url=url, store_url=url, transport_url=url))
+    if not url.startswith("sqlite"):
+        for make in (transport_from, store_from):
+            with pytest.raises(ConfigurationError, match=r"supported schemes are memory:, sqlite:") as caught:
+                make(url)
+            assert "secret" not in str(caught.value)
+            assert "s@e:c" not in str(caught.value)
+
+
+def test_urls_become_parts() -> None:
+    assert isinstance(transport_from("memory:"), MemoryTransport)
+    assert isinstance(transport_from("sqlite:///a.db"), SqlTransport)
+
+
+def test_an_endpoint_is_composed_from_settings() -> None:
+    endpoint = endpoint_from(Settings(endpoint="sales", error_queue="bad", concurrency=3), send_only=True)
+    assert isinstance(endpoint, Endpoint)
+    assert (endpoint.name, endpoint.error_queue, endpoint.concurrency, endpoint.send_only) == ("sales", "bad", 3, True)
+    assert endpoint.transaction_mode is TransactionMode.TRANSACTION_SCOPE
+
+
+def test_store_and_queues_may_be_in_two_places() -> None:
+    settings = Settings(endpoint="sales", store_url="sqlite:///a.db", transport_url="sqlite:///b.db")
+    assert endpoint_from(settings).transaction_mode is TransactionMode.SENDS_ATOMIC_WITH_RECEIVE
+
+
+def test_an_endpoint_needs_a_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"--endpoint NAME, the variable DELAYLINE_ENDPOINT, or endpoint ="):
+        endpoint_from(Settings())
+
+
+def test_every_setting_can_come_from_a_variable() -> None:
+    values = {"URL": "memory:", "TRANSACTION_MODE": "NONE", "STORE_URL": "memory:", "TRANSPORT_URL": "memory:"}
+    for name in setting_names():
+        value = values.get(name.upper(), "7")
+        assert str(getattr(loaded(environ={f"DELAYLINE_{name.upper()}": value}), name)) in {value, "7.0", "0"}
