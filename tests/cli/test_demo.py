@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.cli.conftest import Ran, delayline_process
+
+from delayline.cli.demo import lateness, reminders
+from delayline.cli.demo.play import Arrival, Course
+from delayline.cli.demo.verdict import verdict_of
+from delayline.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+SHIPPED = Path(__file__).parents[2] / "examples/reminders/reminders.csv"
+
+
+def arrival(message_id: str, due: float, late: float = 0.01) -> Arrival:
+    at = START + timedelta(seconds=due)
+    return Arrival(message_id, at, at + timedelta(seconds=late))
+
+
+def course(*arrivals: Arrival, sent: int | None = None) -> Course:
+    ids = {one.id for one in arrivals}
+    return Course(
+        total=sent or len(ids),
+        started=START,
+        sent=ids | {f"unseen {number}" for number in range((sent or 0) - len(ids))},
+        arrivals=list(arrivals),
+        arrived=Counter(one.id for one in arrivals),
+        finished=START + timedelta(seconds=30),
+    )
+
+
+@pytest.mark.slow
+def test_a_short_demo_keeps_every_promise(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+    arguments = ("demo", "--rows", "300", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
+    process = delayline_process(*arguments)
+    processes.append(process)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    document = Ran(0, out, err).document
+    assert document["kept"]
+    assert (document["sent"], document["received"]) == (300, 300)
+    assert (document["lost"], document["duplicated"], document["early"]) == (0, 0, 0)
+    assert document["outage_seconds"] > 0.2
+    assert sum(one["messages"] for one in document["histogram"]) == 300
+    run = Path(document["directory"])
+    assert run.parent == folder / "runs"
+    journal = (run / "receiver.journal").read_text().splitlines()
+    assert len([line for line in journal if line.startswith("reminder-")]) == 300
+    assert document["plot"] is None or Path(document["plot"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_broken_promise_is_counted() -> None:
+    verdict = verdict_of(course(arrival("a", 1), arrival("a", 1), arrival("b", 1, -0.001), sent=3))
+    assert (verdict.lost, verdict.duplicated, verdict.early, verdict.kept) == (1, 1, 1, False)
+    good = course(arrival("a", 1))
+    assert verdict_of(good).kept
+    assert not verdict_of(replace(good, still_stored=1)).kept
+    assert not verdict_of(replace(good, in_error_queue=1)).kept
+    assert not verdict_of(replace(good, total=2)).kept
+    assert not verdict_of(course()).kept
+
+
+def test_the_outage_ends_when_messages_are_on_time_again() -> None:
+    arrivals = (
+        arrival("before", 1),
+        arrival("due in the outage", 6, 3.5),
+        arrival("behind the backlog", 9.3, 0.5),
+        arrival("on time again", 10),
+        arrival("late without excuse", 12, 2),
+    )
+    happened = course(*arrivals)
+    happened.killed, happened.back = START + timedelta(seconds=5), START + timedelta(seconds=9)
+    verdict = verdict_of(happened)
+    assert verdict.outage_seconds == 4
+    assert sorted(verdict.touched) == [500, 3500]
+    assert verdict.lateness_without_outage == lateness.Lateness(3, 10, 2000, 2000)
+    assert verdict.lateness.max_ms == 3500
+
+
+def test_an_outage_that_never_ends_touches_everything_after_it() -> None:
+    happened = course(arrival("before", 1), arrival("after", 8, 20))
+    happened.killed = START + timedelta(seconds=5)
+    assert verdict_of(happened).touched == [20_000]
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert lateness.lateness_of([float(number) for number in range(100, 0, -1)]) == lateness.Lateness(100, 50, 99, 100)
+    assert lateness.lateness_of([7]) == lateness.Lateness(1, 7, 7, 7)
+    assert lateness.lateness_of([]) == lateness.Lateness(0, 0, 0, 0)
+
+
+def test_the_histogram_lines_up() -> None:
+    bars = lateness.histogram([1, 1, 1, 1, 30, 6000])
+    assert bars[0] == ("< 5 ms", 4)
+    assert bars[-1] == ("> 5 s", 1)
+    assert sum(count for _, count in bars) == 6
+    assert {line.index(f"{count:,}", 17) for line, (_, count) in zip(lateness.as_text(bars), bars, strict=True)} == {25}
+    assert lateness.as_text(lateness.histogram([])) == []
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'delayline\[plot\]'"):
+        lateness.draw([1.0], [], folder / "x.png")
+
+
+def test_the_picture_is_drawn(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lateness.draw([1.0, 2.0], [900.0], folder / "x.png")
+    lateness.draw([], [], folder / "empty.png")
+    assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_shipped_rows_are_what_the_generator_makes() -> None:
+    shipped = reminders.read(SHIPPED)
+    assert shipped == reminders.generate()
+    assert len(shipped) == len({one.id for one in shipped}) == 10_000
+    assert min(one.delay_ms for one in shipped) >= 3_000
+    assert max(one.delay_ms for one in shipped) <= 15_000
+
+
+def test_delays_can_be_shortened() -> None:
+    assert max(one.delay_ms for one in reminders.within(reminders.generate(50), 2)) == 2000
+
+
+@pytest.mark.parametrize("content", ["", "id,body\na,b\n", "id,destination,body,delay_ms\na,b,c,soon\n"])
+def test_a_file_without_reminders_is_refused(run: Callable[..., Ran], content: str) -> None:
+    Path("r.csv").write_text(content)
+    ran = run("demo", "--from", "r.csv")
+    assert (ran.code, ran.out) == (2, "")
+    assert "r.csv holds no reminders" in ran.err

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.cli.conftest import Ran, messages_in, put
+
+from delayline import Headers, Message
+from delayline.recoverability import failure_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AT = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def failed(message_id: str, queue: str | None = "billing") -> Message:
+    own = {"tenant": "acme", Headers.CONTENT_TYPE: "text/plain", Headers.RETRIES: "3"}
+    why = failure_headers(ValueError(f"no price for {message_id}"), queue, "billing", AT) if queue else {}
+    return Message(message_id, own | why, b"the body")
+
+
+@pytest.fixture
+def failures(ready: Callable[..., Ran]) -> Callable[..., Ran]:
+    """The command line where messages are in the error queue."""
+    put("error", [failed("a"), failed("b"), failed("lost", "gone"), failed("bare", None)])
+    return ready
+
+
+def ids(queue: str) -> list[str]:
+    return [message.id for message in messages_in(queue)]
+
+
+def test_failed_messages_are_listed_with_where_when_and_why(failures: Callable[..., Ran]) -> None:
+    document = failures("errors", "list", "--json").document
+    assert document["total"] == 4
+    assert document["errors"][0] == {
+        "id": "a",
+        "failed_queue": "billing",
+        "time_of_failure": "2026-03-01 12:00:00:000000 Z",
+        "exception_type": "builtins.ValueError",
+        "exception_message": "no price for a",
+    }
+    shown = failures("errors", "list", "--limit", "2").out
+    assert "builtins.ValueError: no price for a" in shown
+    assert shown.endswith("4 in error, 2 shown\n")
+
+
+def test_one_is_shown_whole(failures: Callable[..., Ran]) -> None:
+    document = failures("errors", "show", "a", "--json").document
+    assert (document["id"], document["body"], document["headers"]["tenant"]) == ("a", "the body", "acme")
+    shown = failures("errors", "show", "a").out
+    assert Headers.EXCEPTION_STACK_TRACE in shown
+    assert shown.endswith("body, 8 B\nthe body\n")
+    missing = failures("errors", "show", "nobody")
+    assert (missing.code, missing.out) == (1, "")
+    assert "no message 'nobody'" in missing.err
+
+
+def test_a_retried_message_arrives_without_the_headers_of_its_failure(failures: Callable[..., Ran]) -> None:
+    ran = failures("errors", "retry", "b", "--json")
+    assert (ran.code, ran.document) == (0, {"retried": [{"id": "b", "queue": "billing"}], "failed": []})
+    [message] = messages_in("billing")
+    assert message == Message("b", {"tenant": "acme", Headers.CONTENT_TYPE: "text/plain"}, b"the body")
+    assert ids("error") == ["a", "lost", "bare"]
+
+
+def test_what_cannot_be_retried_stays(failures: Callable[..., Ran]) -> None:
+    ran = failures("errors", "retry", "--all")
+    assert ran.code == 1
+    assert "queue 'gone' does not exist; it stays in error" in ran.out
+    assert "bare: it has no NServiceBus.FailedQ header. Name the queue with --to QUEUE" in ran.out
+    assert ran.out.endswith("2 retried, 2 not\n")
+    assert ids("billing") == ["a", "b"]
+    assert ids("error") == ["lost", "bare"]
+    assert failures("errors", "retry", "lost", "bare", "--to", "billing").code == 0
+    assert ids("billing") == ["a", "b", "lost", "bare"]
+    assert ids("error") == []
+
+
+def test_copies_are_retried_one_by_one(failures: Callable[..., Ran]) -> None:
+    put("error", [failed("a")])
+    assert failures("errors", "retry", "a", "a").code == 0
+    assert ids("error").count("a") == 1
+
+
+def test_an_unknown_id_is_told(failures: Callable[..., Ran]) -> None:
+    ran = failures("errors", "retry", "nobody", "a")
+    assert ran.code == 1
+    assert "✗ nobody: not in error" in ran.out
+    assert ids("billing") == ["a"]
+
+
+def test_damaged_headers_are_listed_and_can_be_sent_as_they_are(ready: Callable[..., Ran]) -> None:
+    put("error", [Message.from_encoded("damaged", b"{not json", b"body")])
+    assert "corrupted headers" in ready("errors", "list").out
+    assert ready("errors", "show", "damaged").code == 0
+    assert "--to QUEUE" in ready("errors", "retry", "--all").out
+    assert ids("error") == ["damaged"]
+    assert ready("errors", "retry", "--all", "--to", "billing").code == 0
+    [message] = messages_in("billing")
+    assert message.encoded_headers == b"{not json"
+
+
+def test_retry_needs_ids_or_all_but_not_both(failures: Callable[..., Ran]) -> None:
+    assert failures("errors", "retry").code == 2
+    assert failures("errors", "retry", "a", "--all").code == 2
+
+
+def test_purge_asks_first(failures: Callable[..., Ran]) -> None:
+    ran = failures("errors", "purge", input="n\n")
+    assert ran.code == 1
+    assert "Drop 4 messages of 'error' for good?" in ran.out
+    assert failures("errors", "purge", input="").code == 1
+    assert failures("errors", "purge", "--json").code == 2
+    assert len(ids("error")) == 4
+    assert failures("errors", "purge", input="y\n").code == 0
+    assert ids("error") == []
+
+
+def test_purge_can_be_told_not_to_ask(failures: Callable[..., Ran]) -> None:
+    assert failures("errors", "purge", "--yes", "--json").document == {"queue": "error", "dropped": 4}
+
+
+def test_an_error_queue_that_is_not_there_is_told(ready: Callable[..., Ran]) -> None:
+    for command in (["list"], ["retry", "--all"], ["purge", "--yes"]):
+        ran = ready("errors", *command, "--error-queue", "oops")
+        assert (ran.code, ran.out) == (1, "")
+        assert "queue 'oops' does not exist" in ran.err

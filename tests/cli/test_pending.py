@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.cli.conftest import Ran
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def three(ready: Callable[..., Ran]) -> Callable[..., Ran]:
+    """The command line where three messages wait."""
+    for message_id, destination, delay in (("a", "billing", "1h"), ("b", "billing", "3d"), ("c", "shipping", "2h")):
+        assert ready("send", destination, "x" * 2000, "--delay", delay, "--id", message_id).code == 0
+    return ready
+
+
+def ids(ran: Ran) -> list[str]:
+    assert ran.code == 0
+    return [one["id"] for one in ran.document["pending"]]
+
+
+def test_what_waits_is_listed_earliest_first(three: Callable[..., Ran]) -> None:
+    assert ids(three("pending", "--json")) == ["a", "c", "b"]
+    assert ids(three("pending", "--json", "--destination", "billing")) == ["a", "b"]
+    assert ids(three("pending", "--json", "--limit", "1")) == ["a"]
+    lines = three("pending").out.splitlines()
+    assert lines[0].split() == ["id", "destination", "due", "retries", "size"]
+    assert "in 59 min 5" in lines[1]
+    assert lines[1].split()[-2:] == ["2.0", "KB"]
+    assert {len(line.rstrip()) for line in lines} == {len(lines[0].rstrip())}
+    assert "\x1b" not in "".join(lines)
+
+
+def test_nothing_waits(ready: Callable[..., Ran]) -> None:
+    assert ready("pending").out == "nothing waits\n"
+    assert ready("pending", "--count").out == "0 messages wait\n"
+    assert ids(ready("pending", "--json")) == []
+
+
+def test_what_waits_is_counted_by_due_time_and_destination(three: Callable[..., Ran]) -> None:
+    document = three("pending", "--count", "--bucket", "52w", "--json").document
+    assert document["total"] == 3
+    assert sorted((one["destination"], one["count"]) for one in document["counts"]) in (
+        [("billing", 2), ("shipping", 1)],
+        [("billing", 1), ("billing", 1), ("shipping", 1)],
+    )
+    shown = three("pending", "--count", "--bucket", "1d", "--destination", "shipping").out
+    assert "█" in shown
+    assert shown.endswith("1 message waits\n")
+    assert three("pending", "--count", "--bucket", "0s").code == 2
+
+
+def test_cancel_tells_each_outcome(three: Callable[..., Ran]) -> None:
+    ran = three("cancel", "a", "nobody", "--json")
+    assert ran.code == 1
+    assert ran.document == {"outcomes": {"a": "done", "nobody": "not pending"}}
+    assert ids(three("pending", "--json")) == ["c", "b"]
+    assert three("cancel", "b", "c").code == 0
+    assert "✗ b: no such message waits" in three("cancel", "b").out
+
+
+def test_reschedule_moves_the_due_time(three: Callable[..., Ran]) -> None:
+    ran = three("reschedule", "b", "--delay", "10m")
+    assert (ran.code, ran.out[:10]) == (0, "✓ b: due 2")
+    assert three("reschedule", "c", "--at", "2090-01-01T00:00:00Z", "--json").document == {"outcomes": {"c": "done"}}
+    assert ids(three("pending", "--json")) == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["b"], 2, "one of --delay and --at"),
+        (["b", "--delay", "1h", "--at", "2090-01-01T00:00:00Z"], 2, "one of --delay and --at"),
+        (["b", "--at", "2020-01-01T00:00:00Z"], 1, "has passed"),
+        (["b", "--delay", "0s"], 1, "has passed"),
+        (["b", "--at", "2090-01-01"], 2, "no zone"),
+    ],
+)
+def test_a_wrong_due_time_changes_nothing(
+    three: Callable[..., Ran], arguments: list[str], code: int, told: str
+) -> None:
+    ran = three("reschedule", *arguments)
+    assert (ran.code, ran.out) == (code, "")
+    assert told in ran.err
+    assert ids(three("pending", "--json")) == ["a", "c", "b"]
+
+
+def test_rescheduling_nothing_fails(three: Callable[..., Ran]) -> None:
+    assert three("reschedule", "nobody", "--delay", "1h").code == 1

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.cli.conftest import Ran, delayline_process, eventually, messages_in
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+SHOP = """
+import asyncio, pathlib
+from delayline import *
+from delayline.sync import SyncEndpoint
+
+url = "sqlite:///delayline.db"
+billing = Endpoint("billing", transport=SqlTransport(url))
+
+@billing.handler
+async def handle(message, context):
+    pathlib.Path("handling").touch()
+    if message.text == "slow":
+        await asyncio.sleep(0.5)
+    pathlib.Path("handled").write_text(message.text)
+
+async def fail(endpoint, text, error):
+    await endpoint.stop()
+
+broken = Endpoint("broken", transport=SqlTransport(url))
+
+@broken.handler
+async def stop(message, context):
+    broken._critical_error("Failed to receive", OSError("the disk is on fire"))
+
+synchronous = SyncEndpoint(Endpoint("sync", transport=SqlTransport(url)))
+number = 5
+"""
+
+
+@pytest.fixture
+def shop(ready: Callable[..., Ran], folder: Path) -> Callable[..., Ran]:
+    (folder / "shop.py").write_text(SHOP)
+    assert ready("setup", "--queue", "broken").code == 0
+    return ready
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_once_what_is_in_flight_is_done(
+    shop: Callable[..., Ran], processes: list[subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    shop("send", "billing", "slow")
+    process = delayline_process("run", "shop:billing", "--json")
+    processes.append(process)
+    eventually(Path("handling").exists)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert json.loads(out) == {"endpoint": "billing", "stopped_by": number.name}
+    assert Path("handled").read_text() == "slow"
+    assert messages_in("billing") == []
+
+
+def test_a_critical_error_exits_with_1(shop: Callable[..., Ran], processes: list[subprocess.Popen[str]]) -> None:
+    shop("send", "broken", "x")
+    process = delayline_process("run", "shop:broken")
+    processes.append(process)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "broken stopped by itself" in out
+    assert "the disk is on fire" in err
+    assert err.splitlines()[-1].startswith("error: endpoint 'broken' stopped after a critical error")
+
+
+def test_without_module_it_dispatches_what_is_due(
+    ready: Callable[..., Ran], processes: list[subprocess.Popen[str]]
+) -> None:
+    process = delayline_process("run")
+    processes.append(process)
+    ready("send", "billing", "x", "--delay", "200ms")
+    eventually(lambda: len(messages_in("billing")) == 1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out.splitlines()[0].startswith("sales runs: TRANSACTION_SCOPE, exactly once, 0 handlers.")
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("shop", "write MODULE:ENDPOINT"),
+        ("nowhere:endpoint", "there is no module 'nowhere'"),
+        ("shop:biling", "Did you mean 'billing'?"),
+        ("shop:number", "is a int, not an Endpoint. Its endpoints are: billing, broken, synchronous"),
+    ],
+)
+def test_a_target_that_is_no_endpoint_is_told(shop: Callable[..., Ran], target: str, told: str) -> None:
+    ran = shop("run", target)
+    assert (ran.code, ran.out) == (2, "")
+    assert told in ran.err
