@@ -98,6 +98,12 @@ class Message:
         return Message(self.id, kept | dict(added), self.body)
 
     @property
+    def logical(self) -> Message:
+        """The message under the id its headers give it: several copies, as of a retried message, share that one."""
+        named = self.headers.get(Headers.MESSAGE_ID) or self.id
+        return self if named == self.id else Message(named, self.headers, self.body)
+
+    @property
     def content_type(self) -> str:
         """The content type header, or `application/octet-stream` where there is none."""
         return self.headers.get(Headers.CONTENT_TYPE, "application/octet-stream")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 HeaderMap = Mapping[str, str]
 NO_DELAY: Final = timedelta(0)
+COPIES: Final = uuid.UUID("5b7a1d5e-3f0c-4c7e-9d1e-8a6f0b2c4d10")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,24 @@ class Composer:
         sent = correlation | dict(_checked(headers or {}))
         return self.compose(address, body, headers=sent, delay=delay, related_to=to)
 
-    def again(self, message: Message, queue: str, delay: timedelta | None, deliver_at: datetime | None) -> Outgoing:
-        """Return the same message, id and all, to be handled again later."""
-        return Outgoing(TransportOperation(message, queue), due_time(self._clock.now(), delay, deliver_at))
+    def again(
+        self,
+        received: Message,
+        queue: str,
+        *,
+        delay: timedelta | None = None,
+        deliver_at: datetime | None = None,
+        headers: HeaderMap | None = None,
+    ) -> Outgoing:
+        """Return the received message as a new copy, to be handled again later.
+
+        Handlers see the same message id, which is in the headers. The copy's own id, which stores go by, follows from
+        the received copy's: the store may not have removed that one yet, and a redelivery makes the same copy again.
+        """
+        due = due_time(self._clock.now(), delay, deliver_at)
+        named = received.with_headers({Headers.MESSAGE_ID: received.logical.id, **(headers or {})})
+        copy = Message(str(uuid.uuid5(COPIES, received.id)), named.headers, received.body)
+        return Outgoing(TransportOperation(copy, queue), due)
 
 
 def due_time(now: datetime, delay: timedelta | None, deliver_at: datetime | None) -> datetime | None:

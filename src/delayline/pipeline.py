@@ -41,12 +41,13 @@ class MessageContext:
     when the handler raises.
     """
 
-    def __init__(self, message: Message, queue: str, attempt: int, composer: Composer) -> None:
-        self.message = message
+    def __init__(self, received: Message, queue: str, attempt: int, composer: Composer) -> None:
+        self.message = received.logical
         self.queue = queue
         self.attempt = attempt
         """Which attempt of this round this is, from 1."""
         self.outgoing: list[Outgoing] = []
+        self._received = received
         self._composer = composer
 
     async def send(
@@ -80,7 +81,7 @@ class MessageContext:
         """Handle this same message again, later. Give one of the two; raises InvalidDueTime."""
         if delay is None and deliver_at is None:
             raise InvalidDueTime("defer needs a delay or deliver_at: say when to handle the message again")
-        self._keep(self._composer.again(self.message, self.queue, delay, deliver_at))
+        self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
 
     def _keep(self, outgoing: Outgoing) -> str:
         self.outgoing.append(outgoing)
@@ -217,10 +218,9 @@ class Pipeline:
                 return
 
     async def _attempt(self, receiver: Receiver, received: ReceivedMessage, attempt: int) -> None:
-        _ = received.message.headers  # a message that cannot be read never reaches a handler
         context = MessageContext(received.message, self.queue, attempt, self.composer)
         for handler in self.handlers:
-            await _run(handler, received.message, context)
+            await _run(handler, context.message, context)
         await self._complete(receiver, received, context.outgoing)
 
     async def _recover(self, receiver: Receiver, received: ReceivedMessage, error: Exception, attempt: int) -> bool:
@@ -245,7 +245,7 @@ class Pipeline:
                     return False
                 return True
             case RetryLater(delay, headers):
-                later = self.composer.again(message.with_headers(headers), self.queue, delay, None)
+                later = self.composer.again(message, self.queue, delay=delay, headers=headers)
                 await self._complete(receiver, received, [later])
                 emit(
                     logger,

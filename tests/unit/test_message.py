@@ -128,7 +128,11 @@ def _endless() -> list[object]:
     return loop
 
 
-@pytest.mark.parametrize("body", [object(), {"a": {1}}, float("nan"), _endless(), bytearray(b"x"), "\ud800"], ids=ascii)
+@pytest.mark.parametrize(
+    "body",
+    [pytest.param(object(), id="object"), {"a": {1}}, float("nan"), _endless(), bytearray(b"x"), "\ud800"],
+    ids=ascii,
+)
 def test_a_body_that_cannot_be_encoded_is_refused_with_its_type(body: object) -> None:
     with pytest.raises(InvalidMessage, match=f"body of type {type(body).__name__} is neither bytes, UTF-8 text nor"):
         encode_body(body)  # type: ignore[arg-type]

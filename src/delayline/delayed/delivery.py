@@ -178,8 +178,6 @@ class StoredDelivery:
             return
         message = DelayedMessage(operation.message, operation.destination, due)
         if transaction is None:
-            if self._poller is not None:
-                await self._poller.settled(message.id)
             await self._group.store(message)
             self._signal(due)
         else:

@@ -72,8 +72,6 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         self._isolating = 0
         self._sent: Sequence[DelayedMessage] = ()
-        self._in_flight: set[str] = set()
-        self._landed = asyncio.Event()
 
     def start(self) -> None:
         """Begin polling on the running event loop."""
@@ -92,26 +90,15 @@ class Poller:
         if self._wakes_at is None or due < self._wakes_at:
             self._woken.set()
 
-    async def settled(self, message_id: str) -> None:
-        """Return when no message with that id is between being sent and being removed.
-
-        Its receiver may want to store it again, before the removal of what it received: one would undo the other.
-        """
-        while message_id in self._in_flight:
-            await self._landed.wait()
-
     async def _run(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                self._woken.clear()
-                self._wakes_at = None
-                try:
-                    await self._poll()
-                except Exception as error:
-                    await self._fetch_failed(error)
-            await self._remove_sent()
-        finally:
-            self._land()
+        while not self._stopping.is_set():
+            self._woken.clear()
+            self._wakes_at = None
+            try:
+                await self._poll()
+            except Exception as error:
+                await self._fetch_failed(error)
+        await self._remove_sent()
 
     async def _poll(self) -> None:
         if not await self._remove_sent():
@@ -140,12 +127,9 @@ class Poller:
             if not batch:
                 raise
             await self._batch_failed(batch, error)
-            self._land()
             return len(batch)
         self._isolating = max(0, self._isolating - len(batch))
         await self._messages_failed(failures)
-        if not self._sent:
-            self._land()
         return len(batch)
 
     def _scope(self) -> AbstractAsyncContextManager[Transaction | None]:
@@ -155,8 +139,6 @@ class Poller:
         batch = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
         self._fetch_breaker.success()
         if batch:
-            if transaction is None:
-                self._in_flight = {message.id for message in batch}
             emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(batch), messages=batch)
         return batch
 
@@ -229,7 +211,6 @@ class Poller:
             await self._pause(self._dispatch_breaker.failure(error))
             return False
         self._sent = ()
-        self._land()
         return True
 
     async def _batch_failed(self, batch: Sequence[DelayedMessage], error: Exception) -> None:
@@ -272,11 +253,6 @@ class Poller:
             await self._release(unavailable)
         if pause is not None:
             await self._pause(self._dispatch_breaker.failure(pause))
-
-    def _land(self) -> None:
-        self._in_flight = set()
-        self._landed.set()
-        self._landed.clear()
 
     async def _fetch_failed(self, error: Exception) -> None:
         emit(

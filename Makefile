@@ -1,0 +1,41 @@
+# The one entry point. `make` prints what there is.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench docs
+
+UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
+RUN := $(UV) run --frozen --no-sync
+WORKERS ?= 2
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "make %-8s %s\n", $$1, $$2}'
+
+setup: .venv/installed ## install what is missing (uv, dependencies); quick when nothing is
+
+.venv/installed: pyproject.toml uv.lock
+	@command -v uv >/dev/null 2>&1 || python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet uv \
+		|| python3 -m pip install --quiet --break-system-packages uv
+	$(UV) sync --frozen --all-groups --all-extras
+	@touch $@
+
+demo: setup ## the main job on real input: 10 000 reminders over SQLite, the dispatcher killed half way
+	$(RUN) delayline demo --from examples/reminders/reminders.csv
+
+check: setup ## format, lint, types, layers, fast tests; no server, under a minute
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	$(RUN) lint-imports
+	$(RUN) deptry .
+	$(RUN) codespell
+	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
+
+test: check ## everything: the checks, every test with coverage, the docs
+	$(RUN) pytest -n $(WORKERS) --cov --cov-branch --cov-report=
+	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
+	$(RUN) mkdocs build --strict --quiet
+
+bench: setup ## the figures: ratios to a raw loop over the same SQLite file, into benchmarks/results
+	$(RUN) python -m benchmarks
+
+docs: setup ## build the pages into site/
+	$(RUN) mkdocs build --strict
