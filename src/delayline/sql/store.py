@@ -208,7 +208,8 @@ class SqlDelayedMessageStore:
 
     def _claim_due(self, connection: Connection, *, until: int, limit: int, max_bytes: int) -> Sequence[DelayedMessage]:
         """Claim due rows page by page until there are enough; read those that are still there and still due."""
-        statements, batch, size, skip = self._statements, list[DelayedMessage](), 0, 0
+        batch: list[DelayedMessage] = []
+        statements, size, skip = self._statements, 0, 0
         while len(batch) < limit and size < max_bytes:
             page = statements.due_numbers.run(connection, until, limit, skip).fetchall()
             for (number,) in page:
