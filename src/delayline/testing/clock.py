@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
 Result = TypeVar("Result")
 
@@ -62,16 +62,22 @@ class ManualClock:
         self._move_to(end)
         await settle()
 
-    async def run_until(self, done: Coroutine[None, None, Result]) -> Result:
+    async def run_until(
+        self, done: Coroutine[None, None, Result], *, quiet: Callable[[], Awaitable[None]] | None = None
+    ) -> Result:
         """Wake one sleeper after another, each at its instant, until `done` has finished; return its result.
 
-        For code that works in threads, where the number of steps is not known: waits, without moving time, while
-        nobody sleeps. Give `done` a timeout of its own.
+        Waits, without moving time, while nobody sleeps. Give `done` a timeout of its own.
+        quiet: returns when no thread works on anything that may want to sleep, as `FaultyStore.quiet` does.
         """
         task = asyncio.ensure_future(done)
         try:
-            await settle()
             while not task.done():
+                await settle()
+                if quiet is not None:
+                    await quiet()
+                if task.done():
+                    break
                 if self._sleepers:
                     await self._wake_next()
                 else:

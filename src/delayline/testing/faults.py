@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Awaitable, Callable
 
     from delayline.transaction import Transaction
@@ -61,6 +61,8 @@ class Faulty:
     def __init__(self, *faults: Fault) -> None:
         self._faults: list[tuple[Fault, Counter[str]]] = []
         self._calls: Counter[str] = Counter()
+        self._under_way = 0
+        self._idle = asyncio.Event()
         self.inject(*faults)
 
     def inject(self, *faults: Fault) -> None:
@@ -74,6 +76,17 @@ class Faulty:
     def calls(self, *methods: str) -> int:
         """Return how often the methods were called, together."""
         return sum(self._calls[method] for method in methods)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way, other than a `receive` or one that a fault makes wait."""
+        return self._under_way > 0
+
+    async def quiet(self) -> None:
+        """Return once no call is under way, other than a `receive` or one that a fault makes wait."""
+        while self.busy:
+            self._idle.clear()
+            await self._idle.wait()
 
     async def _call(
         self,
@@ -91,15 +104,26 @@ class Faulty:
                 await fault.until.wait()
         if failing is not None and not failing.takes_effect:
             if undo is not None:
-                await undo()
+                await self._counted(method, undo)
             raise _fresh(failing)
-        result = await carry_out()
+        result = await self._counted(method, carry_out)
         for fault in struck:
             if fault.after is not None:
                 fault.after()
         if failing is not None:
             raise _fresh(failing)
         return result
+
+    async def _counted(self, method: str, carry_out: Callable[[], Awaitable[Result]]) -> Result:
+        if method == "receive":
+            return await carry_out()
+        self._under_way += 1
+        try:
+            return await carry_out()
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
 
     def _struck_by(self, method: str, arguments: tuple[object, ...]) -> list[Fault]:
         self._calls[method] += 1

@@ -61,7 +61,7 @@ class DeliveryFailures(DeliveryRoom):
             await endpoint.send(BROKEN, b"body", message_id="m", headers={"mine": "kept"}, delay=5 * SECOND)
             await parts.comes(Event.MOVED_TO_ERROR)
             [message] = await parts.received("error")
-            assert await parts.store.next_due() is None
+            await parts.emptied()
         assert len(attempts) == parts.signals.count(Event.DISPATCH_FAILED) == 1 + retries
         assert (message.id, message.body, message.headers["mine"]) == ("m", b"body", "kept")
         assert [name for name in FAILURE if name not in message.headers] == []
@@ -127,7 +127,7 @@ class DeliveryFailures(DeliveryRoom):
             await parts.comes(Event.MOVED_TO_ERROR)
             [message] = await parts.received("error")
             assert (message.id, message.body) == ("m", b"body")
-            assert await parts.store.next_due() is None
+            await parts.emptied()
 
     async def test_an_error_queue_that_does_not_exist_loses_nothing(self, parts: Parts) -> None:
         """Once somebody creates it the message gets there (reference H1)."""
@@ -138,6 +138,7 @@ class DeliveryFailures(DeliveryRoom):
             error_queue="errors-of-another-name",
             setup_infrastructure=False,
             clock=parts.clock,
+            on_critical_error=parts.note_critical,
         )
         async with endpoint:
             await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND)
@@ -155,7 +156,7 @@ class DeliveryFailures(DeliveryRoom):
             await parts.store.store(DelayedMessage(damaged, "nowhere", AT))
             await parts.comes(Event.MOVED_TO_ERROR)
             [message] = await parts.received("error")
-            assert await parts.store.next_due() is None
+            await parts.emptied()
         assert (message.id, message.encoded_headers, message.body) == ("m", b"\xff{not json", b"body")
 
     @pytest.mark.parametrize("mode", MODES)
@@ -164,7 +165,7 @@ class DeliveryFailures(DeliveryRoom):
         parts.store.inject(Fault(STORE, error=BackendUnavailable("gone for a second"), calls=1))
         async with parts.endpoint(mode) as endpoint:
             with pytest.raises(BackendUnavailable, match="gone for a second"):
-                await parts.clock.run_until(endpoint.send(ENDPOINT, b"", delay=5 * SECOND))
+                await parts.runs_until(endpoint.send(ENDPOINT, b"", delay=5 * SECOND))
             await endpoint.send(ENDPOINT, b"", message_id="second", delay=5 * SECOND)
             await parts.comes(Event.HANDLED)
         assert parts.handled_ids() == ["second"]

@@ -56,9 +56,7 @@ class DeliveryFaults(DeliveryRoom):
             part = parts.transport if step == "dispatch" else parts.store
             part.inject(Fault(step, error=error, calls=1))
             await parts.comes(Event.HANDLED, len(IDS))
-            await parts.clock.run_until(parts.removed(len(IDS)))
-            await settle()
-            assert await parts.store.next_due() is None
+            await parts.emptied()
         assert Counter(parts.handled_ids()) == Counter(IDS)
         assert parts.signals.count(Event.MOVED_TO_ERROR) == 0
 
@@ -78,16 +76,11 @@ class DeliveryFaults(DeliveryRoom):
             part = parts.transport if step == "dispatch" else parts.store
             part.inject(Fault(step, error=error, calls=1, takes_effect=True))
             await parts.comes(Event.HANDLED, len(IDS))
-            await parts.clock.run_until(self.emptied(parts))
+            await parts.emptied()
             await settle()
         assert set(parts.handled_ids()) == set(IDS)
         if endpoint.guarantee is Guarantee.EXACTLY_ONCE:
             assert Counter(parts.handled_ids()) == Counter(IDS)
-
-    async def emptied(self, parts: Parts) -> None:
-        """Return once the store is empty, looking after each sleep of the poller."""
-        while await parts.store.next_due() is not None:
-            await parts.happens(Event.SLEEPS, parts.signals.count(Event.SLEEPS) + 1)
 
     @pytest.mark.parametrize("takes_effect", [False, True], ids=["rolled back", "committed"])
     async def test_a_receive_whose_commit_is_reported_as_failed_has_its_effects_once(
@@ -107,7 +100,7 @@ class DeliveryFaults(DeliveryRoom):
             )
             await endpoint.send(ENDPOINT, b"")
             await parts.comes(Event.RECEIVE_LOST if takes_effect else Event.HANDLED)
-            await parts.clock.run_until(parts.removed(1))
+            await parts.runs_until(parts.removed(1))
             await endpoint.send(ELSEWHERE, b"", message_id="end")
             found = await parts.received(ELSEWHERE, 3)
         assert sorted(message.id for message in found) == ["end", "later", "now"]
@@ -216,7 +209,7 @@ class DeliveryBreakers(DeliveryRoom):
             assert parts.clock.now() >= DUE + 30 * SECOND
             parts.heal()
             await parts.comes(Event.HANDLED, len(IDS))
-            await parts.clock.run_until(parts.removed(len(IDS)))
+            await parts.runs_until(parts.removed(len(IDS)))
         assert Counter(parts.handled_ids()) == Counter(IDS)
         assert parts.signals.count(Event.MOVED_TO_ERROR) == 0
 
@@ -246,7 +239,7 @@ class DeliveryBreakers(DeliveryRoom):
             await send_all(endpoint, IDS, 5 * SECOND)
             await parts.poller_sleeps(DUE)
             parts.transport.inject(Fault("dispatch", error=BackendUnavailable("down")))
-            await parts.clock.run_until(asyncio.wait_for(endpoint.wait_stopped(), PATIENCE))
+            await parts.runs_until(asyncio.wait_for(endpoint.wait_stopped(), PATIENCE))
         assert parts.handled == []
         await opened(parts.store)
         assert await parts.store.next_due() == DUE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import pytest_asyncio
@@ -15,7 +15,7 @@ from delayline.delayed.store import StoreInfrastructure, StoreTransactions
 from delayline.endpoint import Endpoint
 from delayline.errors import UnsupportedTransactionMode
 from delayline.events import Event
-from delayline.testing.clock import ManualClock
+from delayline.testing.clock import ManualClock, settle
 from delayline.testing.conformance.messages import AT, ENDPOINT, PATIENCE
 from delayline.testing.conformance.store_room import closed
 from delayline.testing.conformance.transport_room import received
@@ -26,7 +26,7 @@ from delayline.transaction import TransactionMode, guarantee, share_transactions
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Sequence
     from datetime import datetime
     from pathlib import Path
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.pipeline import MessageContext
     from delayline.transport import Transport, TransportOperation
+
+Result = TypeVar("Result")
 
 MODES = list(TransactionMode)
 ELSEWHERE = "elsewhere"
@@ -83,7 +85,7 @@ class Parts:
             delayed_delivery=delivery,
             transaction_mode=mode,
             concurrency=concurrency,
-            on_critical_error=self._note_critical,
+            on_critical_error=self.note_critical,
             clock=self.clock,
         )
         if handles:
@@ -102,7 +104,8 @@ class Parts:
     async def _note_handled(self, message: Message, context: MessageContext) -> None:
         self.handled.append((message, self.clock.now()))
 
-    async def _note_critical(self, endpoint: Endpoint, text: str, error: Exception) -> None:
+    async def note_critical(self, endpoint: Endpoint, text: str, error: Exception) -> None:
+        """Take note of a critical error and go on: for Endpoint(on_critical_error=...)."""
         self.critical.append(text)
 
     async def poller_sleeps(self, until: datetime) -> None:
@@ -122,7 +125,25 @@ class Parts:
 
     async def comes(self, event: Event, count: int = 1) -> None:
         """Move time on until `event` has happened."""
-        await self.clock.run_until(self.signals.wait_for(event, count, timeout=PATIENCE))
+        await self.runs_until(self.signals.wait_for(event, count, timeout=PATIENCE))
+
+    async def runs_until(self, done: Coroutine[None, None, Result]) -> Result:
+        """Move time on until `done` has finished, never while a call to store or transport is under way."""
+        return await self.clock.run_until(done, quiet=self._quiet)
+
+    async def emptied(self) -> None:
+        """Move time on until the store is empty."""
+        await self.runs_until(asyncio.wait_for(self._empty(), PATIENCE))
+
+    async def _empty(self) -> None:
+        while await self.store.next_due() is not None:
+            await self.happens(Event.SLEEPS, self.signals.count(Event.SLEEPS) + 1)
+
+    async def _quiet(self) -> None:
+        while self.store.busy or self.transport.busy:
+            await self.store.quiet()
+            await self.transport.quiet()
+            await settle()
 
     async def removed(self, number: int) -> None:
         """Return once that many messages have been removed from the store."""
