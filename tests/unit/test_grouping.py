@@ -1,0 +1,191 @@
+"""Concurrent sends share transactions; each waits for its own message only."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.conftest import Faults, FaultyStore, SixVerbs, delayed
+
+from delayline import BackendUnavailable, BackendUnusable, InvalidMessage
+from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime
+from delayline.delayed.grouping import MAXIMUM_GROUP, StoreGroup
+from delayline.testing.clock import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from delayline import DelayedMessage, Transaction
+    from delayline.testing.clock import ManualClock
+
+
+class SlowStore(FaultyStore):
+    """Stores when the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
+        await self.gate.wait()
+        await super().store_many(messages, transaction)
+
+
+class SlowSixVerbs(SixVerbs):
+    def __init__(self) -> None:
+        super().__init__(Faults())
+        self.gate = asyncio.Event()
+
+    async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:
+        await self.gate.wait()
+        await super().store(message, transaction)
+
+
+@pytest.fixture
+def breaker(clock: ManualClock) -> RepeatedFailuresOverTime:
+    return RepeatedFailuresOverTime("store", time_to_trigger=timedelta(30), trigger=lambda _: None, clock=clock)
+
+
+@pytest.fixture
+def store() -> SlowStore:
+    return SlowStore()
+
+
+@pytest.fixture
+def group(store: SlowStore, breaker: RepeatedFailuresOverTime) -> StoreGroup:
+    return StoreGroup(store, breaker)
+
+
+def groups(store: FaultyStore) -> list[int]:
+    return [len(ids) for verb, ids in store.faults.calls if verb == "store"]
+
+
+async def test_one_store_is_one_transaction(group: StoreGroup, store: SlowStore) -> None:
+    await group.store(delayed())
+    assert groups(store) == [1]
+
+
+async def test_concurrent_stores_share_transactions(group: StoreGroup, store: SlowStore) -> None:
+    await asyncio.gather(*[group.store(delayed(str(number))) for number in range(2 * MAXIMUM_GROUP + 1)])
+    assert groups(store) == [MAXIMUM_GROUP, MAXIMUM_GROUP, 1]
+    assert len(await store.pending(limit=5000)) == 2 * MAXIMUM_GROUP + 1
+
+
+async def test_those_that_come_during_a_transaction_go_into_the_next(group: StoreGroup, store: SlowStore) -> None:
+    store.gate.clear()
+    first = asyncio.create_task(group.store(delayed("first")))
+    await settle()
+    later = [asyncio.create_task(group.store(delayed(str(number)))) for number in range(5)]
+    await settle()
+    assert not any(task.done() for task in (first, *later))
+    store.gate.set()
+    await asyncio.gather(first, *later)
+    assert groups(store) == [1, 5]
+
+
+async def test_one_bad_message_fails_alone(group: StoreGroup, store: SlowStore, clock: ManualClock) -> None:
+    store.faults.for_id("store", "2", ValueError("too odd"))
+    tasks = [asyncio.create_task(group.store(delayed(str(number)))) for number in range(4)]
+    await clock.advance(1)
+    failed = [str(task.exception()) for task in tasks if task.exception()]
+    assert failed == ["too odd"]
+    assert [message.id for message in await store.pending()] == ["0", "1", "3"]
+
+
+async def test_a_message_the_store_refuses_fails_alone_and_arms_no_breaker(
+    group: StoreGroup, store: SlowStore, breaker: RepeatedFailuresOverTime
+) -> None:
+    store.faults.for_id("store", "2", InvalidMessage("too long for this back end"))
+    results = await asyncio.gather(*[group.store(delayed(str(n))) for n in range(4)], return_exceptions=True)
+    assert [type(result) for result in results if result is not None] == [InvalidMessage]
+    assert [message.id for message in await store.pending()] == ["0", "1", "3"]
+    assert breaker.state is BreakerState.DISARMED
+    breaker.close()
+
+
+@pytest.mark.parametrize("error", [BackendUnavailable("down"), BackendUnusable("newer")])
+async def test_an_outage_fails_the_whole_group_without_trying_each(
+    group: StoreGroup, store: SlowStore, clock: ManualClock, error: Exception
+) -> None:
+    store.faults.always("store", error)
+    tasks = [asyncio.create_task(group.store(delayed(str(number)))) for number in range(4)]
+    await clock.advance(1)
+    assert [task.exception() for task in tasks] == [error] * 4
+    assert groups(store) == [4]
+
+
+async def test_a_failure_waits_on_the_breaker_and_a_success_disarms_it(
+    group: StoreGroup, store: SlowStore, clock: ManualClock, breaker: RepeatedFailuresOverTime
+) -> None:
+    store.faults.always("store", BackendUnavailable("down"))
+    task = asyncio.create_task(group.store(delayed()))
+    await clock.advance(0.9)
+    assert not task.done()
+    assert breaker.state is BreakerState.ARMED
+    await clock.advance(0.1)
+    assert isinstance(task.exception(), BackendUnavailable)
+    store.faults.heal()
+    await group.store(delayed())
+    assert breaker.state.name == BreakerState.DISARMED.name
+
+
+async def test_cancelling_a_caller_does_not_lose_its_message(group: StoreGroup, store: SlowStore) -> None:
+    store.gate.clear()
+    caller, other = (asyncio.create_task(group.store(delayed(name))) for name in ("cancelled", "other"))
+    await settle()
+    caller.cancel()
+    await settle()
+    store.gate.set()
+    await other
+    assert caller.cancelled()
+    assert [message.id for message in await store.pending()] == ["cancelled", "other"]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["stored", "failed"])
+async def test_cancelling_a_caller_of_a_six_verb_store_does_not_lose_its_message(
+    breaker: RepeatedFailuresOverTime, fails: bool
+) -> None:
+    store = SlowSixVerbs()
+    group = StoreGroup(store, breaker)
+    caller = asyncio.create_task(group.store(delayed()))
+    await settle()
+    caller.cancel()
+    await settle()
+    if fails:
+        store.faults.always("store", ValueError("too odd"))
+    stopping = asyncio.create_task(group.stop())
+    await settle()
+    assert not stopping.done()
+    store.gate.set()
+    await stopping
+    assert caller.cancelled()
+    assert len(await store.inner.pending()) == (0 if fails else 1)
+
+
+async def test_stop_waits_for_what_was_accepted(group: StoreGroup, store: SlowStore) -> None:
+    await group.stop()
+    store.gate.clear()
+    task = asyncio.create_task(group.store(delayed()))
+    await settle()
+    stopping = asyncio.create_task(group.stop())
+    await settle()
+    assert not stopping.done()
+    store.gate.set()
+    await stopping
+    await task
+
+
+async def test_callers_do_not_hang_when_the_writer_is_cancelled(group: StoreGroup, store: SlowStore) -> None:
+    store.gate.clear()
+    caller = asyncio.create_task(group.store(delayed()))
+    await settle()
+    (writer,) = [task for task in asyncio.all_tasks() if task.get_name() == "delayline store group"]
+    writer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    store.gate.set()
+    await group.store(delayed("next"))
+    assert [message.id for message in await store.pending()] == ["next"]
