@@ -1,0 +1,209 @@
+"""The endpoint: settings, lifecycle, sends, critical errors."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.unit.conftest import FaultyStore, FaultyTransport, build
+
+from delayline import (
+    ConfigurationError,
+    Endpoint,
+    Guarantee,
+    MemoryDelayedMessageStore,
+    MemoryTransport,
+    Message,
+    MessageContext,
+    NotStarted,
+    QueueNotFound,
+    Recoverability,
+    StoredDelivery,
+    TransactionMode,
+    UnsupportedTransactionMode,
+)
+from delayline.testing.clock import settle
+
+if TYPE_CHECKING:
+    from delayline.testing.clock import ManualClock
+
+BOOM = RuntimeError("boom")
+
+
+async def nothing(message: Message, context: MessageContext) -> None:
+    """Handle nothing."""
+
+
+async def test_it_starts_once_and_can_start_again_after_a_stop() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    await endpoint.start()
+    with pytest.raises(NotStarted, match="'sales' is started already"):
+        await endpoint.start()
+    await asyncio.gather(endpoint.stop(), endpoint.stop())
+    await endpoint.stop()
+    await endpoint.wait_stopped()
+    async with endpoint:
+        await endpoint.send("sales", b"again")
+
+
+async def test_wait_stopped_returns_when_somebody_stops_it() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    await endpoint.start()
+    waiting = asyncio.create_task(endpoint.wait_stopped())
+    await settle()
+    assert not waiting.done()
+    await endpoint.stop()
+    await waiting
+
+
+@pytest.mark.parametrize("part", ["setup", "store", "receiver"])
+async def test_a_failing_start_is_undone(clock: ManualClock, part: str) -> None:
+    house = build(clock)
+    house.endpoint.handler(nothing)
+
+    async def fail(*_: object) -> Any:  # noqa: ANN401
+        raise BOOM
+
+    target: Any = house.store if part == "store" else house.transport
+    name = {"setup": "setup_infrastructure", "store": "initialize", "receiver": "receiver"}[part]
+    setattr(target, name, fail)
+    with pytest.raises(RuntimeError, match="boom"):
+        await house.endpoint.start()
+    assert house.transport.stops == 1
+    with pytest.raises(NotStarted):
+        await house.endpoint.send("sales", b"")
+    delattr(target, name)
+    async with house.endpoint:
+        await house.endpoint.send("sales", b"", delay=timedelta(1))
+
+
+async def test_a_send_needs_a_started_endpoint() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    with pytest.raises(NotStarted, match="use `async with endpoint:`"):
+        await endpoint.send("sales", b"")
+
+
+async def test_a_delay_needs_delayed_delivery() -> None:
+    async with Endpoint("sales", transport=MemoryTransport()) as endpoint:
+        with pytest.raises(ConfigurationError, match=r"pass delayed_delivery=StoredDelivery"):
+            await endpoint.send("sales", b"", delay=timedelta(1))
+
+
+async def test_setup_creates_queues_and_needs_no_start() -> None:
+    transport = FaultyTransport()
+    endpoint = Endpoint("sales", transport=transport, error_queue="broken", setup_infrastructure=False)
+    with pytest.raises(QueueNotFound):
+        await transport.count("sales")
+    await endpoint.setup()
+    assert [await transport.count(queue) for queue in ("sales", "broken")] == [0, 0]
+    assert transport.stops == 1
+
+
+async def test_a_send_only_endpoint_has_no_queue_and_no_handlers() -> None:
+    transport = MemoryTransport()
+    endpoint = Endpoint("sales", transport=transport, send_only=True)
+    with pytest.raises(ConfigurationError, match="is send_only"):
+        endpoint.handler(nothing)
+    async with endpoint:
+        assert await transport.count("error") == 0
+        with pytest.raises(QueueNotFound):
+            await transport.count("sales")
+
+
+def test_handlers_are_coroutine_functions_in_order() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+
+    def plain(message: Message, context: MessageContext) -> None:
+        """Return no awaitable."""
+
+    with pytest.raises(ConfigurationError, match="must be a coroutine function: `async def`"):
+        endpoint.handler(plain)  # type: ignore[arg-type]
+    assert endpoint.handler(nothing) is nothing
+    assert endpoint.handlers == (nothing,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"concurrency": 0}, "concurrency must be a whole number of 1 or more, not 0"),
+        ({"concurrency": 1.5}, "not 1.5"),
+        ({"transaction_mode": 3}, "must be one of TransactionMode.NONE, .*; not 3"),
+        ({"transaction_mode": "NONE"}, "not 'NONE'"),
+        ({"error_queue": ""}, "1 to 200 characters"),
+        ({"error_queue": " error"}, "remove them"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        Endpoint("sales", transport=MemoryTransport(), **settings)
+
+
+def test_the_default_mode_is_the_strongest_of_the_pair() -> None:
+    shared = Endpoint("a", transport=MemoryTransport(), delayed_delivery=StoredDelivery(MemoryDelayedMessageStore()))
+    apart = Endpoint("a", transport=MemoryTransport(), delayed_delivery=StoredDelivery(FaultyStore(shared=False)))
+    assert (shared.transaction_mode, shared.guarantee) == (
+        TransactionMode.TRANSACTION_SCOPE,
+        Guarantee.EXACTLY_ONCE,
+    )
+    assert apart.transaction_mode is TransactionMode.SENDS_ATOMIC_WITH_RECEIVE
+    with pytest.raises(UnsupportedTransactionMode, match="Keep both in the same database"):
+        build_apart(TransactionMode.TRANSACTION_SCOPE)
+
+
+def build_apart(mode: TransactionMode, recoverability: Recoverability | None = None) -> Endpoint:
+    return Endpoint(
+        "a",
+        transport=MemoryTransport(),
+        delayed_delivery=StoredDelivery(FaultyStore(shared=False)),
+        transaction_mode=mode,
+        recoverability=recoverability,
+    )
+
+
+def test_delayed_retries_are_adapted_where_defaulted_and_refused_where_asked_for() -> None:
+    none = TransactionMode.NONE
+    adapted = build_apart(none).recoverability
+    assert (adapted.immediate_retries, adapted.delayed_retries) == (0, 0)
+    with pytest.raises(ConfigurationError, match=r"when running with TransactionMode.NONE.*delayed_retries=0"):
+        build_apart(none, Recoverability())
+    assert build_apart(none, Recoverability(delayed_retries=0)).recoverability.immediate_retries == 0
+    without = Endpoint("a", transport=MemoryTransport())
+    assert (without.recoverability.immediate_retries, without.recoverability.delayed_retries) == (5, 0)
+    with pytest.raises(ConfigurationError, match=r"without delayed delivery.*pass delayed_delivery"):
+        Endpoint("a", transport=MemoryTransport(), recoverability=Recoverability())
+
+
+async def test_a_critical_error_stops_the_endpoint_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    await endpoint.start()
+    endpoint._critical_error("The roof is on fire", BOOM)
+    await endpoint.wait_stopped()
+    assert "sales: The roof is on fire: boom" in caplog.text
+
+
+async def test_a_critical_error_calls_the_hosts_action_and_logs_what_that_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[tuple[str, str, Exception]] = []
+
+    async def act(endpoint: Endpoint, text: str, error: Exception) -> None:
+        calls.append((endpoint.name, text, error))
+        raise LookupError("no one home")
+
+    async with Endpoint("sales", transport=MemoryTransport(), on_critical_error=act) as endpoint:
+        endpoint._critical_error("fire", BOOM)
+        await settle()
+        assert calls == [("sales", "fire", BOOM)]
+        await endpoint.send("sales", b"still here")
+    assert "the critical error action of endpoint sales failed" in caplog.text
+
+
+async def test_what_waits_can_be_managed_where_the_store_can(clock: ManualClock) -> None:
+    house = build(clock)
+    async with house.endpoint:
+        await house.endpoint.send("sales", b"", message_id="m", delay=timedelta(1))
+        assert [message.id for message in await house.endpoint.delayed.pending()] == ["m"]
+    with pytest.raises(ConfigurationError, match="SixVerbs cannot list, cancel or reschedule"):
+        _ = build(clock, six=True).endpoint.delayed
