@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from delayline.config import (
 )
 
 
-def loaded(toml: str = "", *, environ: dict[str, str] | None = None, **flags: object) -> Settings:
+def loaded(toml: str = "", *, environ: dict[str, str] | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - wrong ones too
     Path("delayline.toml").write_text(toml)
     return load_settings(environ=environ or {}, flags=flags)
 
@@ -60,12 +61,16 @@ def test_another_file_can_be_named_and_must_then_exist(folder: Path) -> None:
         ("url", "", "not empty"),
     ],
 )
-def test_a_value_that_cannot_work_is_named_with_its_place_and_the_remedy(name: str, value: object, what: str) -> None:
+def test_a_value_that_cannot_work_is_named_with_its_place_and_the_remedy(
+    name: str,
+    value: Any,  # noqa: ANN401 - wrong on purpose
+    what: str,
+) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigurationError, match=rf"{name} = .*from the flag {flag}\).*{what}.*: {flag} "):
         loaded(**{name: value})
     with pytest.raises(ConfigurationError, match=f"{name} = .*argument.*{what}"):
-        Settings(**{name: value})  # type: ignore[arg-type]
+        Settings(**{name: value})
 
 
 def test_each_place_is_named() -> None:

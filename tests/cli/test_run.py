@@ -80,12 +80,14 @@ def test_without_module_it_dispatches_what_is_due(
 ) -> None:
     process = delayline_process("run")
     processes.append(process)
-    ready("send", "billing", "x", "--delay", "200ms")
+    assert process.stdout is not None
+    started = process.stdout.readline()
+    assert started.startswith("sales runs: TRANSACTION_SCOPE, exactly once, 0 handlers.")
+    ready("send", "billing", "x", "--delay", "500ms")
     eventually(lambda: len(messages_in("billing")) == 1)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
-    assert process.returncode == 0
-    assert out.splitlines()[0].startswith("sales runs: TRANSACTION_SCOPE, exactly once, 0 handlers.")
+    assert (process.returncode, out) == (0, "sales stopped\n")
 
 
 @pytest.mark.parametrize(

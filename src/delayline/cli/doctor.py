@@ -12,7 +12,7 @@ import click
 from delayline.cli.connection import managed, managed_queues, must_exist, open_store, open_transport, refuse_memory
 from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
-from delayline.config import endpoint_from, masked, scheme_of
+from delayline.config import endpoint_from, masked, scheme_of, store_from, transport_from
 from delayline.errors import DelaylineError, QueueNotFound
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Finding:
 def doctor(settings: Settings, screen: Screen) -> None:
     """Check connection, tables, queues and what waits, and tell the guarantee. Exit code 1 when something is wrong."""
     refuse_memory(settings)
-    _ = settings.named_endpoint
+    _check_urls(settings)
     findings = asyncio.run(_examine(settings))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
@@ -55,6 +55,13 @@ def doctor(settings: Settings, screen: Screen) -> None:
     screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
     if not healthy:
         click.get_current_context().exit(FAILED)
+
+
+def _check_urls(settings: Settings) -> None:
+    """Raise ConfigurationError for settings there is nothing to look at with."""
+    _ = settings.named_endpoint
+    transport_from(settings.where_queues_are)
+    store_from(settings.where_messages_wait)
 
 
 async def _examine(settings: Settings) -> list[Finding]:

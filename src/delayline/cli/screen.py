@@ -36,9 +36,12 @@ class Screen:
         self.console.print(text, style=style, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print a table for people."""
-        if not self.as_json:
-            self.console.print(table_of(columns, rows, plain=not self.console.is_terminal))
+        """Print a table for people. On a narrow terminal its lines run over whole: ids stay in one piece."""
+        if self.as_json:
+            return
+        table = table_of(columns, rows, plain=not self.console.is_terminal)
+        natural = self.console.measure(table, options=self.console.options.update(width=WIDE)).maximum
+        self.console.print(table, width=natural, crop=False, no_wrap=True)
 
     def document(self, document: Mapping[str, object]) -> None:
         """Print the JSON document for machines."""
@@ -56,7 +59,7 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]], *, plain:
     """Return a table; numbers to the right, so that they line up."""
     table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=plain, overflow="fold")
+        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table

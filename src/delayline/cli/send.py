@@ -16,7 +16,7 @@ from delayline.cli.connection import sending_endpoint
 from delayline.cli.due import due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.cli.rows import Line, RejectedFile, Row, RowFile
-from delayline.errors import DispatchFailed, InvalidMessage
+from delayline.errors import DelaylineError, DispatchFailed, InvalidMessage
 from delayline.outgoing import due_time
 
 if TYPE_CHECKING:
@@ -119,9 +119,10 @@ def _send_file(settings: Settings, screen: Screen, file: Path) -> None:
 
         try:
             asyncio.run(bulk.send(settings, step))
-        finally:
-            if sys.exc_info()[0] is not None:
-                screen.complain(f"{bulk.stored} stored before this failed; send the file again, it is safe")
+        except DelaylineError:
+            if bulk.stored:
+                screen.tell(f"{bulk.stored} stored before it failed; send the file again: what waits stays as it is")
+            raise
     if told:
         screen.table(("line", "rejected because"), told)
     screen.tell(f"{bulk.stored} stored, {rejected.count} rejected", "red" if rejected.count else "green")

@@ -21,7 +21,7 @@ from delayline.errors import BackendUnusable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-LOOK_EVERY: Final = 0.05  # seconds
+LOOK_EVERY: Final = 0.1  # seconds
 START_UP: Final = timedelta(seconds=15)
 PATIENCE: Final = timedelta(seconds=12)
 """How long after the last due time messages may still arrive before they count as lost."""

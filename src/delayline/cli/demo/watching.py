@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.live import Live
 from rich.table import Table
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
     from delayline.cli.demo.play import Course
     from delayline.cli.screen import Screen
+
+
+RECENT: Final = 1000
+"""Messages whose lateness is shown while it runs: watching must not take the time of those that work."""
 
 
 @contextlib.contextmanager
@@ -59,9 +63,10 @@ def _table(course: Course) -> Table:
     for name, count in (("sent", sent), ("waiting", max(0, sent - received)), ("received", received)):
         table.add_row(name, f"{count:,}", bar(count, course.total, 40))
     table.add_row("dispatcher", "", _dispatcher(course))
-    late = [one.lateness.total_seconds() * 1000 for one in course.arrivals]
-    so_far = f"p50 {span(round(median(late), 1))}, max {span(round(max(late), 1))}" if late else ""
-    table.add_row("lateness", "", so_far)
+    recent = [one.lateness.total_seconds() * 1000 for one in course.arrivals[-RECENT:]]
+    if recent:
+        figures = f"p50 {span(round(median(recent), 1))}, max {span(round(max(recent), 1))}"
+        table.add_row("lateness", "", f"{figures} of the last {len(recent):,}")
     return table
 
 

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.cli.conftest import Ran, delayline_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REMINDERS = Path(__file__).parents[2] / "examples/reminders"
+
+
+def test_reminders_by_hand(
+    run: Callable[..., Ran],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    monkeypatch.setenv("DELAYLINE_URL", f"sqlite:///{folder / 'reminders.db'}")
+    assert run("setup", "--endpoint", "reminders", "--queue", "customers").code == 0
+    few = folder / "few.csv"
+    few.write_text("id,destination,body,delay_ms\na,customers,first,1\nb,customers,second,900\n")
+    monkeypatch.chdir(REMINDERS)
+    processes += [delayline_process("run", f"endpoints:{name}") for name in ("customers", "dispatcher")]
+    customers = processes[0]
+    assert customers.stdout is not None
+    assert customers.stdout.readline().startswith("customers runs: ")
+    assert run("send", "--from", str(few), "--endpoint", "reminders").code == 0
+    assert [customers.stdout.readline().split(" (")[0] for _ in range(2)] == ["a: first", "b: second"]
+
+
+def test_the_generator_writes_the_shipped_rows(folder: Path) -> None:
+    script = folder / "generate.py"
+    script.write_text((REMINDERS / "generate.py").read_text())
+    subprocess.run([sys.executable, str(script)], check=True, capture_output=True)
+    assert (folder / "reminders.csv").read_bytes() == (REMINDERS / "reminders.csv").read_bytes()
