@@ -1,0 +1,370 @@
+"""Write the parts of the pages that come from the code: `python docs/generate.py`; `--check` only compares.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`, in README.md or any page.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from dataclasses import MISSING, fields
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from delayline import (
+    DelaylineError,
+    Endpoint,
+    Headers,
+    MemoryDelayedMessageStore,
+    MemoryTransport,
+    Recoverability,
+    SqlDelayedMessageStore,
+    SqlTransport,
+    StoredDelivery,
+    TransactionMode,
+    UnsupportedTransactionMode,
+    errors,
+    guarantee,
+)
+from delayline.cli import main as command_line
+from delayline.config import Settings, describe_setting, flag_of, setting_names, variable_of
+from delayline.endpoint import DEFAULT_CONCURRENCY
+from delayline.events import Event
+from delayline.sql import schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from delayline import DelayedMessageStore, Transport
+
+ROOT: Final = Path(__file__).parents[1]
+SOURCE: Final = ROOT / "src" / "delayline"
+PART: Final = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+HELP_WIDTH: Final = 100
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def code(text: object) -> str:
+    """Return the text as code, nothing for nothing."""
+    return f"`{text}`" if f"{text}" else ""
+
+
+def guarantees() -> str:
+    """Return what every pair of parts promises in every mode."""
+    one, two = "sqlite:///one.db", "sqlite:///two.db"
+    pairs: list[tuple[str, Transport, DelayedMessageStore]] = [
+        ("SQLite, queues and store in one file", SqlTransport(one), SqlDelayedMessageStore(one)),
+        ("SQLite, queues and store in two files", SqlTransport(one), SqlDelayedMessageStore(two)),
+        ("queues in memory, store on SQLite", MemoryTransport(), SqlDelayedMessageStore(one)),
+        ("memory, queues and store", MemoryTransport(), MemoryDelayedMessageStore()),
+    ]
+
+    def cell(transport: Transport, store: DelayedMessageStore, mode: TransactionMode) -> str:
+        try:
+            return str(guarantee(transport, StoredDelivery(store), mode))
+        except UnsupportedTransactionMode:
+            return "refuses to start"
+
+    rows = [[name, *(cell(transport, store, mode) for mode in TransactionMode)] for name, transport, store in pairs]
+    return table(["parts", *(code(mode.name) for mode in TransactionMode)], rows)
+
+
+def documented(owner: type) -> dict[str, str]:
+    """Return what the class docstring says of each setting, from its `name: text` lines."""
+    lines = re.findall(r"^([a-z_]+): (.+)$", inspect.getdoc(owner) or "", re.MULTILINE)
+    return dict(lines)
+
+
+def texts_below(owner: type) -> dict[str, str]:
+    """Return the docstring below each field or member of a class."""
+    tree = ast.parse(inspect.getsource(owner))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
+    texts: dict[str, str] = {}
+    for one, after in pairwise(body):
+        target = (
+            one.target if isinstance(one, ast.AnnAssign) else one.targets[0] if isinstance(one, ast.Assign) else None
+        )
+        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            texts[target.id] = str(after.value.value)
+    return texts
+
+
+def default(name: str, value: object) -> str:
+    """Return a default value as the reader would write it."""
+    if value is inspect.Parameter.empty:
+        return "required"
+    if name == "concurrency" and value == DEFAULT_CONCURRENCY:
+        return "`max(2, CPUs)`"
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():g} s"
+    if inspect.isfunction(value):
+        return code(value.__name__)
+    return code(repr(value))
+
+
+def settings_of(owner: type, besides: dict[str, str]) -> str:
+    """Return the table of a class's arguments; `besides` explains those whose docstring leaves them to their type."""
+    texts = documented(owner) | besides
+    rows = []
+    for name, parameter in inspect.signature(owner).parameters.items():
+        text = texts[name]
+        rows.append(
+            [code(name), code(parameter.annotation), default(name, parameter.default), text[0].upper() + text[1:]]
+        )
+    return table(["setting", "type", "default", "meaning"], rows)
+
+
+def endpoint_settings() -> str:
+    """Return the arguments of Endpoint."""
+    return settings_of(
+        Endpoint,
+        {
+            "name": "its input queue carries it too: 1 to 200 printable characters.",
+            "transport": "where the queues are.",
+            "delayed_delivery": "how a message waits; without one, delays are refused.",
+            "clock": "where the time comes from: the machine, or a `ManualClock` in tests.",
+        },
+    )
+
+
+def stored_delivery_settings() -> str:
+    """Return the arguments of StoredDelivery."""
+    lasts = "may fail, with no success between, before a critical error; longer than zero."
+    return settings_of(
+        StoredDelivery,
+        {
+            "store": "where messages wait until they are due.",
+            "time_to_trigger_store_circuit_breaker": f"how long storing {lasts}",
+            "time_to_trigger_fetch_circuit_breaker": f"how long fetching {lasts}",
+            "time_to_trigger_dispatch_circuit_breaker": f"how long dispatching {lasts}",
+            "batch_size": "how many due messages the poller takes at once; 1 or more.",
+            "batch_bytes": "how many bytes of headers and bodies it takes at once, but at least one message.",
+        },
+    )
+
+
+def recoverability_settings() -> str:
+    """Return the fields of Recoverability."""
+    texts = texts_below(Recoverability)
+    rows = []
+    for one in fields(Recoverability):
+        value = () if one.default is MISSING else one.default  # the one field with a factory makes an empty tuple
+        rows.append([code(one.name), code(one.type), default(one.name, value), texts[one.name]])
+    return table(["setting", "type", "default", "meaning"], rows)
+
+
+def configuration() -> str:
+    """Return the settings of delayline.toml, the environment and the flags."""
+    defaults: dict[str, object] = {one.name: one.default for one in fields(Settings)}
+    rows = []
+    for name in setting_names():
+        shown = "" if defaults[name] is None else default(name, defaults[name])
+        rows.append([code(name), code(variable_of(name)), code(flag_of(name)), shown, describe_setting(name)])
+    return table(["delayline.toml", "variable", "flag", "default", "meaning"], rows)
+
+
+def commands(command: click.Command, path: str, parent: click.Context | None = None) -> Iterator[tuple[str, str]]:
+    """Yield every command with its help text."""
+    context = click.Context(
+        command, info_name=path.rpartition(" ")[2], parent=parent, terminal_width=HELP_WIDTH, **command.context_settings
+    )
+    yield path, command.get_help(context)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            if below is not None:
+                yield from commands(below, f"{path} {name}", context)
+
+
+def command_reference() -> str:
+    """Return the help text of every command."""
+    return "\n".join(f"## {path}\n\n```text\n{text}\n```\n" for path, text in commands(command_line, "delayline"))
+
+
+EVENT_MEANING: Final = {
+    Event.ENDPOINT_STARTED: "The endpoint is connected, delivers and receives.",
+    Event.ENDPOINT_STOPPED: "The endpoint has finished what was in flight and disconnected.",
+    Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
+    Event.HANDLED: "The handlers succeeded and the message is off its queue.",
+    Event.HANDLER_FAILED: "One attempt to handle a message failed.",
+    Event.RETRIED_LATER: "The message was deferred for another round of attempts.",
+    Event.RECEIVE_FAILED: "Messages could not be taken from the queue; it is tried again.",
+    Event.RECEIVE_LOST: "The message left its queue while it was handled here: a possible duplicate.",
+    Event.MOVED_TO_ERROR: "The message is in the error queue.",
+    Event.ERROR_MOVE_FAILED: "The message could not be moved to the error queue; it stays where it is.",
+    Event.STORED: "A delayed message is durable.",
+    Event.STORE_FAILED: "A delayed message could not be stored; the sender gets the error.",
+    Event.WOKE: "The poller woke.",
+    Event.SLEEPS: "The poller sleeps until something is due, or until it is woken.",
+    Event.FETCHED: "The poller took due messages from the store.",
+    Event.FETCH_FAILED: "The store could not be asked for due messages; it is tried again.",
+    Event.DISPATCHED: "Due messages were sent to their destinations.",
+    Event.DISPATCH_FAILED: "A due message, or a whole batch, could not be sent.",
+    Event.REMOVED: "Messages that were sent are out of the store.",
+    Event.REMOVE_FAILED: "Messages that were sent could not be removed; nothing else is sent until they are.",
+    Event.ALREADY_REMOVED: "A message was gone from the store when it was to be removed: a possible duplicate.",
+    Event.BACKED_OFF: "A message that could not be sent waits for its next attempt.",
+    Event.BREAKER_ARMED: "A fault began; it becomes a critical error if it lasts.",
+    Event.BREAKER_TRIGGERED: "The fault lasted too long: a critical error follows.",
+    Event.BREAKER_DISARMED: "The fault is over.",
+}
+
+
+def emitted() -> dict[str, tuple[set[str], set[str]]]:
+    """Return the levels and facts of each event, read from every call of `emit` in the package."""
+    found: dict[str, tuple[set[str], set[str]]] = {event.name: (set(), set()) for event in Event}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "emit":
+                level, event = node.args[1], node.args[2]
+                if isinstance(level, ast.Attribute) and isinstance(event, ast.Attribute):
+                    levels, facts = found[event.attr]
+                    levels.add(level.attr)
+                    facts |= {word.arg for word in node.keywords if word.arg not in {None, "exception"}} - {None}
+    return found
+
+
+def log_events() -> str:
+    """Return every event, with its levels and the facts its records carry."""
+    found = emitted()
+    rows = [
+        [
+            code(event.value),
+            code(f"Event.{event.name}"),
+            ", ".join(sorted(levels)),
+            ", ".join(map(code, sorted(facts))),
+            EVENT_MEANING[event],
+        ]
+        for event in Event
+        for levels, facts in [found[event.name]]
+    ]
+    return table(["event", "name", "level", "facts", "meaning"], rows)
+
+
+def error_tree() -> str:
+    """Return the errors, children below their parents, with what they mean and what else catches them."""
+    rows: list[list[str]] = []
+    order = list(vars(errors).values())
+
+    def add(kind: type[Exception], depth: int) -> None:
+        built_in = [
+            base.__name__ for base in kind.__bases__ if not issubclass(base, DelaylineError) and base is not Exception
+        ]
+        meaning = (kind.__doc__ or "").splitlines()[0]
+        rows.append(["&nbsp;" * 4 * depth + code(kind.__name__), ", ".join(map(code, built_in)), meaning])
+        public = [below for below in kind.__subclasses__() if below in order]
+        for below in sorted(public, key=order.index):
+            add(below, depth + 1)
+
+    add(DelaylineError, 0)
+    return table(["error", "is also a", "meaning"], rows)
+
+
+HEADER_MEANING: Final = {
+    "MESSAGE_ID": "The message's id; always equal to it.",
+    "CORRELATION_ID": "The id of the message that began an exchange; a reply carries its request's.",
+    "CONVERSATION_ID": "The id of the first message of a chain; what a handler sends carries it on.",
+    "RELATED_TO": "The id of the message whose handler sent this one.",
+    "REPLY_TO": "The queue for replies; absent when the sender is `send_only`.",
+    "CONTENT_TYPE": "`application/json`, `text/plain; charset=utf-8` or `application/octet-stream`.",
+    "INTENT": "`Send` or `Reply`.",
+    "ORIGINATING_ENDPOINT": "The endpoint that sent it.",
+    "ORIGINATING_MACHINE": "The host name of its machine.",
+    "TIME_SENT": "When it was sent.",
+    "DELIVER_AT": "When it was due; only on delayed messages.",
+    "RETRIES": "How many rounds of delayed retries were begun.",
+    "RETRIES_TIMESTAMP": "When the last of them was begun.",
+    "FAILED_QUEUE": "The queue a retry goes to: the handler's queue, or a delayed message's destination.",
+    "TIME_OF_FAILURE": "When it failed for good.",
+    "PROCESSING_MACHINE": "The host name of the machine where it failed.",
+    "PROCESSING_ENDPOINT": "The endpoint where it failed.",
+    "HOST_DISPLAY_NAME": "That machine and its Python implementation.",
+    "EXCEPTION_TYPE": "The exception's class.",
+    "INNER_EXCEPTION_TYPE": "The class of its cause, where it has one.",
+    "EXCEPTION_HELP_LINK": "Always empty.",
+    "EXCEPTION_MESSAGE": "Its text, 16,384 characters at most.",
+    "EXCEPTION_SOURCE": "The module of its class.",
+    "EXCEPTION_STACK_TRACE": "Its traceback.",
+}
+
+
+def headers() -> str:
+    """Return the names of all headers."""
+    names = {name: value for name, value in vars(Headers).items() if name.isupper() and name != "EXCEPTION_PREFIX"}
+    rows = [[code(value), code(f"Headers.{name}"), HEADER_MEANING[name]] for name, value in names.items()]
+    return table(["header", "name", "meaning"], rows)
+
+
+def sqlite_schema() -> str:
+    """Return the statements that create the tables."""
+    dialect = sqlite.dialect()
+    statements = []
+    for one in (*schema.shared.sorted_tables, schema.timeouts_table("sales.timeouts")):
+        statements.append(str(CreateTable(one).compile(dialect=dialect)))
+        statements += [str(CreateIndex(index).compile(dialect=dialect)) for index in one.indexes]
+    text = ";\n\n".join(re.sub(r"[ \t]+\n", "\n", statement).strip() for statement in statements)
+    return f"```sql\n{text.replace(chr(9), '    ')};\n```\n"
+
+
+def modes() -> str:
+    """Return the transaction modes."""
+    texts = texts_below(TransactionMode)
+    return table(["mode", "meaning"], [[code(mode.name), texts[mode.name]] for mode in TransactionMode])
+
+
+PARTS: Final[dict[str, Callable[[], str]]] = {
+    "guarantees": guarantees,
+    "modes": modes,
+    "endpoint-settings": endpoint_settings,
+    "stored-delivery-settings": stored_delivery_settings,
+    "recoverability-settings": recoverability_settings,
+    "configuration": configuration,
+    "commands": command_reference,
+    "log-events": log_events,
+    "errors": error_tree,
+    "headers": headers,
+    "sqlite-schema": sqlite_schema,
+}
+
+
+def pages() -> list[Path]:
+    """Return every page that may have generated parts."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def fresh(text: str) -> str:
+    """Return a page with its generated parts as the code has them now."""
+    return PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", text)
+
+
+def stale() -> dict[Path, str]:
+    """Return the pages that differ from the code, with what they should be."""
+    texts = {page: page.read_text(encoding="utf-8") for page in pages()}
+    return {page: fresh(text) for page, text in texts.items() if fresh(text) != text}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the pages, or, with `--check`, only say which are stale."""
+    found = stale()
+    for page, text in found.items():
+        sys.stdout.write(f"{page.relative_to(ROOT)}\n")
+        if "--check" not in arguments:
+            page.write_text(text, encoding="utf-8")
+    return 1 if found and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""Every page is run: its python blocks, its console commands, its files, in a folder of its own.
+
+A comment before a block says what is special about it: `<!-- fragment: why -->` is not run, `<!-- file: name -->` is
+saved for the others to use, `<!-- output -->` is what the block before it prints, `<!-- background: text -->` goes on
+running once it has printed that text, `<!-- exit: 1 -->` ends with that code. `...` in an output stands for anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from delayline.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
+OURS = [page for page in PAGES if page.parent.name not in {"custom_store", "reminders"}]
+BLOCK = re.compile(r"^(?:<!-- ([\w-]+)(?:: (.*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL)
+#: Shown, not run here: `make` and what it starts have tests of their own, installing changes the machine.
+NOT_RUN = ("make", "pip", "flask", "gunicorn")
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    mark: str | None
+    value: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [Block(one[4], one[5], one[1], one[2] or "") for one in found]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+class Session:
+    """Runs one page's blocks, in their order."""
+
+    def __init__(self, folder: Path, printed: Callable[[], str]) -> None:
+        self.folder = folder
+        self.output = ""
+        self._printed = printed
+        self._running: list[subprocess.Popen[str]] = []
+
+    def run(self, block: Block) -> None:
+        match block:
+            case Block(mark="file"):
+                target = self.folder / block.value
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(block.text, encoding="utf-8")
+            case Block(mark="fragment"):
+                assert block.value, "a fragment says why it is not run"
+                if block.language == "python":
+                    ast.parse(block.text)
+            case Block(mark="output"):
+                matches(self.output, block.text)
+            case Block(language="python"):
+                self._python(block)
+            case Block(language="console"):
+                self._console(block)
+
+    def _python(self, block: Block) -> None:
+        if block.mark == "needs" and importlib.util.find_spec(block.value) is None:
+            ast.parse(block.text)
+            return
+        script = self.folder / "block.py"
+        script.write_text(block.text, encoding="utf-8")
+        self._printed()
+        runpy.run_path(str(script), run_name="__main__")
+        self.output = self._printed()
+
+    def _console(self, block: Block) -> None:
+        for command, expected in commands_of(block.text):
+            if command.startswith(NOT_RUN):
+                continue
+            if block.mark == "background":
+                self._start(command, block.value)
+                continue
+            code, self.output = self._command(command)
+            assert code == int(block.value if block.mark == "exit" else 0), f"$ {command}\n{self.output}"
+            matches(self.output, expected)
+
+    def _command(self, command: str) -> tuple[int, str]:
+        words = shlex.split(command)
+        if words[0] == "delayline" and not set(command) & set("|&;<>$"):
+            result = CliRunner().invoke(main, words[1:])
+            return result.exit_code, result.output
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.folder, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def _start(self, command: str, ready: str) -> None:
+        log = self.folder / f"background-{len(self._running)}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                shlex.split(command), cwd=self.folder, stdout=file, stderr=subprocess.STDOUT, text=True
+            )
+        self._running.append(process)
+        deadline = time.monotonic() + 30
+        while ready not in log.read_text():
+            assert process.poll() is None, f"$ {command}\n{log.read_text()}"
+            assert time.monotonic() < deadline, f"$ {command} never printed {ready!r}:\n{log.read_text()}"
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        for process in self._running:
+            process.send_signal(signal.SIGTERM)
+        for process in self._running:
+            process.wait(timeout=20)
+
+
+def commands_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each command with the output shown below it."""
+    command, expected = "", ""
+    for line in text.splitlines(keepends=True):
+        if line.startswith("$ ") and not command.endswith("\\"):
+            if command:
+                yield command, expected
+            command, expected = line[2:].rstrip("\n"), ""
+        elif command.endswith("\\"):
+            command = command[:-1] + line.strip()
+        else:
+            expected += line
+    if command:
+        yield command, expected
+
+
+def matches(output: str, expected: str) -> None:
+    """Check that the expected lines stand in the output, in their order; `...` is anything within a line."""
+    lines = iter(output.splitlines())
+    for wanted in filter(None, (line.strip() for line in expected.splitlines())):
+        pattern = re.compile(".*?".join(r"\s+".join(map(re.escape, part.split(" "))) for part in wanted.split("...")))
+        if not any(pattern.fullmatch(line.strip()) for line in lines):
+            pytest.fail(f"the page promises {wanted!r}, in this order; there was\n{output}")
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Session]:
+    for variable in [name for name in os.environ if name.startswith("DELAYLINE_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:cacheprovider")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = set(sys.modules)
+    one = Session(tmp_path, lambda: capfd.readouterr().out)
+    yield one
+    one.end()
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", OURS, ids=name_of)
+def test_what_a_page_shows_works(page: Path, session: Session) -> None:
+    for block in blocks_of(page):
+        if page.parent.parent.name == "examples":
+            with contextlib.suppress(FileExistsError):
+                for beside in page.parent.glob("*.py"):
+                    (session.folder / beside.name).symlink_to(beside)
+        session.run(block)
+
+
+def test_fragments_are_few() -> None:
+    python = [block for page in OURS for block in blocks_of(page) if block.language == "python"]
+    fragments = [block for block in python if block.mark == "fragment"]
+    assert len(fragments) * 5 <= len(python), [block.value for block in fragments]
+
+
+def test_every_mark_is_one_that_is_known() -> None:
+    marks = {block.mark for page in OURS for block in blocks_of(page)}
+    assert marks <= {None, "fragment", "file", "output", "background", "exit", "needs"}
+
+
+def test_the_readme_shows_the_quickstart_as_it_is() -> None:
+    shown = next(block.text for block in blocks_of(ROOT / "README.md") if block.language == "python")
+    assert shown == (ROOT / "examples/quickstart/quickstart.py").read_text(encoding="utf-8")
+
+
+def test_make_has_every_target_that_a_page_names() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in [*OURS, ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)`?", text, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{name_of(page)} names make {target}"
