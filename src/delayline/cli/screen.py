@@ -23,8 +23,7 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        width = None if sys.stdout.isatty() else WIDE
-        self.console = Console(markup=False, highlight=False, emoji=False, quiet=as_json, width=width)
+        self.console = _console(width=None if sys.stdout.isatty() else WIDE, quiet=as_json)
 
     @property
     def animated(self) -> bool:
@@ -40,8 +39,8 @@ class Screen:
         if self.as_json:
             return
         table = table_of(columns, rows, plain=not self.console.is_terminal)
-        natural = self.console.measure(table, options=self.console.options.update(width=WIDE)).maximum
-        self.console.print(table, width=natural, crop=False, no_wrap=True)
+        needed = self.console.measure(table, options=self.console.options.update(width=WIDE)).maximum
+        _console(width=max(needed, self.console.width)).print(table, crop=False)
 
     def document(self, document: Mapping[str, object]) -> None:
         """Print the JSON document for machines."""
@@ -53,6 +52,10 @@ class Screen:
         """Print one red line on stderr."""
         line = Text(" ".join(f"error: {text}".split()), style="bold red")
         Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+def _console(*, width: int | None, quiet: bool = False) -> Console:
+    return Console(markup=False, highlight=False, emoji=False, quiet=quiet, width=width)
 
 
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]], *, plain: bool) -> Table:
