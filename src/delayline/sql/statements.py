@@ -52,7 +52,8 @@ class StoreStatements:
     def by_due(self, width: int) -> Select[int, str, int]:
         """Return the count by bucket of `width` microseconds and destination."""
         columns = self.table.c
-        start = (columns.due - columns.due % width).label("start")
+        # Twice the remainder: SQL's has the sign of its left side, and due times before 1970 are negative.
+        start = (columns.due - (columns.due % width + width) % width).label("start")
         counts = select(start, columns.destination, func.count()).group_by(start, columns.destination)
         return counts.order_by(start, columns.destination)
 

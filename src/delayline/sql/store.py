@@ -87,6 +87,8 @@ class SqlDelayedMessageStore:
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
         """Keep the messages, all in one transaction."""
+        if not messages:
+            return
         rows = [row_of(message) for message in messages]
         await self._run(partial(self._statements.insert.change_many, rows=rows), transaction)
         self._notify(min(row[2] for row in rows), transaction)
@@ -102,8 +104,8 @@ class SqlDelayedMessageStore:
         """Lock and return the earliest due messages."""
         until = to_microseconds(at)
         if transaction is None:
-            claim = partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes)
-            return await self._database.read(claim)
+            # In the write lane: what somebody's transaction has fetched is locked by it until it ends.
+            return await self._database.write(partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes))
         fetch = partial(bounded, statement=self._statements.due, until=until, limit=limit, max_bytes=max_bytes)
         return await joined(transaction, self._database).run(fetch)
 
@@ -235,16 +237,20 @@ class SqlDelayedMessageStore:
             self._claims.release(number for number in numbers if number is not None)
 
     async def _manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
-        return await self._database.write(partial(self._if_unclaimed, message_id, work))
+        taken: list[int] = []
+        try:
+            return await self._database.write(partial(self._if_unclaimed, message_id, work, taken))
+        finally:
+            self._claims.release(taken)  # after the commit: before it a poller would still see the row
 
-    def _if_unclaimed(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
+    def _if_unclaimed(
+        self, message_id: str, work: Callable[[Connection], object], taken: list[int], connection: Connection
+    ) -> Outcome:
         number = self._statements.number.one(connection, message_id)
         if number is None:
             return Outcome.NOT_PENDING
-        if not self._claims.take([number], 1):
+        taken += self._claims.take([number], 1)
+        if not taken:
             return Outcome.DISPATCHING
-        try:
-            work(connection)
-        finally:
-            self._claims.release([number])
+        work(connection)
         return Outcome.DONE

@@ -173,18 +173,19 @@ class SqlTransport:
 
     async def purge(self, queue: str) -> int:
         """Remove every message that nobody is handling."""
+        free: list[int] = []
 
         def purged(connection: Connection) -> int:
             self._statements.must_exist(connection, queue)
             numbers = connection.execute(select(queued.c.seq).where(queued.c.queue == queue)).scalars().all()
-            free = self._claims.take(numbers, len(numbers))
-            try:
-                self._statements.delete.change_many(connection, [(number,) for number in free])
-            finally:
-                self._claims.release(free)
+            free.extend(self._claims.take(numbers, len(numbers)))
+            self._statements.delete.change_many(connection, [(number,) for number in free])
             return len(free)
 
-        return await self._database.write(purged)
+        try:
+            return await self._database.write(purged)
+        finally:
+            self._claims.release(free)  # after the commit: before it a receiver would still see the rows
 
     @property
     def _claims(self) -> Claims:

@@ -6,6 +6,7 @@ A ThreadPoolExecutor costs twice as much for each call, and a call is most of wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -37,7 +38,8 @@ class Workers:
         except asyncio.CancelledError:
             while not job.finished:
                 job.afterwards = asyncio.get_running_loop().create_future()
-                await asyncio.wait([job.afterwards])
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the effect is still uncertain
+                    await asyncio.wait([job.afterwards])
             raise
 
     def stop(self) -> None:

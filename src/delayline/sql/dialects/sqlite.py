@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -43,6 +44,7 @@ class Sqlite:
         )
         self._directory = self.path.with_name(f"{self.path.name}-run")
         self._claims: dict[str, Claims] = {}
+        self._claiming = threading.Lock()
         self.wake_ups = WakeUps(self._directory)
 
     @property
@@ -80,9 +82,10 @@ class Sqlite:
 
     def claims(self, table: str) -> Claims:
         """Return the claims on one table's rows."""
-        if table not in self._claims:
-            self._claims[table] = Claims(self._directory, table)
-        return self._claims[table]
+        with self._claiming:  # two instances would give one row to two callers
+            if table not in self._claims:
+                self._claims[table] = Claims(self._directory, table)
+            return self._claims[table]
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:

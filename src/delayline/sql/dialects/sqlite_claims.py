@@ -55,13 +55,15 @@ class Claims:
         return len(self._held)
 
     def close(self) -> None:
-        """Give up every claim."""
-        os.close(self._file)
-        self._held.clear()
+        """Give up every claim; from now on none is given."""
+        with self._lock:
+            os.close(self._file)
+            self._file = -1
+            self._held.clear()
 
     def _lock_byte(self, row: int) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
-        except OSError:
+        except (OSError, ValueError):  # somebody else's; or closed
             return False
         return True

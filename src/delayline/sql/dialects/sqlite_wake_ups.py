@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import struct
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RECORD: Final = struct.Struct("=8sq")  # channel, microseconds since 1970
-READ_SIZE: Final = RECORD.size * 512
+READ_SIZE: Final = RECORD.size * 256  # no more than the smallest pipe holds, a page: a full pipe is seen as full
 QUIT: Final = b"\0" * RECORD.size
 CLOCK_TICK: Final = 100_000_000  # nanoseconds
 
@@ -86,7 +87,7 @@ class WakeUps:
                     pass  # a full pipe wakes its reader without our record
                 except OSError:
                     os.close(self._pipes.pop(name))
-                    (self._directory / name).unlink(missing_ok=True)
+                    _sweep(self._directory / name)
 
     def _find_pipes(self) -> None:
         """Open the pipes of processes that came since the last look; the folder's time tells whether any did."""
@@ -103,8 +104,9 @@ class WakeUps:
                 continue
             try:
                 self._pipes[path.name] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:
-                path.unlink(missing_ok=True)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nobody reads it; any other error says nothing about its owner
+                    _sweep(path)
 
     def _listen(self) -> None:
         hidden = self._directory / f"{self._mine}.new"
@@ -139,6 +141,11 @@ class WakeUps:
     def _tell_all(self) -> None:
         for key in list(self._listeners):
             self._tell(key, 0)
+
+
+def _sweep(path: Path) -> None:
+    with contextlib.suppress(OSError):  # another user's, or swept by somebody else
+        path.unlink()
 
 
 def _key(channel: str) -> bytes:

@@ -1,0 +1,48 @@
+"""The SQL room on SQLite keeps every promise: in one file, and with the store in one file and the queues in another."""
+
+from pathlib import Path
+
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
+from delayline.testing.conformance.messages import ENDPOINT
+
+
+def url(folder: Path, name: str = "delayline") -> str:
+    return f"sqlite:///{folder}/{name}.db"
+
+
+class TestSqliteStore(StoreConformance):
+    durable = True
+
+    async def make_store(self, tmp_path: Path) -> SqlDelayedMessageStore:
+        return SqlDelayedMessageStore(url(tmp_path))
+
+
+class TestSqliteTransport(TransportConformance):
+    async def make_transport(self, tmp_path: Path) -> SqlTransport:
+        return SqlTransport(url(tmp_path))
+
+
+class TestSqliteDelivery(DeliveryConformance):
+    """One file: every transaction mode up to TRANSACTION_SCOPE."""
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        return SqlTransport(url(tmp_path)), SqlDelayedMessageStore(url(tmp_path))
+
+
+class TestSqliteDeliveryOverTwoFiles(DeliveryConformance):
+    """The store in one file, the queues in another: no common transaction, so the lower modes only."""
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        return SqlTransport(url(tmp_path, "queues")), SqlDelayedMessageStore(url(tmp_path, "store"))
+
+
+class TestSqliteSixVerbDelivery(DeliveryConformance):
+    """The least of stores, on a real back end: one message at a time, locked by claims."""
+
+    burst = 100
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, FaultyStore]:
+        store = SqlDelayedMessageStore(url(tmp_path, "store"))
+        await store.setup_infrastructure(ENDPOINT)  # six verbs cannot
+        return SqlTransport(url(tmp_path, "queues")), FaultyStore(store, verbs_only=True)
