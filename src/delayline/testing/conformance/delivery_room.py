@@ -19,6 +19,7 @@ from delayline.testing.clock import ManualClock, settle
 from delayline.testing.conformance.messages import AT, ENDPOINT, PATIENCE
 from delayline.testing.conformance.store_room import closed
 from delayline.testing.conformance.transport_room import received
+from delayline.testing.faults import Fault
 from delayline.testing.faulty_store import FaultyStore
 from delayline.testing.faulty_transport import FaultyTransport
 from delayline.testing.signals import Signals
@@ -96,6 +97,12 @@ class Parts:
     def shared(self) -> bool:
         """Whether transport and store are in one transaction: then a batch is fetched, sent and removed in one."""
         return isinstance(self.store, StoreTransactions) and share_transactions(self.store, self.transport)
+
+    def note_dispatches(self) -> list[datetime]:
+        """Return a list that gets the instant of each dispatch from now on: when messages leave the store."""
+        instants: list[datetime] = []
+        self.transport.inject(Fault("dispatch", before=lambda: instants.append(self.clock.now())))
+        return instants
 
     def handled_ids(self) -> list[str]:
         """Return the ids of handled messages, in the order they were handled."""

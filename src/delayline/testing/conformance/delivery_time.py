@@ -76,6 +76,7 @@ class DeliveryInTime(DeliveryRoom):
     async def test_something_earlier_wakes_the_poller(self, parts: Parts) -> None:
         """It sleeps for a message due in two minutes; one due in five seconds comes in five seconds."""
         async with parts.endpoint() as endpoint:
+            left = parts.note_dispatches()
             await endpoint.send(ENDPOINT, b"", message_id="later", delay=120 * SECOND)
             await parts.poller_sleeps(AT + 60 * SECOND)
             await endpoint.send(ENDPOINT, b"", message_id="sooner", delay=5 * SECOND)
@@ -83,15 +84,16 @@ class DeliveryInTime(DeliveryRoom):
             await parts.happens(Event.HANDLED)
             assert parts.handled_ids() == ["sooner"]
             await parts.comes(Event.HANDLED, 2)
-            assert parts.handled[1][1] == AT + 120 * SECOND
+            assert left == [AT + 5 * SECOND, AT + 120 * SECOND]
 
     async def test_what_somebody_else_stores_arrives_within_a_minute(self, parts: Parts) -> None:
         """The sleep is capped: no signal is needed for safety."""
+        left = parts.note_dispatches()
         async with parts.endpoint():
             await parts.poller_sleeps(AT + 60 * SECOND)
             await parts.store.store(delayed(due=AT, destination=ENDPOINT))
             await parts.comes(Event.HANDLED)
-        assert parts.handled[0][1] <= AT + 60 * SECOND
+        assert left[0] <= AT + 60 * SECOND
 
     async def test_what_somebody_else_stores_wakes_the_poller(self, parts: Parts) -> None:
         """With wake-ups it arrives while the clock stands still."""
@@ -127,23 +129,25 @@ class DeliveryInTime(DeliveryRoom):
 
     async def test_a_clock_that_steps_back_makes_nothing_early(self, parts: Parts) -> None:
         """The poller's sleep ends by elapsed time; it looks at the clock again and goes on waiting (reference H13)."""
+        left = parts.note_dispatches()
         async with parts.endpoint() as endpoint:
             await endpoint.send(ENDPOINT, b"", delay=30 * SECOND)
             await parts.poller_sleeps(AT + 30 * SECOND)
             await settle()
             parts.clock.set(AT - HOUR)
             await parts.comes(Event.HANDLED)
-        assert parts.handled[0][1] == AT + 30 * SECOND
+        assert left == [AT + 30 * SECOND]
 
     async def test_a_clock_that_steps_forward_is_noticed_within_a_minute(self, parts: Parts) -> None:
         """Due by the new time, it leaves at the end of the sleep at the latest (reference H13)."""
+        left = parts.note_dispatches()
         async with parts.endpoint() as endpoint:
             await endpoint.send(ENDPOINT, b"", delay=HOUR)
             await parts.poller_sleeps(AT + 60 * SECOND)
             await settle()
             parts.clock.set(AT + 2 * HOUR)
             await parts.comes(Event.HANDLED)
-        assert AT + 2 * HOUR <= parts.handled[0][1] <= AT + 2 * HOUR + 60 * SECOND
+        assert AT + 2 * HOUR <= left[0] <= AT + 2 * HOUR + 60 * SECOND
 
     async def test_headers_arrive_as_sent(self, parts: Parts) -> None:
         """Whatever they hold; those that NServiceBus keeps for itself in the store stay there (reference 1.8)."""
