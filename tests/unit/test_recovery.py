@@ -183,7 +183,10 @@ async def test_a_message_removed_by_somebody_else_is_not_moved_to_the_error_queu
     break_destination(house)
     await house.hold(delayed())
 
-    async def gone(*_: object, **__: object) -> int:
+    remove = house.store.remove_many  # type: ignore[union-attr]
+
+    async def gone(messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
+        await remove(messages)
         return 0
 
     house.store.remove_many = gone  # type: ignore[method-assign, union-attr]

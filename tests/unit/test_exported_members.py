@@ -1,0 +1,84 @@
+"""One public door: what is in `delayline.__all__` is the API, and nothing joins or leaves it unnoticed."""
+
+from __future__ import annotations
+
+import inspect
+
+import delayline
+
+PINNED = [
+    "BackendUnavailable",
+    "BackendUnusable",
+    "BatchStore",
+    "Clock",
+    "ConfigurationError",
+    "CorruptHeaders",
+    "DelayedDelivery",
+    "DelayedMessage",
+    "DelayedMessageStore",
+    "DelaylineError",
+    "DispatchFailed",
+    "DueCount",
+    "Endpoint",
+    "Guarantee",
+    "Headers",
+    "InvalidDueTime",
+    "InvalidMessage",
+    "ManagedQueues",
+    "ManagedStore",
+    "MemoryDelayedMessageStore",
+    "MemoryTransport",
+    "Message",
+    "MessageContext",
+    "MissingExtra",
+    "NewerSchema",
+    "NotStarted",
+    "Outcome",
+    "QueueNotFound",
+    "ReceivedMessage",
+    "Receiver",
+    "Recoverability",
+    "SqlDelayedMessageStore",
+    "SqlTransport",
+    "StorageFull",
+    "StoreInfrastructure",
+    "StoreTransactions",
+    "StoreWakeUps",
+    "StoredDelivery",
+    "SyncEndpoint",
+    "SystemClock",
+    "Transaction",
+    "TransactionMode",
+    "Transport",
+    "TransportOperation",
+    "TransportTransactions",
+    "UnsupportedTransactionMode",
+    "guarantee",
+]
+
+
+def test_the_list_is_pinned() -> None:
+    assert sorted(delayline.__all__) == sorted(PINNED)
+
+
+def test_the_list_is_sorted_and_has_no_doubles() -> None:
+    assert list(delayline.__all__) == sorted(set(delayline.__all__))
+
+
+def test_every_name_can_be_imported_and_is_documented() -> None:
+    for name in delayline.__all__:
+        member = getattr(delayline, name)
+        assert member.__name__ == name
+        assert inspect.getdoc(member), name
+
+
+def test_every_public_member_is_listed() -> None:
+    public = {
+        name for name, member in vars(delayline).items() if not name.startswith("_") and not inspect.ismodule(member)
+    }
+    assert public == set(delayline.__all__)
+
+
+def test_every_error_is_public() -> None:
+    errors = {name for name, member in vars(delayline.errors).items() if inspect.isclass(member)}
+    assert {name for name in errors if issubclass(getattr(delayline.errors, name), Exception)} <= set(delayline.__all__)

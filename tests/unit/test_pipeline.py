@@ -1,0 +1,374 @@
+"""Receiving: retries, the error queue, what a handler sends, and what each transaction mode does."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.unit.conftest import House, build
+
+from delayline import (
+    BackendUnavailable,
+    Headers,
+    InvalidDueTime,
+    Message,
+    MessageContext,
+    Recoverability,
+    TransactionMode,
+)
+from delayline.events import Event
+from delayline.testing.clock import settle
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from delayline.testing.clock import ManualClock
+
+BOOM = RuntimeError("boom")
+DOWN = BackendUnavailable("the server does not answer")
+STRONGER = [TransactionMode.RECEIVE_ONLY, TransactionMode.SENDS_ATOMIC_WITH_RECEIVE, TransactionMode.TRANSACTION_SCOPE]
+
+
+async def start(house: House, act: Callable[[Message, MessageContext], Awaitable[None]]) -> list[tuple[str, int]]:
+    """Start with that handler; return the list of (message id, attempt) it fills."""
+    seen: list[tuple[str, int]] = []
+
+    @house.endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        seen.append((message.id, context.attempt))
+        await act(message, context)
+
+    await house.transport.setup_infrastructure(["out"])
+    await house.endpoint.start()
+    return seen
+
+
+async def receive(house: House, id: str = "m", **headers: str) -> None:
+    await house.transport.dispatch([TransportOperation(Message(id, headers, b"body"), "sales")])
+    await settle()
+
+
+async def fail(message: Message, context: MessageContext) -> None:
+    raise BOOM
+
+
+async def succeed(message: Message, context: MessageContext) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("mode", STRONGER)
+async def test_six_attempts_in_four_rounds_then_the_error_queue(clock: ManualClock, mode: TransactionMode) -> None:
+    house = build(clock, transaction_mode=mode)
+    seen = await start(house, fail)
+    await receive(house)
+    counts = [len(seen)]
+    for seconds in (10, 20, 30):
+        await clock.advance(seconds - 0.1)
+        assert len(seen) == counts[-1]
+        await clock.advance(0.1)
+        counts.append(len(seen))
+    assert counts == [6, 12, 18, 24]
+    assert [attempt for _, attempt in seen] == [1, 2, 3, 4, 5, 6] * 4
+    assert {id for id, _ in seen} == {"m"}
+    failed = await house.one("error")
+    assert failed.headers[Headers.FAILED_QUEUE] == "sales"
+    assert failed.headers[Headers.EXCEPTION_MESSAGE] == "boom"
+    assert failed.headers[Headers.RETRIES] == "3"
+    assert (await house.transport.count("sales"), await house.waiting()) == (0, [])
+    await house.endpoint.stop()
+
+
+async def test_a_retry_that_succeeds_ends_it(clock: ManualClock) -> None:
+    house = build(clock)
+
+    async def third_time(message: Message, context: MessageContext) -> None:
+        if context.attempt < 3:
+            raise BOOM
+
+    seen = await start(house, third_time)
+    await receive(house)
+    assert [attempt for _, attempt in seen] == [1, 2, 3]
+    assert (await house.transport.count("sales"), await house.ids("error")) == (0, [])
+    await house.endpoint.stop()
+
+
+async def test_an_unrecoverable_exception_goes_to_the_error_queue_at_once(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(unrecoverable=(RuntimeError,)))
+    seen = await start(house, fail)
+    await receive(house)
+    assert len(seen) == 1
+    assert await house.ids("error") == ["m"]
+    await house.endpoint.stop()
+
+
+async def test_headers_that_cannot_be_read_go_raw_to_the_error_queue(clock: ManualClock) -> None:
+    house = build(clock)
+    seen = await start(house, succeed)
+    poison = Message.from_encoded("m", b"{" * 100_000, b"body")
+    await house.transport.dispatch([TransportOperation(poison, "sales")])
+    await settle()
+    moved = await house.one("error")
+    assert seen == []
+    assert (moved.encoded_headers, moved.body) == (poison.encoded_headers, b"body")
+    assert house.critical == []
+    await house.endpoint.stop()
+
+
+@pytest.mark.parametrize("mode", TransactionMode)
+async def test_sends_leave_after_success_and_only_then(clock: ManualClock, mode: TransactionMode) -> None:
+    house = build(clock, transaction_mode=mode)
+    early: list[int] = []
+
+    async def act(message: Message, context: MessageContext) -> None:
+        await context.send("out", b"now", message_id=f"now {message.id}")
+        await context.send("out", b"later", message_id=f"later {message.id}", delay=timedelta(seconds=5))
+        await context.reply(b"yes")
+        early.append(await house.transport.count("out") + len(await house.waiting()))
+        if message.id == "bad":
+            raise BOOM
+
+    await start(house, act)
+    await receive(house, "good", **{Headers.REPLY_TO: "out"})
+    assert set(early) == {0}
+    assert len(await house.ids("out")) == 2
+    assert [message.id for message in await house.waiting()] == ["later good"]
+    await receive(house, "bad", **{Headers.REPLY_TO: "out"})
+    await clock.advance(100)
+    assert not [id for id in await house.ids("out") if "bad" in id]
+    assert (await house.one("error")).logical.id == "bad"
+    await house.endpoint.stop()
+
+
+async def test_a_deferred_message_is_handled_again_later(clock: ManualClock) -> None:
+    house = build(clock)
+
+    async def once_more(message: Message, context: MessageContext) -> None:
+        if len(seen) == 1:
+            await context.defer(timedelta(seconds=5))
+
+    seen: list[tuple[str, int]] = await start(house, once_more)
+    await receive(house)
+    await clock.advance(4.9)
+    assert seen == [("m", 1)]
+    await clock.advance(0.1)
+    assert seen == [("m", 1), ("m", 1)]
+    await house.endpoint.stop()
+
+
+async def test_defer_says_when(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(unrecoverable=(InvalidDueTime,)))
+
+    async def defer(message: Message, context: MessageContext) -> None:
+        await context.defer()
+
+    seen = await start(house, defer)
+    await receive(house)
+    assert (len(seen), await house.ids("error")) == (1, ["m"])
+    assert "say when" in (await house.one("error")).headers[Headers.EXCEPTION_MESSAGE]
+    await house.endpoint.stop()
+
+
+@pytest.mark.parametrize("mode", TransactionMode)
+async def test_when_the_message_leaves_its_queue(clock: ManualClock, mode: TransactionMode) -> None:
+    house = build(clock, transaction_mode=mode)
+    during: list[int] = []
+
+    async def look(message: Message, context: MessageContext) -> None:
+        during.append(await house.transport.count("sales"))
+
+    await start(house, look)
+    await receive(house)
+    assert during == [0 if mode is TransactionMode.NONE else 1]
+    assert await house.transport.count("sales") == 0
+    await house.endpoint.stop()
+
+
+async def test_mode_none_tries_once_and_moves_the_message_to_the_error_queue(clock: ManualClock) -> None:
+    house = build(clock, transaction_mode=TransactionMode.NONE)
+    seen = await start(house, fail)
+    await receive(house)
+    assert (len(seen), await house.ids("error")) == (1, ["m"])
+    await house.endpoint.stop()
+
+
+@pytest.mark.parametrize(
+    ("mode", "sent", "stored"),
+    [
+        (TransactionMode.RECEIVE_ONLY, True, True),
+        (TransactionMode.SENDS_ATOMIC_WITH_RECEIVE, False, True),
+        (TransactionMode.TRANSACTION_SCOPE, False, False),
+    ],
+)
+async def test_a_message_handled_elsewhere_is_rolled_back_as_far_as_the_mode_goes(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture, mode: TransactionMode, sent: bool, stored: bool
+) -> None:
+    house = build(clock, transaction_mode=mode)
+
+    async def lose(message: Message, context: MessageContext) -> None:
+        house.transport._queues["sales"].hidden.clear()  # its lock ran out and somebody else handled it
+        await context.send("out", b"", message_id="now")
+        await context.send("out", b"", message_id="later", delay=timedelta(1))
+
+    seen = await start(house, lose)
+    await receive(house)
+    assert len(seen) == 1
+    assert await house.ids("out") == (["now"] if sent else [])
+    assert [message.id for message in await house.waiting()] == (["later"] if stored else [])
+    assert [record for record in caplog.records if getattr(record, "event", "") == Event.RECEIVE_LOST]
+    assert await house.ids("error") == []
+    await house.endpoint.stop()
+
+
+async def test_a_message_gone_before_its_handler_in_mode_none_is_skipped(clock: ManualClock) -> None:
+    house = build(clock, transaction_mode=TransactionMode.NONE)
+    seen = await start(house, succeed)
+    receiver = house.endpoint._pipeline._receiver  # type: ignore[union-attr]
+
+    async def gone(*_: object) -> bool:
+        return False
+
+    receiver.acknowledge = gone  # type: ignore[union-attr, method-assign, assignment]
+    await receive(house)
+    assert seen == []
+    await house.endpoint.stop()
+
+
+async def test_an_error_queue_that_fails_gives_the_message_back_once_a_second(clock: ManualClock) -> None:
+    # Given a handler that fails, and an error queue that fails too
+    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+    house.faults.on["dispatch"] = lambda ids: BOOM if seen else None
+    seen: list[tuple[str, int]] = []
+    seen = await start(house, fail)
+    await receive(house)
+    # Then it is critical, and redelivered at a walking pace
+    assert house.critical == ["Failed to execute recoverability policy for message with native ID: `m`"]
+    assert len(seen) == 1
+    await clock.advance(3)
+    assert len(seen) == 4
+    house.faults.heal()
+    await clock.advance(1)
+    assert await house.ids("error") == ["m"]
+    await house.endpoint.stop()
+
+
+async def test_an_outage_while_recovering_waits_and_gives_the_message_back(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+    seen: list[tuple[str, int]] = []
+    house.faults.on["dispatch"] = lambda ids: DOWN if seen else None
+    seen = await start(house, fail)
+    await receive(house)
+    await clock.advance(3)
+    assert house.critical == []
+    house.faults.heal()
+    await clock.advance(1)
+    assert await house.ids("error") == ["m"]
+    await house.endpoint.stop()
+
+
+async def test_a_cancelled_error_out_of_a_handler_is_a_failure_like_any_other(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(immediate_retries=1, delayed_retries=0))
+
+    async def stray(message: Message, context: MessageContext) -> None:
+        raise asyncio.CancelledError
+
+    seen = await start(house, stray)
+    await receive(house)
+    assert (len(seen), await house.ids("error")) == (2, ["m"])
+    await house.endpoint.stop()
+
+
+async def test_a_receive_task_that_is_cancelled_gives_its_message_back(clock: ManualClock) -> None:
+    house = build(clock)
+    forever = asyncio.Event()
+
+    async def wait(message: Message, context: MessageContext) -> None:
+        if len(seen) == 1:
+            await forever.wait()
+
+    seen: list[tuple[str, int]] = await start(house, wait)
+    await receive(house)
+    (task,) = house.endpoint._pipeline._tasks  # type: ignore[union-attr]
+    task.cancel()
+    await settle()
+    assert [id for id, _ in seen] == ["m", "m"]
+    assert await house.transport.count("sales") == 0
+    await house.endpoint.stop()
+
+
+async def test_stop_lets_the_handlers_finish_and_starts_no_more_attempts(clock: ManualClock) -> None:
+    house = build(clock)
+    gate = asyncio.Event()
+
+    async def wait(message: Message, context: MessageContext) -> None:
+        await gate.wait()
+        raise BOOM
+
+    seen = await start(house, wait)
+    await receive(house)
+    stopping = asyncio.create_task(house.endpoint.stop())
+    await settle()
+    assert not stopping.done()
+    gate.set()
+    await stopping
+    assert len(seen) == 1
+    assert await house.ids("sales") == ["m"]
+
+
+async def test_no_more_messages_at_once_than_the_concurrency(clock: ManualClock) -> None:
+    house = build(clock, concurrency=2)
+    gate, running = asyncio.Event(), []
+
+    async def wait(message: Message, context: MessageContext) -> None:
+        running.append(message.id)
+        await gate.wait()
+
+    await start(house, wait)
+    for number in range(5):
+        await receive(house, str(number))
+    assert running == ["0", "1"]
+    gate.set()
+    await settle()
+    assert running == ["0", "1", "2", "3", "4"]
+    await house.endpoint.stop()
+
+
+def break_receiving(house: House, error: Exception) -> Callable[[], None]:
+    """Make receiving fail; return what mends it."""
+    receiver: Any = house.endpoint._pipeline._receiver  # type: ignore[union-attr]
+
+    async def broken(limit: int) -> Any:  # noqa: ANN401
+        raise error
+
+    receiver.receive = broken
+    return lambda: delattr(receiver, "receive")
+
+
+async def test_receiving_that_fails_for_long_is_critical(clock: ManualClock) -> None:
+    house = build(clock)
+    await start(house, succeed)
+    break_receiving(house, DOWN)
+    await receive(house)
+    await settle()
+    await clock.advance(31)
+    assert house.critical == ["Failed to receive from sales"]
+    await house.endpoint.stop()
+
+
+async def test_an_idle_queue_after_a_short_fault_is_not_critical(clock: ManualClock) -> None:
+    # Given one failed receive, after which the queue is reachable and empty
+    house = build(clock)
+    seen = await start(house, succeed)
+    await settle()
+    mend = break_receiving(house, DOWN)
+    await receive(house, "first")
+    mend()
+    # When nothing arrives for a long time
+    await clock.advance(120)
+    # Then that is no outage, and the next message is handled
+    assert house.critical == []
+    await receive(house, "second")
+    assert [id for id, _ in seen] == ["first", "second"]
+    await house.endpoint.stop()
