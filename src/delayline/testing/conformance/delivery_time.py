@@ -13,6 +13,7 @@ from delayline.message import DelayedMessage, Message
 from delayline.testing.clock import settle
 from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, DeliveryRoom, facts, send_all
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, TICK, delayed
+from delayline.testing.faults import FETCH
 
 if TYPE_CHECKING:
     from delayline.pipeline import MessageContext
@@ -148,6 +149,18 @@ class DeliveryInTime(DeliveryRoom):
             parts.clock.set(AT + 2 * HOUR)
             await parts.comes(Event.HANDLED)
         assert AT + 2 * HOUR <= left[0] <= AT + 2 * HOUR + 60 * SECOND
+
+    async def test_a_message_locked_by_somebody_else_is_not_hammered(self, parts: Parts) -> None:
+        """The poller looks again now and then, not in a tight loop, and others arrive meanwhile (reference H5)."""
+        async with parts.endpoint() as endpoint:
+            await parts.poller_sleeps(AT + 60 * SECOND)
+            await parts.store.store(delayed("theirs", AT - HOUR, destination=ENDPOINT))
+            assert await parts.store.fetch_next_due(AT - HOUR) is not None
+            await endpoint.send(ENDPOINT, b"", message_id="mine", delay=SECOND)
+            before = parts.store.calls(*FETCH)
+            await parts.comes(Event.HANDLED)
+            assert parts.handled_ids() == ["mine"]
+            assert parts.store.calls(*FETCH) - before < 50
 
     async def test_headers_arrive_as_sent(self, parts: Parts) -> None:
         """Whatever they hold; those that NServiceBus keeps for itself in the store stay there (reference 1.8)."""

@@ -88,6 +88,18 @@ class StoreTransactionality(StoreRoom):
             await store.remove(fetched, transaction)
         assert await other is None
 
+    async def test_a_lock_without_a_transaction_holds_for_transactions(self, transactional: InTransactions) -> None:
+        """Pollers that use transactions and pollers that do not can work on one store."""
+        store = transactional
+        await store.store(delayed())
+        fetched = await store.fetch_next_due(AT)
+        assert fetched is not None
+        async with store.transaction() as transaction:
+            assert await store.fetch_next_due(AT, transaction) is None
+        assert await store.increment_failure_count(fetched) is True
+        async with store.transaction() as transaction:
+            assert await store.fetch_next_due(AT, transaction) is not None
+
     async def test_an_uncommitted_store_is_not_seen(self, transactional: InTransactions) -> None:
         """Nor is one that is rolled back, ever."""
         store = transactional

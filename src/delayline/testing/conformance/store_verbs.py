@@ -204,3 +204,19 @@ class StoreVerbs(StoreRoom):
         second = await opened(await self.make_store(tmp_path))
         same(await second.fetch_next_due(AT), replace(delayed(), number_of_retries=1))
         await closed(second)
+
+    async def test_a_lock_holds_for_other_store_objects(self, tmp_path: Path) -> None:
+        """Another process gets neither the message nor a second removal of it."""
+        if not self.durable:
+            pytest.skip("not claimed: durable")
+        mine = await opened(await self.make_store(tmp_path))
+        theirs = await opened(await self.make_store(tmp_path))
+        await mine.store(delayed())
+        fetched = await mine.fetch_next_due(AT)
+        same(fetched, delayed())
+        assert await theirs.fetch_next_due(AT) is None
+        assert await theirs.next_due() == AT
+        assert await mine.remove(delayed()) is True
+        assert await theirs.remove(delayed()) is False
+        await closed(theirs)
+        await closed(mine)
