@@ -1,0 +1,58 @@
+"""Clusters of real processes, every one of which ends with its test."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2]))  # for `tests.cluster.harness`, however pytest was started
+
+from delayline import Endpoint, StoredDelivery
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from tests.cluster.harness import Cluster, Nursery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def make_cluster(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Return a function that sets a cluster up: `make_cluster(mode, layout)`."""
+    made: list[Cluster] = []
+
+    def make(mode: str = "TRANSACTION_SCOPE", layout: str = "one file") -> Cluster:
+        cluster = Cluster(nursery, tmp_path, mode, layout)
+        made.append(cluster)
+        asyncio.run(set_up(cluster))
+        return cluster
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+async def set_up(cluster: Cluster) -> None:
+    transport = SqlTransport(f"sqlite:///{cluster.transport_file}")
+    delivery = None
+    if cluster.layout != "no store":
+        delivery = StoredDelivery(SqlDelayedMessageStore(f"sqlite:///{cluster.store_file}"))
+    await Endpoint("orders", transport=transport, delayed_delivery=delivery).setup()
+    await transport.setup_infrastructure(["results"])

@@ -1,0 +1,205 @@
+"""Starting, killing and counting: what the cluster tests are written in."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PATIENCE = 30.0  # seconds until a condition that never comes true fails the test
+LOOK_AGAIN = 0.02
+
+Step = dict[str, Any]
+
+
+def new_seed() -> int:
+    """A seed, printed so that a failing round can be repeated with DELAYLINE_SEED."""
+    seed = int(os.environ.get("DELAYLINE_SEED", secrets.randbelow(1_000_000)))
+    print(f"DELAYLINE_SEED={seed}")  # noqa: T201 - pytest shows it beside a failure
+    return seed
+
+
+def eventually(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {patience} s: {what}"
+        time.sleep(LOOK_AGAIN)
+
+
+class Worker:
+    """One process, held by a descriptor: no other process can be hit by mistake, even if its number is used again."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._handle, number)
+
+    def ended(self, patience: float = 0) -> bool:
+        return bool(select.select([self._handle], [], [], patience)[0])
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self.ended(PATIENCE)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGTERM)
+        assert self.ended(PATIENCE), "SIGTERM did not end it"
+
+    def close(self) -> None:
+        if not self.ended():
+            self.kill()
+        os.close(self._handle)
+
+
+class Nursery:
+    """Forks workers on request."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def fork(self, settings: dict[str, Any]) -> Worker:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(settings) + "\n")
+        self._process.stdin.flush()
+        return Worker(int(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=PATIENCE)
+
+
+@dataclass
+class Cluster:
+    """Several processes of the endpoint `orders`, on one SQLite file or on two."""
+
+    nursery: Nursery
+    folder: Path
+    mode: str = "TRANSACTION_SCOPE"
+    layout: str = "one file"
+    workers: list[Worker] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def transport_file(self) -> Path:
+        return self.folder / "delayline.db"
+
+    @property
+    def store_file(self) -> Path:
+        return self.folder / ("store.db" if self.layout == "two files" else "delayline.db")
+
+    def start(self, role: str, **settings: Any) -> Worker:
+        """Start a process; roles: sender, poller, receiver."""
+        common = {
+            "role": role,
+            "transport": f"sqlite:///{self.transport_file}",
+            "store": None if self.layout == "no store" else f"sqlite:///{self.store_file}",
+            "mode": self.mode,
+            "journal": str(self.folder / "journal"),
+            "batch_size": 10,
+            "seed": 0,
+        }
+        worker = self.nursery.fork(common | settings)
+        self.workers.append(worker)
+        return worker
+
+    def send(self, number: int, *, first: int = 0, delays: tuple[float, float] | None = (0.2, 1.5)) -> Worker:
+        """Start a sender of that many messages, due after delays between the two."""
+        return self.start("sender", first=first, last=first + number, delays=delays)
+
+    def send_all(self, number: int, *, delays: tuple[float, float] | None = (0.01, 0.02)) -> None:
+        """Have that many messages sent, and wait for it."""
+        assert self.send(number, delays=delays).ended(PATIENCE)
+        assert len(self.sent()) == number, self.log()
+
+    def havoc(self, chance: random.Random, posts: Sequence[str], seconds: float, **settings: Any) -> None:
+        """Keep these posts manned for a while, and kill now one, now another."""
+        manned = [(role, self.start(role, **settings)) for role in posts]
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(chance.uniform(0.05, 0.25))
+            number = chance.randrange(len(manned))
+            role, worker = manned[number]
+            worker.kill()
+            self.kills[role] += 1
+            manned[number] = (role, self.start(role, **settings))
+
+    def finish(self) -> None:
+        """Wait until nothing waits anywhere, then stop every process in peace."""
+        eventually(lambda: not self.stored() and not self.queued("orders"), f"all to arrive; {self.log()}")
+        for worker in self.workers:
+            if not worker.ended():
+                worker.stop()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def stored(self) -> list[str]:
+        """The ids that wait in the store."""
+        if self.layout == "no store":
+            return []
+        return [row[0] for row in self._rows(self.store_file, 'SELECT id FROM "orders.timeouts"')]
+
+    def queued(self, queue: str) -> list[str]:
+        """The ids in a queue."""
+        query = "SELECT id FROM delayline_messages WHERE queue = ?"
+        return [row[0] for row in self._rows(self.transport_file, query, queue)]
+
+    def results(self) -> Counter[str]:
+        """How often each message has taken effect: what its handler's transaction has sent."""
+        query = "SELECT CAST(body AS TEXT) FROM delayline_messages WHERE queue = 'results'"
+        return Counter(row[0] for row in self._rows(self.transport_file, query))
+
+    def sent(self) -> set[str]:
+        """The ids whose send returned: those the sender may rely on."""
+        return {words[1] for words in self.journal("sent")}
+
+    def handled(self) -> Counter[str]:
+        """How often each message was given to the handler."""
+        return Counter(words[1] for words in self.journal("handled"))
+
+    def early(self) -> list[str]:
+        """The ids that were handled before they were due."""
+        return [words[1] for words in self.journal("handled") if int(words[3]) < int(words[2])]
+
+    def journal(self, kind: str) -> list[list[str]]:
+        path = self.folder / "journal"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [words for line in lines if (words := line.split())[0] == kind]
+
+    def log(self) -> str:
+        """What the workers logged, for a failing test."""
+        path = self.folder / "journal.log"
+        return path.read_text()[-4000:] if path.exists() else ""
+
+    def running(self, number: int) -> None:
+        """Wait until that many endpoints have started."""
+        eventually(lambda: len(self.journal("started")) >= number, f"{number} to start; {self.log()}")
+
+    def _rows(self, file: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
+        connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=PATIENCE)
+        try:
+            return connection.execute(query, values).fetchall()
+        finally:
+            connection.close()

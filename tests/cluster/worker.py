@@ -1,0 +1,153 @@
+"""Processes to be killed: forks one for each line of JSON on its input and answers with its process id.
+
+Forked from a process that has imported everything and opened nothing, a worker is there in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from delayline import Endpoint, StoredDelivery, TransactionMode
+from delayline.message import Headers, Message, from_wire_time
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.testing import Fault, FaultyStore, FaultyTransport
+
+if TYPE_CHECKING:
+    from delayline.pipeline import MessageContext
+
+Settings = dict[str, Any]
+PR_SET_PDEATHSIG = 1
+
+
+class Journal:
+    """An append-only file: one write a line, so that lines of several processes never mix and no kill halves one."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def note(self, *words: object) -> None:
+        os.write(self._file, (" ".join(map(str, words)) + "\n").encode())
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def faults_of(settings: Settings, part: str) -> list[Fault]:
+    """The steps at which this process kills itself."""
+    return [
+        Fault(
+            step["on"] if isinstance(step["on"], str) else tuple(step["on"]),
+            calls=step.get("call", 1),
+            before=die if step["at"] == "before" else None,
+            after=die if step["at"] == "after" else None,
+        )
+        for step in settings.get("faults", [])
+        if step["part"] == part
+    ]
+
+
+def endpoint_of(settings: Settings, journal: Journal) -> Endpoint:
+    interval = timedelta(seconds=settings.get("poll_interval", 1))
+    transport = FaultyTransport(
+        SqlTransport(settings["transport"], poll_interval=interval), *faults_of(settings, "transport")
+    )
+    delivery = None
+    if settings["store"] is not None:
+        store = FaultyStore(SqlDelayedMessageStore(settings["store"]), *faults_of(settings, "store"))
+        delivery = StoredDelivery(store, polling=settings["role"] == "poller", batch_size=settings["batch_size"])
+    endpoint = Endpoint(
+        "orders",
+        transport=transport,
+        delayed_delivery=delivery,
+        transaction_mode=TransactionMode[settings["mode"]],
+        concurrency=4,
+    )
+    if settings["role"] == "receiver":
+        endpoint.handler(handler(journal, settings))
+    return endpoint
+
+
+def handler(journal: Journal, settings: Settings) -> Any:
+    handled = 0
+
+    async def handle(message: Message, context: MessageContext) -> None:
+        nonlocal handled
+        handled += 1
+        wire = message.headers.get(Headers.DELIVER_AT)
+        due = 0 if wire is None else round(from_wire_time(wire).timestamp() * 1_000_000)
+        journal.note("handled", message.id, due, time.time_ns() // 1000)
+        await context.send("results", message.id)
+        if handled == settings.get("die_in_handler"):
+            die()
+        await asyncio.sleep(settings.get("work", 0))
+
+    return handle
+
+
+async def serve(settings: Settings, journal: Journal) -> None:
+    """Poll or receive until SIGTERM."""
+    terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
+    async with endpoint_of(settings, journal):
+        journal.note("started", os.getpid())
+        await terminated.wait()
+    journal.note("stopped", os.getpid())
+
+
+async def send(settings: Settings, journal: Journal) -> None:
+    """Send the messages numbered `first` to `last`, a few at a time, and note each before and after."""
+    chance = random.Random(settings["seed"])  # noqa: S311 - repeatable
+    delays = settings["delays"]
+
+    async def send_one(endpoint: Endpoint, number: int) -> None:
+        delay = None if delays is None else timedelta(seconds=chance.uniform(*delays))
+        journal.note("trying", number)
+        await endpoint.send("orders", b"body", message_id=str(number), delay=delay)
+        journal.note("sent", number)
+
+    async with endpoint_of(settings, journal) as endpoint:
+        for first in range(settings["first"], settings["last"], 20):
+            numbers = range(first, min(first + 20, settings["last"]))
+            await asyncio.gather(*(send_one(endpoint, number) for number in numbers))
+    journal.note("stopped", os.getpid())
+
+
+def run(settings: Settings) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(Path(settings["journal"]).with_suffix(".log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    logging.basicConfig(level=logging.WARNING, format=f"{settings['role']} {os.getpid()} %(message)s", force=True)
+    job = send if settings["role"] == "sender" else serve
+    asyncio.run(job(settings, Journal(settings["journal"])))
+
+
+def main() -> None:
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                try:
+                    run(json.loads(line))
+                except Exception:
+                    logging.exception("the worker failed")
+            os._exit(0)
+        sys.stdout.write(f"{child}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
