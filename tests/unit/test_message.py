@@ -107,7 +107,9 @@ def test_a_delayed_message_has_its_messages_id() -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=5,
     )
 )
 def test_a_body_that_is_neither_bytes_nor_text_is_json(body: object) -> None:

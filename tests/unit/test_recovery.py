@@ -37,7 +37,7 @@ def break_destination(house: House) -> list[float]:
     async def dispatch(operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         if operations[0].destination == "out":
             tried.append((house.clock.now() - START).total_seconds())
-            raise BOOM
+            raise BOOM.with_traceback(None)
         await send(operations, transaction)
 
     house.transport.dispatch = dispatch  # type: ignore[method-assign]
@@ -76,7 +76,7 @@ async def test_attempts_back_off_and_others_go_on_meanwhile(clock: ManualClock, 
     assert await house.ids("error") == ["good"]
     await clock.advance(200)
     gaps = [round(later - earlier) for earlier, later in itertools.pairwise(tried)]
-    assert gaps == [1, 2, 4, 8, 16, 32, 60]
+    assert gaps == [1, 2, 4, 8, 16, 32, 60][:retries]
     await house.endpoint.stop()
 
 
