@@ -274,7 +274,7 @@ def error_tree() -> str:
 
 
 HEADER_MEANING: Final = {
-    "MESSAGE_ID": "The message's id; always equal to it.",
+    "MESSAGE_ID": "The id the message was sent with, which handlers see; a copy to be handled again keeps it.",
     "CORRELATION_ID": "The id of the message that began an exchange; a reply carries its request's.",
     "CONVERSATION_ID": "The id of the first message of a chain; what a handler sends carries it on.",
     "RELATED_TO": "The id of the message whose handler sent this one.",

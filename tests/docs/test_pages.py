@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
 OURS = [page for page in PAGES if page.parent.name not in {"custom_store", "reminders"}]
-BLOCK = re.compile(r"^(?:<!-- ([\w-]+)(?:: (.*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- ([\w-]+)(?:: ([^\n]*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL
+)
 #: Shown, not run here: `make` and what it starts have tests of their own, installing changes the machine.
 NOT_RUN = ("make", "pip", "flask", "gunicorn")
 
@@ -152,7 +154,9 @@ def matches(output: str, expected: str) -> None:
     """Check that the expected lines stand in the output, in their order; `...` is anything within a line."""
     lines = iter(output.splitlines())
     for wanted in filter(None, (line.strip() for line in expected.splitlines())):
-        pattern = re.compile(".*?".join(r"\s+".join(map(re.escape, part.split(" "))) for part in wanted.split("...")))
+        pattern = re.compile(
+            ".*?".join(r"\s+".join(map(re.escape, re.split(" +", part))) for part in wanted.split("..."))
+        )
         if not any(pattern.fullmatch(line.strip()) for line in lines):
             pytest.fail(f"the page promises {wanted!r}, in this order; there was\n{output}")
 
