@@ -11,9 +11,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.cluster.harness`, however pytest was started
 
+from tests.cluster.harness import Cluster, Nursery
+
 from delayline import Endpoint, StoredDelivery
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from tests.cluster.harness import Cluster, Nursery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -108,7 +108,7 @@ class Cluster:
     def store_file(self) -> Path:
         return self.folder / ("store.db" if self.layout == "two files" else "delayline.db")
 
-    def start(self, role: str, **settings: Any) -> Worker:
+    def start(self, role: str, **settings: object) -> Worker:
         """Start a process; roles: sender, poller, receiver."""
         common = {
             "role": role,
@@ -123,16 +123,18 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
-    def send(self, number: int, *, first: int = 0, delays: tuple[float, float] | None = (0.2, 1.5)) -> Worker:
+    def send(
+        self, number: int, *, first: int = 0, delays: tuple[float, float] | None = (0.2, 1.5), **settings: object
+    ) -> Worker:
         """Start a sender of that many messages, due after delays between the two."""
-        return self.start("sender", first=first, last=first + number, delays=delays)
+        return self.start("sender", first=first, last=first + number, delays=delays, **settings)
 
     def send_all(self, number: int, *, delays: tuple[float, float] | None = (0.01, 0.02)) -> None:
         """Have that many messages sent, and wait for it."""
         assert self.send(number, delays=delays).ended(PATIENCE)
         assert len(self.sent()) == number, self.log()
 
-    def havoc(self, chance: random.Random, posts: Sequence[str], seconds: float, **settings: Any) -> None:
+    def havoc(self, chance: random.Random, posts: Sequence[str], seconds: float, **settings: object) -> None:
         """Keep these posts manned for a while, and kill now one, now another."""
         manned = [(role, self.start(role, **settings)) for role in posts]
         deadline = time.monotonic() + seconds

@@ -6,10 +6,10 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.cluster.harness import PATIENCE, new_seed
 
 from delayline import Guarantee, StoredDelivery, TransactionMode, UnsupportedTransactionMode, guarantee
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from tests.cluster.harness import PATIENCE, new_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

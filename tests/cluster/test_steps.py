@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.cluster.harness import PATIENCE
 
 from delayline.testing.faults import FETCH, REMOVE
-from tests.cluster.harness import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.cluster.harness import Cluster, Step
 
-MESSAGES = 120
+MESSAGES = 200
 ONE_FILE = ("TRANSACTION_SCOPE", "one file")
 TWO_FILES = ("RECEIVE_ONLY", "two files")
 

@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.cluster.harness import PATIENCE, eventually
 
 if TYPE_CHECKING:
@@ -89,12 +88,14 @@ def test_a_sender_that_commits_late(make_cluster: Callable[..., Cluster]) -> Non
     cluster = make_cluster()
     cluster.start("poller")
     cluster.start("receiver")
-    cluster.running(2)
+    go = cluster.folder / "go"
+    sender = cluster.send(20, delays=(0.05, 0.1), go=str(go))
+    cluster.running(3)
     other = sqlite3.connect(cluster.store_file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
         # When messages are sent whose due time passes before they can be committed
-        sender = cluster.send(20, delays=(0.05, 0.1))
+        go.touch()
         eventually(lambda: len(cluster.journal("trying")) == 20, "the sends")
         time.sleep(0.3)
         assert cluster.journal("sent") == []

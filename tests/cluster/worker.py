@@ -25,7 +25,7 @@ from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 
 if TYPE_CHECKING:
-    from delayline.pipeline import MessageContext
+    from delayline.pipeline import Handler, MessageContext
 
 Settings = dict[str, Any]
 PR_SET_PDEATHSIG = 1
@@ -80,7 +80,7 @@ def endpoint_of(settings: Settings, journal: Journal) -> Endpoint:
     return endpoint
 
 
-def handler(journal: Journal, settings: Settings) -> Any:
+def handler(journal: Journal, settings: Settings) -> Handler:
     handled = 0
 
     async def handle(message: Message, context: MessageContext) -> None:
@@ -119,6 +119,9 @@ async def send(settings: Settings, journal: Journal) -> None:
         journal.note("sent", number)
 
     async with endpoint_of(settings, journal) as endpoint:
+        journal.note("started", os.getpid())
+        while "go" in settings and not Path(settings["go"]).exists():  # noqa: ASYNC110, ASYNC240 - another process's
+            await asyncio.sleep(0.01)
         for first in range(settings["first"], settings["last"], 20):
             numbers = range(first, min(first + 20, settings["last"]))
             await asyncio.gather(*(send_one(endpoint, number) for number in numbers))
