@@ -45,7 +45,7 @@ def test_a_short_demo_keeps_every_promise(folder: Path, processes: list[subproce
     arguments = ("demo", "--rows", "300", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
     process = delayline_process(*arguments)
     processes.append(process)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     document = Ran(0, out, err).document
     assert document["kept"]
