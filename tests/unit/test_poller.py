@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.unit.conftest import START, House, build, delayed
 
-from delayline import BackendUnavailable, DispatchFailed, TransactionMode
+from delayline import BackendUnavailable, DelayedMessage, DispatchFailed, Message, TransactionMode
 from delayline.events import Event
 from delayline.testing.clock import settle
 
@@ -332,4 +332,18 @@ async def test_a_release_that_fails_is_a_fault_of_the_storage(clock: ManualClock
     await start(house)
     await clock.advance(1)
     assert house.critical == []
+    await house.endpoint.stop()
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["readable", "damaged"])
+async def test_the_dispatch_properties_of_dotnet_do_not_reach_the_receiver(clock: ManualClock, damaged: bool) -> None:
+    house = build(clock)
+    stored = b'{"NServiceBus.Timeouts.Properties.DeliverAt": "x", "mine": "1"' + (b"" if damaged else b"}")
+    await house.hold(DelayedMessage(Message.from_encoded("m", stored, b""), "out", START))
+    await start(house)
+    sent = await house.one("out")
+    if damaged:
+        assert sent.encoded_headers == stored
+    else:
+        assert dict(sent.headers) == {"mine": "1"}
     await house.endpoint.stop()

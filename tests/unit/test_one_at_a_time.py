@@ -1,0 +1,65 @@
+"""A six-verb store behind the face of a batch store."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.conftest import START, SixVerbs, delayed
+
+from delayline import MemoryDelayedMessageStore
+from delayline.delayed.one_at_a_time import OneAtATime, batches_of
+
+if TYPE_CHECKING:
+    from delayline.testing.clock import ManualClock
+
+
+@pytest.fixture
+def store() -> SixVerbs:
+    return SixVerbs()
+
+
+@pytest.fixture
+def batches(store: SixVerbs, clock: ManualClock) -> OneAtATime:
+    return OneAtATime(store, clock)
+
+
+async def fetch(batches: OneAtATime, after: float = 0) -> list[str]:
+    found = await batches.fetch_due(START + timedelta(seconds=after), 500, max_bytes=1)
+    return [message.id for message in found]
+
+
+def test_a_store_that_works_in_batches_is_left_alone(store: SixVerbs, clock: ManualClock) -> None:
+    memory = MemoryDelayedMessageStore()
+    assert batches_of(memory, clock) is memory
+    assert isinstance(batches_of(store, clock), OneAtATime)
+
+
+async def test_it_stores_each_and_fetches_one(batches: OneAtATime) -> None:
+    await batches.store_many([delayed("a"), delayed("b", after=1)])
+    assert await batches.next_due() == START
+    assert [await fetch(batches, 1) for _ in range(3)] == [["a"], ["b"], []]
+
+
+async def test_what_was_released_comes_first(batches: OneAtATime) -> None:
+    await batches.store_many([delayed("a"), delayed("b")])
+    (message,) = await batches.fetch_due(START, 1, max_bytes=1)
+    await batches.release_many([message])
+    assert [await fetch(batches), await fetch(batches)] == [["a"], ["b"]]
+
+
+async def test_a_message_that_backs_off_is_not_fetched_though_its_lease_ran_out(
+    batches: OneAtATime, store: SixVerbs, clock: ManualClock
+) -> None:
+    # Given a message that backs off, and a store that has unlocked it
+    await batches.store_many([delayed("a"), delayed("b")])
+    (message,) = await batches.fetch_due(START, 1, max_bytes=1)
+    await batches.retry_many([message], START + timedelta(seconds=2))
+    await store.inner.release_many([message])
+    # When something is fetched, then it is the next one
+    assert await fetch(batches) == ["b"]
+    # And the first comes back, counted, when its time has come
+    await clock.advance(2)
+    (again,) = await batches.fetch_due(clock.now(), 1, max_bytes=1)
+    assert (again.id, again.number_of_retries) == ("a", 1)
