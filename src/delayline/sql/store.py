@@ -104,8 +104,7 @@ class SqlDelayedMessageStore:
         """Lock and return the earliest due messages."""
         until = to_microseconds(at)
         if transaction is None:
-            # In the write lane: what somebody's transaction has fetched is locked by it until it ends.
-            return await self._database.write(partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes))
+            return await self._claim(until, limit, max_bytes)
         fetch = partial(bounded, statement=self._statements.due, until=until, limit=limit, max_bytes=max_bytes)
         return await joined(transaction, self._database).run(fetch)
 
@@ -208,7 +207,21 @@ class SqlDelayedMessageStore:
         tell = partial(self._database.dialect.wake_ups.notify, self._channel, due)
         tell() if transaction is None else transaction.after_commit(tell)
 
-    def _claim_due(self, connection: Connection, *, until: int, limit: int, max_bytes: int) -> Sequence[DelayedMessage]:
+    async def _claim(self, until: int, limit: int, max_bytes: int) -> Sequence[DelayedMessage]:
+        """Claim in the write lane: what somebody's transaction has fetched is locked by it until it ends."""
+        claimed: dict[str, int] = {}
+        claim = partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+        try:
+            batch = await self._database.write(claim)
+        except BaseException:
+            self._claims.release(claimed.values())  # nobody will ever know that we have them
+            raise
+        self._claimed |= claimed
+        return batch
+
+    def _claim_due(
+        self, connection: Connection, *, until: int, limit: int, max_bytes: int, claimed: dict[str, int]
+    ) -> Sequence[DelayedMessage]:
         """Claim due rows page by page until there are enough; read those that are still there and still due."""
         batch: list[DelayedMessage] = []
         statements, size, skip = self._statements, 0, 0
@@ -224,7 +237,7 @@ class SqlDelayedMessageStore:
                         size = size if row is None else max_bytes
                         continue
                     size += len(row[3]) + len(row[4])
-                    self._claimed[row[0]] = number
+                    claimed[row[0]] = number
                     batch.append(message_of(row))
             if len(page) < limit:
                 break

@@ -11,6 +11,8 @@ import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from delayline.errors import NotStarted
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,17 +24,22 @@ class Workers:
 
     def __init__(self, name: str, number: int) -> None:
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._stopped = False
+        self._stopping = threading.Lock()
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(number)]
         for thread in self._threads:
             thread.start()
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` to its end and return or raise what it does.
+        """Run `work` to its end and return or raise what it does. Raises NotStarted once stopped.
 
         Cancelling does not cut the work short: the cancellation is raised when its effect is certain.
         """
         job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
-        self._jobs.put(job)
+        with self._stopping:
+            if self._stopped:
+                raise NotStarted("the database was closed meanwhile: start the endpoint first")
+            self._jobs.put(job)
         try:
             return await job.outcome
         except asyncio.CancelledError:
@@ -44,8 +51,10 @@ class Workers:
 
     def stop(self) -> None:
         """Finish what was given and end the threads; blocks."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        with self._stopping:  # what comes after the threads' ends would never be answered
+            self._stopped = True
+            for _ in self._threads:
+                self._jobs.put(None)
         for thread in self._threads:
             thread.join()
 

@@ -32,7 +32,7 @@ class WakeUps:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}.wake"
+        self._mine = ""
         self._lock = threading.Lock()
         self._listeners: dict[bytes, list[tuple[asyncio.AbstractEventLoop, Callable[[int], None]]]] = {}
         self._pipes: dict[str, int] = {}
@@ -109,6 +109,7 @@ class WakeUps:
                     _sweep(path)
 
     def _listen(self) -> None:
+        self._mine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}.wake"  # now: the process may be a fork of another
         hidden = self._directory / f"{self._mine}.new"
         os.mkfifo(hidden)
         # Read and write: a pipe that we hold open for writing never reports an end of file.
