@@ -1,0 +1,88 @@
+"""Every statement on the way of a message uses an index, whatever is pending."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.sql.database import Database
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import set_up, timeouts_table
+from delayline.sql.statements import StoreStatements
+from delayline.sql.transport import TransportStatements
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from delayline.sql.dialects.sqlite import Sqlite
+
+TABLE = "orders.timeouts"
+
+
+def statements(owner: StoreStatements | TransportStatements) -> dict[str, str]:
+    return {name: value.sql for name, value in vars(owner).items() if isinstance(value, Prepared)}
+
+
+def dialect_at(file: Path) -> Sqlite:
+    return Database.at(f"sqlite:///{file}").dialect
+
+
+@pytest.fixture
+def connection(file: Path) -> Iterator[sqlite3.Connection]:
+    """Provide a connection to a file with the tables, some thousand rows and statistics."""
+    dialect = dialect_at(file)
+    made = dialect.connect(writing=True)
+    set_up(made, timeouts_table(TABLE))
+    made.close()
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        rows = [(f"m{number}", "billing", number, b"{}", b"") for number in range(3000)]
+        connection.executemany(
+            f'INSERT INTO "{TABLE}" (id, destination, due, headers, body, retry_count) VALUES (?, ?, ?, ?, ?, 0)',  # noqa: S608
+            rows,
+        )
+        connection.executemany(
+            "INSERT INTO delayline_messages (queue, id, headers, body) VALUES (?, ?, ?, ?)",
+            [(f"queue{number % 7}", f"m{number}", b"{}", b"") for number in range(3000)],
+        )
+        connection.executemany("INSERT INTO delayline_queues VALUES (?)", [(f"queue{number}",) for number in range(7)])
+        yield connection
+
+
+def plan_of(connection: sqlite3.Connection, sql: str) -> list[str]:
+    steps = connection.execute(f"EXPLAIN QUERY PLAN {sql}", [1] * sql.count("?")).fetchall()
+    return [step[3] for step in steps]
+
+
+def assert_cheap(name: str, sql: str, plan: list[str]) -> None:
+    for step in plan:
+        assert "TEMP B-TREE" not in step, f"{name} sorts: {sql}"
+        assert not step.startswith("SCAN"), f"{name} reads the whole table: {sql}"
+    if not sql.startswith("INSERT"):
+        assert any(step.startswith("SEARCH") for step in plan), f"{name} uses no index: {plan}"
+
+
+@pytest.mark.parametrize("analyzed", [False, True], ids=["fresh", "analyzed"])
+def test_no_statement_scans_or_sorts(connection: sqlite3.Connection, file: Path, analyzed: bool) -> None:
+    # Given tables with rows, with statistics or without
+    if analyzed:
+        connection.execute("ANALYZE")
+    dialect = dialect_at(file)
+    # When SQLite is asked how it would run each statement
+    found = statements(StoreStatements(timeouts_table(TABLE), dialect)) | statements(TransportStatements(dialect))
+    # Then each searches an index
+    assert {"due", "due_numbers", "next_due", "insert", "delete", "known", "put", "numbers"} <= set(found)
+    for name, sql in found.items():
+        assert_cheap(name, sql, plan_of(connection, sql))
+
+
+def test_the_guard_can_fail(connection: sqlite3.Connection) -> None:
+    # Given tables without their indexes
+    connection.execute(f'DROP INDEX "{TABLE}.Index_Time"')
+    sql = f'SELECT id FROM "{TABLE}" WHERE due <= ? ORDER BY due, seq'  # noqa: S608
+    # Then the guard sees it
+    with pytest.raises(AssertionError, match=r"sorts|whole table"):
+        assert_cheap("due", sql, plan_of(connection, sql))
