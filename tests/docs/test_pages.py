@@ -1,8 +1,13 @@
 """Every page is run: its python blocks, its console commands, its files, in a folder of its own.
 
-A comment before a block says what is special about it: `<!-- fragment: why -->` is not run, `<!-- file: name -->` is
-saved for the others to use, `<!-- output -->` is what the block before it prints, `<!-- background: text -->` goes on
-running once it has printed that text, `<!-- exit: 1 -->` ends with that code. `...` in an output stands for anything.
+A comment before a block says what is special about it. `...` in an output stands for anything.
+
+<!-- fragment: why -->       it is not run, only parsed
+<!-- file: name -->          it is saved for the others to use
+<!-- output -->              it is what the block before it prints
+<!-- background: text -->    it goes on running once it has printed that text
+<!-- exit: 1 -->             it ends with that code
+<!-- needs: module -->       it runs in a process of its own, where that module is installed
 """
 
 from __future__ import annotations
@@ -84,11 +89,15 @@ class Session:
                 self._console(block)
 
     def _python(self, block: Block) -> None:
-        if block.mark == "needs" and importlib.util.find_spec(block.value) is None:
-            ast.parse(block.text)
-            return
         script = self.folder / "block.py"
         script.write_text(block.text, encoding="utf-8")
+        if block.mark == "needs":
+            if importlib.util.find_spec(block.value) is None:
+                ast.parse(block.text)
+                return
+            code, self.output = self._command("python block.py")
+            assert code == 0, self.output
+            return
         self._printed()
         runpy.run_path(str(script), run_name="__main__")
         self.output = self._printed()
@@ -112,7 +121,9 @@ class Session:
         done = subprocess.run(
             ["bash", "-c", command], cwd=self.folder, capture_output=True, text=True, timeout=60, check=False
         )
-        return done.returncode, done.stdout + done.stderr
+        output = done.stdout + done.stderr
+        assert "Exception ignored" not in output
+        return done.returncode, output
 
     def _start(self, command: str, ready: str) -> None:
         log = self.folder / f"background-{len(self._running)}.log"
