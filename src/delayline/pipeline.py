@@ -285,6 +285,8 @@ class Pipeline:
         now = [entry.operation for entry in outgoing if entry.due is None]
         later = [entry for entry in outgoing if entry.due is not None]
         match self.host.mode:
+            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE | TransactionMode.TRANSACTION_SCOPE if not outgoing:
+                await self._acknowledge(receiver, received, None)
             case TransactionMode.TRANSACTION_SCOPE:
                 async with self._transaction() as transaction:
                     await self._acknowledge(receiver, received, transaction)

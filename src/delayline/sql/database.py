@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -13,6 +14,7 @@ from sqlalchemy.exc import ArgumentError
 
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.sql.dialects.sqlite import Sqlite
+from delayline.sql.group_commit import GroupCommit, Write
 from delayline.sql.workers import Workers
 from delayline.transaction import Transaction
 
@@ -37,6 +39,7 @@ class Database:
     def __init__(self, dialect: Sqlite) -> None:
         self.dialect = dialect
         self.lane = WriteLane()
+        self._group = GroupCommit(dialect)
         self._users = 0
         self._opening = threading.Lock()
         self._writer: Workers | None = None
@@ -80,12 +83,25 @@ class Database:
         return await self._readers.run(lambda: self._translated(work, self._read_connection()))
 
     async def write(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` in a transaction of its own and commit it. Not cut short by cancellation."""
-        await self.lane.enter()
+        """Run `work` and commit it, with the works of others that wait for the same turn; it fails or succeeds alone.
+
+        Cancelled before its turn it has no effect; afterwards the cancellation is raised when its effect is certain.
+        """
+        write = Write(work)
+        self._group.add(write)
         try:
-            return await self.on_writer(lambda connection: self._in_transaction(work, connection))
+            await self.lane.enter()
+        except asyncio.CancelledError:
+            if not self._group.withdraw(write):
+                await self._until_committed()
+            raise
+        try:
+            if not write.finished:
+                group = self._group.take()
+                await self.on_writer(lambda connection: self._group.run(group, connection))
         finally:
             self.lane.leave()
+        return write.result()
 
     async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on the writing connection; only for whoever is in the lane."""
@@ -131,15 +147,12 @@ class Database:
             self._read_connections.append(connection)
         return connection
 
-    def _in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        self.dialect.begin(connection)
-        try:
-            result = work(connection)
-            self.dialect.commit(connection)
-        except BaseException:
-            self.dialect.rollback(connection)
-            raise
-        return result
+    async def _until_committed(self) -> None:
+        turn = asyncio.ensure_future(self.lane.enter())
+        while not turn.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([turn])
+        self.lane.leave()
 
     def _translated(self, work: Callable[[Any], Result], connection: Connection | None) -> Result:
         try:

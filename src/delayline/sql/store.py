@@ -105,7 +105,9 @@ class SqlDelayedMessageStore:
         until = to_microseconds(at)
         if transaction is None:
             return await self._claim(until, limit, max_bytes)
-        fetch = partial(bounded, statement=self._statements.due, until=until, limit=limit, max_bytes=max_bytes)
+        claimed: dict[str, int] = {}
+        fetch = partial(self._fetch_unclaimed, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+        transaction.after_end(lambda: self._claims.release(claimed.values()))
         return await joined(transaction, self._database).run(fetch)
 
     async def next_due(self) -> datetime | None:
@@ -218,6 +220,14 @@ class SqlDelayedMessageStore:
             raise
         self._claimed |= claimed
         return batch
+
+    def _fetch_unclaimed(
+        self, connection: Connection, *, until: int, limit: int, max_bytes: int, claimed: dict[str, int]
+    ) -> Sequence[DelayedMessage]:
+        """Fetch under the write lock, which is lock enough unless somebody holds rows without a transaction."""
+        if self._claims.nobody_holds_any():
+            return bounded(connection, self._statements.due, until, limit=limit, max_bytes=max_bytes)
+        return self._claim_due(connection, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
 
     def _claim_due(
         self, connection: Connection, *, until: int, limit: int, max_bytes: int, claimed: dict[str, int]

@@ -153,23 +153,22 @@ class SqlTransport:
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest copy of the message that nobody is handling."""
-        claims = self._claims
+        free: list[int] = []
 
-        def taken(connection: Connection) -> int | None:
+        def taken(connection: Connection) -> bool:
             copies = self._statements.copies.run(connection, queue, message_id).fetchall()
-            free = claims.take((number for (number,) in copies), 1)
-            for number in free:
-                self._statements.delete.change(connection, number)
-            return free[0] if free else None
+            free.extend(self._claims.take((number for (number,) in copies), 1))
+            self._statements.delete.change_many(connection, [(number,) for number in free])
+            return bool(free)
 
-        number = await self._run(taken, transaction)
-        if number is None:
-            return False
-        if transaction is None:
-            claims.release([number])
-        else:
-            transaction.after_end(lambda: claims.release([number]))
-        return True
+        release = partial(self._claims.release, free)
+        if transaction is not None:
+            transaction.after_end(release)
+            return await self._run(taken, transaction)
+        try:
+            return await self._run(taken, None)
+        finally:
+            release()
 
     async def purge(self, queue: str) -> int:
         """Remove every message that nobody is handling."""

@@ -39,7 +39,7 @@ class Sqlite:
         self.path = Path(url.database).resolve()
         self.identity = f"sqlite:{self.path}"
         self._timeout = _seconds(url)
-        self._engine = create_engine(
+        self.engine = create_engine(
             "sqlite://", creator=self._connect, poolclass=NullPool, isolation_level="AUTOCOMMIT"
         )
         self._directory = self.path.with_name(f"{self.path.name}-run")
@@ -50,7 +50,7 @@ class Sqlite:
     @property
     def sql(self) -> Dialect:
         """SQLAlchemy's dialect, which statements are compiled for."""
-        return self._engine.dialect
+        return self.engine.dialect
 
     def __str__(self) -> str:
         return f"SQLite file {self.path}"
@@ -58,7 +58,7 @@ class Sqlite:
     def connect(self, *, writing: bool) -> Connection:
         """Open a connection in autocommit; transactions are begun by `begin`."""
         self._check_path()
-        connection = self._engine.connect()
+        connection = self.engine.connect()
         if writing:
             connection.exec_driver_sql("PRAGMA busy_timeout = 0")  # `begin` waits with finer steps than SQLite
         return connection
@@ -120,6 +120,22 @@ class Sqlite:
         driver = _driver(connection)
         if driver.in_transaction:
             driver.execute("ROLLBACK")
+
+    def in_transaction(self, connection: Connection) -> bool:
+        """Tell whether a transaction is open: SQLite ends it by itself after some errors."""
+        return _driver(connection).in_transaction
+
+    def set_savepoint(self, connection: Connection) -> None:
+        """Mark where `roll_back_to_savepoint` goes back to."""
+        _driver(connection).execute("SAVEPOINT delayline")
+
+    def roll_back_to_savepoint(self, connection: Connection) -> None:
+        """Undo what was done since the savepoint, which stays set."""
+        _driver(connection).execute("ROLLBACK TO delayline")
+
+    def release_savepoint(self, connection: Connection) -> None:
+        """Forget the savepoint, keeping what was done since."""
+        _driver(connection).execute("RELEASE delayline")
 
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""

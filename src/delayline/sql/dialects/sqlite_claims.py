@@ -49,6 +49,14 @@ class Claims:
                     self._held.discard(row)
                     fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
 
+    def nobody_holds_any(self) -> bool:
+        """Tell whether no process holds any row; only for callers whom nobody who claims can overtake."""
+        with self._lock:
+            if self._held or not self._lock_byte(0, length=0):
+                return False
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+            return True
+
     @property
     def number_held(self) -> int:
         """How many rows this process holds."""
@@ -61,9 +69,9 @@ class Claims:
             self._file = -1
             self._held.clear()
 
-    def _lock_byte(self, row: int) -> bool:
+    def _lock_byte(self, row: int, *, length: int = 1) -> bool:
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, row)
         except (OSError, ValueError):  # somebody else's; or closed
             return False
         return True

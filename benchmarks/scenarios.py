@@ -1,0 +1,185 @@
+"""Each scenario returns its figures; what they have to reach stands beside them in `__main__`."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import statistics
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from sqlalchemy import event
+
+from benchmarks import bare
+from benchmarks.house import DESTINATION, NAME, endpoint_on, fill, fill_far, lateness_of, percentile, store_on
+from delayline.sql.database import Database
+
+if TYPE_CHECKING:
+    import sqlite3
+    from pathlib import Path
+
+    from delayline import Message, MessageContext
+
+Figures = dict[str, float]
+BATCH = 500
+ROUNDS = 3
+
+
+async def single_send(folder: Path) -> Figures:
+    """One awaited `send(delay=)` after another, against one insert a commit."""
+    rates: list[tuple[float, float]] = []
+    for number in range(ROUNDS):
+        raw = bare.insert_rate(folder / f"bare-{number}.db", 3000, 1)
+        async with endpoint_on(folder / f"send-{number}.db", polling=False) as endpoint:
+            started = time.perf_counter()
+            for _ in range(3000):
+                await endpoint.send(DESTINATION, bare.BODY, delay=timedelta(days=365))
+            rates.append((3000 / (time.perf_counter() - started), raw))
+    return _against("bare insert, 1 a commit", rates)
+
+
+async def concurrent_sends(folder: Path) -> Figures:
+    """1 000 `send(delay=)` awaited together, ten times, against 100 inserts a commit."""
+    rates: list[tuple[float, float]] = []
+    for number in range(ROUNDS):
+        raw = bare.insert_rate(folder / f"bare-{number}.db", 50_000, 100)
+        async with endpoint_on(folder / f"sends-{number}.db", polling=False) as endpoint:
+            started = time.perf_counter()
+            for _ in range(10):
+                sends = (endpoint.send(DESTINATION, bare.BODY, delay=timedelta(days=365)) for _ in range(1000))
+                await asyncio.gather(*sends)
+            rates.append((10_000 / (time.perf_counter() - started), raw))
+    return _against("bare insert, 100 a commit", rates)
+
+
+async def burst(folder: Path) -> Figures:
+    """50 000 messages due at one instant, exactly once from store to queue, against the bare move."""
+    rates: list[tuple[float, float]] = []
+    for number in range(ROUNDS):
+        raw = bare.move_rate(folder / f"bare-{number}.db", 50_000, BATCH)
+        rates.append((await _drain_rate(folder / f"burst-{number}.db", 50_000, pending=0), raw))
+    return _against("bare move, 500 a commit", rates)
+
+
+async def spread(folder: Path) -> Figures:
+    """Due times 1 ms apart for 20 s, received by a handler of the same process."""
+    return await _lateness(folder / "spread.db", number=20_000, gap=timedelta(milliseconds=1), pending=0)
+
+
+async def backlog(folder: Path) -> Figures:
+    """A million messages pending: the drain rate and a short delay's lateness, against an empty store."""
+    rates = {0: list[float](), 1_000_000: list[float]()}
+    late = {0: list[float](), 1_000_000: list[float]()}
+    filled = folder / "million.db"
+    async with store_on(filled) as store:
+        await fill_far(store, 1_000_000)
+    for number in range(ROUNDS):
+        for pending, path in ((0, folder / f"empty-{number}.db"), (1_000_000, filled)):
+            rates[pending].append(await _drain_rate(path, 50_000, pending=pending, prefix=f"burst{number}"))
+            gap = timedelta(milliseconds=20)
+            figures = await _lateness(path, number=200, gap=gap, pending=pending, prefix=f"late{number}")
+            late[pending].append(figures["lateness p50 ms"])
+    empty, full = statistics.median(rates[0]), statistics.median(rates[1_000_000])
+    return {
+        "drain from an empty store /s": empty,
+        "drain behind 1 000 000 /s": full,
+        "ratio": full / empty,
+        "short delay, empty p50 ms": statistics.median(late[0]),
+        "short delay, behind 1 000 000 p50 ms": statistics.median(late[1_000_000]),
+        "later by ms": statistics.median(late[1_000_000]) - statistics.median(late[0]),
+    }
+
+
+async def rest(folder: Path) -> Figures:
+    """An endpoint with a poller and a receiver, nothing due for a year, watched for 20 s."""
+    path, statements = folder / "rest.db", list[str]()
+    async with store_on(path) as store:
+        await fill_far(store, 1000)
+    database = Database.at(f"sqlite:///{path}")
+
+    def trace(connection: sqlite3.Connection, _: object) -> None:
+        connection.set_trace_callback(statements.append)
+
+    event.listen(database.dialect.engine, "connect", trace)
+    endpoint = endpoint_on(path)
+    endpoint.handler(_ignore)
+    async with endpoint:
+        await asyncio.sleep(2)
+        statements.clear()
+        cpu, started = time.process_time(), time.perf_counter()
+        await asyncio.sleep(20)
+        seconds = time.perf_counter() - started
+        return {
+            "share of one core %": (time.process_time() - cpu) / seconds * 100,
+            "statements a second": len(statements) / seconds,
+        }
+
+
+async def memory(folder: Path) -> Figures:
+    """The most a process holds while a million messages are pending and 50 000 fall due and are handled."""
+    path = folder / "memory.db"
+    async with store_on(path) as store:
+        await fill_far(store, 1_000_000)
+    await _drain_rate(path, 50_000, pending=1_000_000)
+    await _lateness(path, number=50_000, gap=timedelta(0), pending=1_000_000, prefix="handled")
+    return {"most resident MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+async def _ignore(message: Message, context: MessageContext) -> None:
+    del message, context
+
+
+async def _drain_rate(path: Path, number: int, *, pending: int, prefix: str = "burst") -> float:
+    """Return messages a second from the instant all are due until the last has left the store."""
+    async with store_on(path) as store:
+        due = datetime.now(UTC) + timedelta(seconds=3)
+        await fill(store, prefix, [due] * number, DESTINATION)
+    watch = bare.connect(path)
+    left = f'SELECT count(*) FROM (SELECT 1 FROM "{NAME}.timeouts" LIMIT {pending + 1})'  # noqa: S608 - our own name
+    if pending:
+        left = f'SELECT EXISTS (SELECT 1 FROM "{NAME}.timeouts" WHERE due < {bare.FAR // 2})'  # noqa: S608
+        left = left.replace(str(bare.FAR // 2), str(int((time.time() + 86_400) * 1e6)))
+    async with endpoint_on(path):
+        await asyncio.sleep(max(0.0, (due - datetime.now(UTC)).total_seconds()))
+        started = time.perf_counter()
+        while watch.execute(left).fetchone()[0]:  # noqa: ASYNC110 - the poller works for another file handle
+            await asyncio.sleep(0.005)
+        elapsed = time.perf_counter() - started
+    watch.execute("DELETE FROM delayline_messages")
+    watch.close()
+    return number / elapsed
+
+
+async def _lateness(path: Path, *, number: int, gap: timedelta, pending: int, prefix: str = "spread") -> Figures:
+    """Return how late messages reach a handler of the process that dispatches them."""
+    del pending
+    endpoint, late, done = endpoint_on(path), list[float](), asyncio.Event()
+
+    async def handle(message: Message, context: MessageContext) -> None:
+        del context
+        late.append(lateness_of(message))
+        if len(late) == number:
+            done.set()
+
+    endpoint.handler(handle)
+    async with store_on(path) as store:
+        start = datetime.now(UTC) + timedelta(seconds=2 + number / 20_000)
+        await fill(store, prefix, (start + gap * position for position in range(number)), NAME)
+    async with endpoint:
+        await asyncio.wait_for(done.wait(), 120)
+    late.sort()
+    return {
+        "lateness p50 ms": percentile(late, 0.5),
+        "lateness p99 ms": percentile(late, 0.99),
+        "lateness max ms": late[-1],
+        "early": float(sum(value < 0 for value in late)),
+    }
+
+
+def _against(name: str, rates: list[tuple[float, float]]) -> Figures:
+    return {
+        "delayline /s": statistics.median(ours for ours, _ in rates),
+        f"{name} /s": statistics.median(raw for _, raw in rates),
+        "ratio": statistics.median(ours / raw for ours, raw in rates),
+    }
