@@ -1,0 +1,147 @@
+"""Writes that wait for the same turn: one commit for all, each failing or succeeding alone."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline import BackendUnavailable, StorageFull
+from delayline.sql.database import Database
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
+
+    from sqlalchemy import Connection
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    database = Database.at(f"sqlite:///{tmp_path / 'group.db'}?timeout=0")
+    await database.open()
+    await database.write(lambda connection: run(connection, "CREATE TABLE kept (name TEXT UNIQUE)"))
+    yield database
+    await database.close()
+
+
+def run(connection: Connection, sql: str, *values: str) -> None:
+    connection.connection.cursor().execute(sql, values)
+
+
+def keep(name: str) -> Callable[[Connection], str]:
+    def work(connection: Connection) -> str:
+        run(connection, "INSERT INTO kept VALUES (?)", name)
+        return name
+
+    return work
+
+
+async def kept(database: Database) -> list[str]:
+    def names(connection: Connection) -> list[str]:
+        return [row[0] for row in connection.connection.cursor().execute("SELECT name FROM kept ORDER BY name")]
+
+    return await database.read(names)
+
+
+async def together(
+    database: Database, writes: Sequence[Callable[[Connection], object]]
+) -> tuple[list[object], list[str]]:
+    """Run the writes together behind a held turn; return their results and the statements that ran."""
+    statements: list[str] = []
+    connection = database._write_connection
+    assert connection is not None
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    driver.set_trace_callback(statements.append)
+    await database.lane.enter()
+    tasks = [asyncio.ensure_future(database.write(write)) for write in writes]
+    await asyncio.sleep(0)
+    database.lane.leave()
+    results: list[object] = list(await asyncio.gather(*tasks, return_exceptions=True))
+    driver.set_trace_callback(None)
+    return results, statements
+
+
+async def test_writes_that_wait_together_share_one_commit(database: Database) -> None:
+    results, statements = await together(database, [keep(name) for name in "abc"])
+    assert results == ["a", "b", "c"]
+    assert statements.count("COMMIT") == 1
+    assert await kept(database) == ["a", "b", "c"]
+
+
+async def test_one_that_fails_is_undone_alone(database: Database) -> None:
+    def half(connection: Connection) -> None:
+        run(connection, "INSERT INTO kept VALUES ('half')")
+        raise LookupError("half way")
+
+    results, statements = await together(database, [keep("a"), half, keep("b")])
+    assert results[0] == "a"
+    assert isinstance(results[1], LookupError)
+    assert results[2] == "b"
+    assert statements.count("COMMIT") == 1
+    assert await kept(database) == ["a", "b"]
+
+
+async def test_when_the_database_undoes_everything_everybody_is_told(database: Database) -> None:
+    # Given a database that has no room for the second of three
+    await database.write(lambda connection: run(connection, "PRAGMA max_page_count = 20"))
+    big = "x" * 200_000
+
+    results, _ = await together(database, [keep("a"), keep(big), keep("b")])
+
+    # Then nobody is told of a success that is not there
+    there = await kept(database)
+    for name, result in zip(["a", big, "b"], results, strict=True):
+        assert (result == name) == (name in there)
+    assert any(isinstance(result, StorageFull) for result in results)
+
+
+async def test_a_turn_that_cannot_begin_fails_everybody(database: Database, tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "group.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    results, _ = await together(database, [keep("a"), keep("b")])
+    other.close()
+    assert [type(result) for result in results] == [BackendUnavailable, BackendUnavailable]
+    assert await kept(database) == []
+
+
+async def test_cancelled_before_its_turn_a_write_has_no_effect(database: Database) -> None:
+    await database.lane.enter()
+    write = asyncio.ensure_future(database.write(keep("a")))
+    await asyncio.sleep(0)
+    write.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await write
+    database.lane.leave()
+    await database.write(keep("b"))
+    assert await kept(database) == ["b"]
+
+
+async def test_cancelled_while_somebody_else_writes_it_the_effect_is_certain_first(database: Database) -> None:
+    # Given two writes in one group, the first of them doing the writing
+    await database.lane.enter()
+    first = asyncio.ensure_future(database.write(keep("a")))
+    second = asyncio.ensure_future(database.write(keep("b")))
+    await asyncio.sleep(0)
+    database.lane.leave()
+    while database._group._waiting:  # noqa: ASYNC110 - until the first has taken both
+        await asyncio.sleep(0)
+    # When the second is cancelled meanwhile
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    # Then it was written before that was told
+    assert await kept(database) == ["a", "b"]
+    assert await first == "a"
+    await database.write(keep("c"))
+
+
+async def test_more_than_a_group_takes_are_all_written(database: Database) -> None:
+    names = [f"{number:04}" for number in range(450)]
+    results, statements = await together(database, [keep(name) for name in names])
+    assert results == names
+    assert statements.count("COMMIT") == 3
+    assert await kept(database) == names
