@@ -117,10 +117,15 @@ class Database:
     def _open(self) -> None:
         with self._opening:
             if self._users == 0:
-                self._write_connection = self._translated(lambda _: self.dialect.connect(writing=True), None)
+                connection = self._translated(lambda _: self.dialect.connect(writing=True), None)
+                try:
+                    self.dialect.opened()
+                except BaseException:
+                    connection.close()
+                    raise
+                self._write_connection = connection
                 self._writer = Workers("delayline writer", 1)
                 self._readers = Workers("delayline reader", READERS)
-                self.dialect.opened()
             self._users += 1
 
     def _close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -45,6 +46,7 @@ class Sqlite:
         self._directory = self.path.with_name(f"{self.path.name}-run")
         self._claims: dict[str, Claims] = {}
         self._claiming = threading.Lock()
+        self._opened_file: tuple[int, int] | None = None
         self.wake_ups = WakeUps(self._directory)
 
     @property
@@ -58,9 +60,12 @@ class Sqlite:
     def connect(self, *, writing: bool) -> Connection:
         """Open a connection in autocommit; transactions are begun by `begin`."""
         self._check_path()
+        if not writing:
+            self._check_in_place()  # a file that is gone must not come back empty
         connection = self.engine.connect()
         if writing:
             connection.exec_driver_sql("PRAGMA busy_timeout = 0")  # `begin` waits with finer steps than SQLite
+            self._opened_file = _identity(self.path)
         return connection
 
     def opened(self) -> None:
@@ -97,7 +102,11 @@ class Sqlite:
         return insert(table).on_conflict_do_nothing(index_elements=[key])
 
     def begin(self, connection: Connection) -> None:
-        """Begin a writing transaction; waits for other processes' up to the busy timeout."""
+        """Begin a writing transaction; waits for other processes' up to the busy timeout.
+
+        Raises BackendUnusable when the file is gone: SQLite would go on in what nobody can find any more.
+        """
+        self._check_in_place()
         deadline = time.monotonic() + self._timeout
         wait = FIRST_WAIT
         while True:
@@ -159,11 +168,26 @@ class Sqlite:
             raise
         return connection  # type: ignore[return-value]
 
+    def _check_in_place(self) -> None:
+        if _identity(self.path) != self._opened_file:
+            raise BackendUnusable(
+                f"{self.path} was deleted or replaced while in use: stop what uses it, put it back together with its "
+                "-wal file, and start again"
+            )
+
     def _check_path(self) -> None:
         if self.path.is_dir():
             raise BackendUnusable(f"{self.path} is a directory, not a database file: name a file in it")
         if not self.path.parent.is_dir():
             raise BackendUnusable(f"the folder of {self.path} does not exist: create {self.path.parent}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - before every transaction: half the time of Path.stat
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _seconds(url: URL) -> float:
