@@ -208,7 +208,19 @@ def test_fragments_are_few() -> None:
 
 def test_every_mark_is_one_that_is_known() -> None:
     marks = {block.mark for page in OURS for block in blocks_of(page)}
-    assert marks <= {None, "fragment", "file", "output", "background", "exit", "needs"}
+    assert marks <= {None, "fragment", "file", "output", "background", "exit", "needs", "generated"}
+
+
+def test_every_example_runs_and_says_how() -> None:
+    """Those whose README is no page of ours are run here; the reminders have tests of their own with the demo."""
+    for folder in sorted(path for path in (ROOT / "examples").iterdir() if any(path.glob("*.py"))):
+        assert (folder / "README.md").exists(), f"{folder.name} has no README.md"
+        if folder.name == "reminders" or folder / "README.md" in OURS:
+            continue
+        script = folder / f"{folder.name}.py"
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout, f"{script.name} shows nothing"
 
 
 def test_the_readme_shows_the_quickstart_as_it_is() -> None:
