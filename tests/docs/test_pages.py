@@ -178,7 +178,8 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         monkeypatch.delenv(variable)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TZ", "UTC")
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:cacheprovider")
+    # The delivery suite takes a third of all these tests' time; tests/conformance runs it on a six-verb store.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:cacheprovider -k 'not Delivery'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     known = set(sys.modules)
