@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -12,7 +13,7 @@ from weakref import WeakValueDictionary
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from delayline.errors import ConfigurationError, NotStarted
+from delayline.errors import BackendUnusable, ConfigurationError, NotStarted
 from delayline.sql.dialects.sqlite import Sqlite
 from delayline.sql.group_commit import GroupCommit, Write
 from delayline.sql.workers import Workers
@@ -47,6 +48,7 @@ class Database:
         self._write_connection: Connection | None = None
         self._read_connections: list[Connection] = []
         self._thread = threading.local()
+        self._lost: list[Connection] | None = None
 
     @classmethod
     def at(cls, url: str) -> Database:
@@ -62,6 +64,11 @@ class Database:
         dialect = Sqlite(parsed)
         with cls._sharing:
             return cls._shared.setdefault(dialect.identity, cls(dialect))
+
+    @classmethod
+    def all(cls) -> list[Database]:
+        """Return the databases of this process."""
+        return list(cls._shared.values())
 
     @property
     def domain(self) -> Hashable:
@@ -105,10 +112,9 @@ class Database:
 
     async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on the writing connection; only for whoever is in the lane."""
-        if self._writer is None or self._write_connection is None:
+        if self._writer is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
-        connection = self._write_connection
-        return await self._writer.run(lambda: self._translated(work, connection))
+        return await self._writer.run(lambda: self._translated(lambda _: work(self._writing_connection()), None))
 
     def transaction(self) -> SqlTransaction:
         """Return a new transaction."""
@@ -116,6 +122,11 @@ class Database:
 
     def _open(self) -> None:
         with self._opening:
+            if self._lost is not None:
+                raise BackendUnusable(
+                    f"this process was forked in the middle of a transaction on {self.dialect}: "
+                    "start endpoints after the fork, or use multiprocessing's spawn method"
+                )
             if self._users == 0:
                 connection = self._translated(lambda _: self.dialect.connect(writing=True), None)
                 try:
@@ -144,6 +155,47 @@ class Database:
                 connection.close()
             self._read_connections, self._write_connection = [], None
             self._thread = threading.local()
+
+    def before_fork(self) -> None:
+        """Let the threads come to rest and disconnect: SQLite's connections must not be inherited.
+
+        In the middle of a transaction they are, and the child has to do without this database.
+        """
+        self._opening.acquire()
+        for workers in (self._writer, self._readers):
+            if workers is not None:
+                workers.pause()
+        writing = self._write_connection
+        if writing is not None and not self.dialect.in_transaction(writing):
+            for connection in (writing, *self._read_connections):
+                connection.close()
+            self._read_connections, self._write_connection = [], None
+            self._thread = threading.local()
+
+    def after_fork(self) -> None:
+        """Go on, in the parent: connections come back when they are needed."""
+        for workers in (self._writer, self._readers):
+            if workers is not None:
+                workers.resume()
+        self._opening.release()
+
+    def after_fork_in_child(self) -> None:
+        """Be as new: the threads, claims and pipes are the parent's."""
+        if self._write_connection is not None:
+            self._lost = [self._write_connection, *self._read_connections]  # for ever: closing them is not safe
+        self.dialect.forked()
+        self.lane = WriteLane()
+        self._group = GroupCommit(self.dialect)
+        self._users = 0
+        self._writer = self._readers = self._write_connection = None
+        self._read_connections = []
+        self._thread = threading.local()
+        self._opening = threading.Lock()
+
+    def _writing_connection(self) -> Connection:
+        if self._write_connection is None:  # since a fork
+            self._write_connection = self.dialect.connect(writing=True)
+        return self._write_connection
 
     def _read_connection(self) -> Connection:
         connection: Connection | None = getattr(self._thread, "connection", None)
@@ -262,3 +314,30 @@ def joined(transaction: Transaction, database: Database) -> SqlTransaction:
     if isinstance(transaction, SqlTransaction) and transaction.domain == database.domain:
         return transaction
     raise TypeError(f"a transaction on {transaction.domain} cannot span {database.dialect}")
+
+
+class _Fork:
+    """What happens to the databases when the process forks."""
+
+    databases: ClassVar[list[Database]] = []
+
+    @classmethod
+    def before(cls) -> None:
+        cls.databases = Database.all()
+        for database in cls.databases:
+            database.before_fork()
+
+    @classmethod
+    def in_parent(cls) -> None:
+        for database in cls.databases:
+            database.after_fork()
+        cls.databases = []
+
+    @classmethod
+    def in_child(cls) -> None:
+        for database in cls.databases:
+            database.after_fork_in_child()
+        cls.databases = []
+
+
+os.register_at_fork(before=_Fork.before, after_in_parent=_Fork.in_parent, after_in_child=_Fork.in_child)

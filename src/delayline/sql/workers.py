@@ -26,7 +26,10 @@ class Workers:
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self._stopped = False
         self._stopping = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(number)]
+        self._at_work = [threading.Lock() for _ in range(number)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(at_work,), name=name, daemon=True) for at_work in self._at_work
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -58,9 +61,20 @@ class Workers:
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
+    def pause(self) -> None:
+        """Wait until no thread is at work, and let none begin before `resume`; blocks."""
+        for at_work in self._at_work:
+            at_work.acquire()
+
+    def resume(self) -> None:
+        """End a pause."""
+        for at_work in self._at_work:
+            at_work.release()
+
+    def _run(self, at_work: threading.Lock) -> None:
         while (job := self._jobs.get()) is not None:
-            job.run()
+            with at_work:
+                job.run()
 
 
 class Job(Generic[Result]):

@@ -85,6 +85,15 @@ class Sqlite:
             claims.close()
         self._claims.clear()
 
+    def forked(self) -> None:
+        """Leave claims and wake-ups to the parent process; its locks stay, as they are not inherited."""
+        self._claiming = threading.Lock()
+        for claims in self._claims.values():
+            claims.forked()
+        self._claims = {}
+        self.wake_ups.forked()
+        self.wake_ups = WakeUps(self._directory)
+
     def claims(self, table: str) -> Claims:
         """Return the claims on one table's rows."""
         with self._claiming:  # two instances would give one row to two callers

@@ -69,6 +69,11 @@ class Claims:
             self._file = -1
             self._held.clear()
 
+    def forked(self) -> None:
+        """Close the descriptor that a fork has inherited: that gives up nothing of its parent's."""
+        os.close(self._file)
+        self._file = -1
+
     def _lock_byte(self, row: int, *, length: int = 1) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, row)

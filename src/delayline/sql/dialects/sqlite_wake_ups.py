@@ -58,6 +58,12 @@ class WakeUps:
             self._pipes.clear()
             self._listeners.clear()
 
+    def forked(self) -> None:
+        """Close the pipes that a fork has inherited: its parent's must end with its parent."""
+        for pipe in (*self._pipes.values(), *([] if self._pipe is None else [self._pipe])):
+            os.close(pipe)
+        self._pipes, self._pipe = {}, None
+
     def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
         """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
         key = _key(channel)

@@ -1,0 +1,257 @@
+"""One file, one process: several event loops, threads and forks, and whatever is cancelled or closed in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import threading
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline import DelaylineError, Endpoint, NotStarted, StoredDelivery, SyncEndpoint
+from delayline.message import DelayedMessage, Message
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.database import Database
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from sqlalchemy import Connection
+
+    from delayline import MessageContext
+
+HOUR = timedelta(hours=1)
+LATER = datetime(2100, 1, 1, tzinfo=UTC)
+
+
+def sleeping(began: threading.Event, end: threading.Event) -> Callable[[Connection], None]:
+    """Return work that takes until the test says so."""
+
+    def work(connection: Connection) -> None:
+        began.set()
+        assert end.wait(10)
+
+    return work
+
+
+async def test_several_threads_with_loops_of_their_own(make_endpoint: Callable[..., Endpoint]) -> None:
+    # Given four synchronous endpoints and an asynchronous one, all on one file
+    number, handled = 25, Counter[str]()
+    enough = threading.Event()
+
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled[message.id] += 1
+        if handled.total() >= 5 * number:
+            enough.set()
+
+    faces = [SyncEndpoint(make_endpoint()) for _ in range(4)]
+    for face in faces:
+        face.endpoint.handler(handle)
+
+    def work(face: SyncEndpoint) -> None:
+        with face:
+            for _ in range(number):
+                face.send("orders", b"", delay=timedelta(milliseconds=20))
+            assert enough.wait(20)
+
+    # When all send and handle at once
+    async with make_endpoint() as endpoint:
+        working = [asyncio.to_thread(work, face) for face in faces]
+        sending = [endpoint.send("orders", b"", delay=timedelta(milliseconds=20)) for _ in range(number)]
+        await asyncio.gather(*sending, *working)
+    # Then everything is handled once, and no thread is left
+    assert handled.total() == len(handled) == 5 * number
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("delayline")] == []
+
+
+async def test_a_transaction_cancelled_twice_while_it_begins(file: Path) -> None:
+    # Given a database whose writer is busy
+    database = Database.at(f"sqlite:///{file}")
+    await database.open()
+    began, end = threading.Event(), threading.Event()
+    transaction = database.transaction()
+
+    async def hold() -> None:
+        async with transaction:
+            await transaction.run(sleeping(began, end))
+
+    holder = asyncio.create_task(hold())
+    await asyncio.to_thread(began.wait, 10)
+    # When the task that waits for it is cancelled, and again
+    for _ in range(3):
+        holder.cancel()
+        await asyncio.sleep(0.01)
+    assert not holder.done(), "gave up while its effect was uncertain"
+    end.set()
+    await asyncio.gather(holder, return_exceptions=True)
+    # Then its transaction is over and others can begin theirs
+    async with asyncio.timeout(5):
+        await database.write(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
+    await database.close()
+
+
+async def test_cancelled_waiters_leave_the_lane_free(file: Path) -> None:
+    # Given a transaction under way and twenty that wait for their turn
+    database = Database.at(f"sqlite:///{file}")
+    await database.open()
+    async with database.transaction() as transaction:
+        await transaction.run(lambda connection: None)
+        done: list[int] = []
+        waiting = [
+            asyncio.create_task(database.write(lambda _, number=number: done.append(number)))  # type: ignore[misc]
+            for number in range(20)
+        ]
+        await asyncio.sleep(0)
+        # When every other one is cancelled
+        for task in waiting[::2]:
+            task.cancel()
+        await asyncio.sleep(0)
+    # Then the others have their turn, in their order
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert done == list(range(1, 20, 2))
+    await database.close()
+
+
+async def test_closing_while_in_use_answers_everybody(file: Path) -> None:
+    # Given readers and writers under way
+    database = Database.at(f"sqlite:///{file}")
+    for _ in range(20):
+        await database.open()
+        reads = [asyncio.create_task(database.read(lambda connection: 1)) for _ in range(20)]
+        writes = [asyncio.create_task(database.write(lambda connection: 1)) for _ in range(20)]
+        # When the database is closed
+        closing = asyncio.create_task(database.close())
+        # Then each call returns or says why not
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(*reads, *writes, return_exceptions=True)
+        await closing
+        assert all(answer == 1 or isinstance(answer, NotStarted) for answer in answers), answers
+
+
+async def test_a_failed_fetch_keeps_no_claims(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a store with a due message, and a commit that fails after the fetch has claimed it
+    store = SqlDelayedMessageStore(f"sqlite:///{file}")
+    await store.setup_infrastructure("orders")
+    await store.initialize("orders", 1)  # type: ignore[arg-type]
+    await store.store(DelayedMessage(Message("m", {}, b""), "orders", datetime(2000, 1, 1, tzinfo=UTC)))
+    dialect = Database.at(f"sqlite:///{file}").dialect
+    with monkeypatch.context() as broken:
+        broken.setattr(dialect, "commit", lambda connection: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await store.fetch_next_due(LATER)
+    # Then the next fetch gets it
+    assert await store.fetch_next_due(LATER) is not None
+    await store.close()
+
+
+def in_child(work: Callable[[], None]) -> Iterator[None]:
+    """Fork; the child does the work and ends. Yield once for the parent, then wait for the child's success."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    handle = os.pidfd_open(child)
+    try:
+        yield
+        ended = bool(select.select([handle], [], [], 20)[0])
+        if not ended:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child failed" if ended else "it hung"
+    finally:
+        os.close(handle)
+
+
+def forked_endpoint(file: Path) -> Endpoint:
+    url = f"sqlite:///{file}"
+    return Endpoint("orders", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)))
+
+
+def test_a_fork_has_endpoints_of_its_own(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
+    # Given a process with an endpoint at work on the file
+    parent = SyncEndpoint(make_endpoint("parents"))
+    parent.start()
+    parent.send("parents", b"", delay=HOUR, message_id="before")
+    made_before = forked_endpoint(file)
+
+    def use() -> None:
+        for endpoint in (forked_endpoint(file), made_before):
+            handled = threading.Event()
+
+            @endpoint.handler
+            async def handle(message: Message, context: MessageContext, handled: threading.Event = handled) -> None:
+                handled.set()
+
+            with SyncEndpoint(endpoint) as child:
+                child.send("orders", b"", delay=timedelta(milliseconds=50))
+                assert handled.wait(10)
+                child.send("parents", b"", delay=HOUR)
+
+    # When it forks, and the child starts an endpoint of its own, made before the fork or after it
+    waiting = in_child(use)
+    next(waiting)
+    # Then both work, side by side and afterwards
+    parent.send("parents", b"", delay=HOUR, message_id="meanwhile")
+    assert next(waiting, None) is None
+    parent.send("parents", b"", delay=HOUR, message_id="after")
+    pending = parent.run(parent.endpoint.delayed.pending())
+    assert {message.id for message in pending} == {"before", "meanwhile", "after"}
+    parent.stop()
+
+
+def test_a_fork_survives_its_parent(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
+    # Given a parent that closes its database while its child uses it
+    parent = SyncEndpoint(make_endpoint())
+    parent.start()
+    ready, go = os.pipe(), os.pipe()
+
+    def use() -> None:
+        with SyncEndpoint(forked_endpoint(file)) as child:
+            child.send("orders", b"", delay=HOUR, message_id="first")
+            os.write(ready[1], b"!")
+            os.read(go[0], 1)
+            child.send("orders", b"", delay=HOUR, message_id="second")
+
+    waiting = in_child(use)
+    next(waiting)
+    assert select.select([ready[0]], [], [], 20)[0]
+    os.read(ready[0], 1)
+    # When the parent disconnects, the last one as far as its own locks tell
+    parent.stop()
+    os.write(go[1], b"!")
+    assert next(waiting, None) is None
+    # Then what the child stored is there: its file was not taken away from under it
+    with SyncEndpoint(make_endpoint()) as again:
+        pending = again.run(again.endpoint.delayed.pending())
+        assert {message.id for message in pending} == {"first", "second"}
+    for end in (*ready, *go):
+        os.close(end)
+
+
+async def test_a_fork_in_the_middle_of_a_transaction(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
+    # Given a transaction that is open while the process forks
+    async with make_endpoint() as endpoint:
+        database = Database.at(f"sqlite:///{file}")
+        async with database.transaction() as transaction:
+            await transaction.run(lambda connection: None)
+
+            def use() -> None:
+                with pytest.raises(DelaylineError, match="forked in the middle of a transaction"):
+                    SyncEndpoint(forked_endpoint(file)).start()
+
+            # Then the child is told so, instead of damaging the file
+            waiting = in_child(use)
+            next(waiting)
+            assert next(waiting, None) is None
+        # And the parent goes on
+        await endpoint.send("orders", b"", delay=HOUR)
