@@ -83,6 +83,28 @@ def test_a_receiver_that_hangs_keeps_its_messages_only(make_cluster: Callable[..
     assert max(cluster.handled().values()) == 1
 
 
+def test_a_killed_receiver_gives_its_messages_back_at_once(make_cluster: Callable[..., Cluster]) -> None:
+    # Given a receiver with messages in its hands, and another one that waits
+    cluster = make_cluster()
+    first = cluster.start("receiver", work=60)
+    cluster.running(1)
+    cluster.send_all(4, delays=None)
+    eventually(lambda: len(cluster.handled()) == 4, "all in the first one's hands")
+    cluster.start("receiver", poll_interval=0.5)
+    cluster.running(2)
+    time.sleep(0.2)
+    assert cluster.handled().total() == 4, "nobody else gets what is being handled"
+    # When the first is killed
+    killed = time.time_ns() // 1000
+    first.kill()
+    # Then the other has all of them, at once
+    eventually(lambda: cluster.results().total() == 4, "the other to handle them")
+    taken = [int(words[3]) - killed for words in cluster.journal("handled")[4:]]
+    assert len(taken) == 4
+    assert max(taken) < 3_000_000
+    cluster.finish()
+
+
 def test_a_sender_that_commits_late(make_cluster: Callable[..., Cluster]) -> None:
     # Given a poller that has nothing to wait for, and another program in the middle of a transaction
     cluster = make_cluster()

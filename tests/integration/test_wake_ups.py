@@ -1,0 +1,244 @@
+"""Wake-ups between processes: told at once, never swept by mistake, never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from delayline.events import Event
+from delayline.sql.dialects.sqlite_wake_ups import READ_SIZE, RECORD, WakeUps
+from delayline.testing import Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from delayline import Endpoint, Message, MessageContext
+
+PATIENCE = 10.0
+
+LISTEN = """
+import asyncio, pathlib, sys
+from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+async def main():
+    told = WakeUps(pathlib.Path(sys.argv[1]))
+    told.subscribe("channel", lambda at: print("told", at, flush=True))
+    print("listening", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+SEND = """
+import asyncio, datetime, sys
+from delayline import Endpoint, StoredDelivery
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+async def main():
+    url = "sqlite:///" + sys.argv[1]
+    delivery = StoredDelivery(SqlDelayedMessageStore(url), polling=False)
+    async with Endpoint("orders", transport=SqlTransport(url), delayed_delivery=delivery) as endpoint:
+        await endpoint.send("orders", b"", message_id="sooner", delay=datetime.timedelta(seconds=0.2))
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "delayline.db-run"
+    folder.mkdir()
+    return folder
+
+
+@contextlib.contextmanager
+def listener(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Let another process listen."""
+    with subprocess.Popen([sys.executable, "-c", LISTEN, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "listening\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def pipes(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.wake"))
+
+
+class Heard:
+    """What a listener in this process was told."""
+
+    def __init__(self, wake_ups: WakeUps, channel: str = "channel") -> None:
+        self.at: list[int] = []
+        self._news = asyncio.Event()
+        self.stop = wake_ups.subscribe(channel, self._note)
+
+    def _note(self, at: int) -> None:
+        self.at.append(at)
+        self._news.set()
+
+    async def next(self) -> int:
+        async with asyncio.timeout(PATIENCE):
+            await self._news.wait()
+        self._news.clear()
+        return self.at[-1]
+
+
+async def test_a_poller_is_woken_by_another_process(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
+    # Given a poller that sleeps until its cap, a minute from now
+    endpoint = make_endpoint()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        pass
+
+    with Signals() as signals:
+        async with endpoint:
+            await endpoint.send("orders", b"", delay=timedelta(hours=1))
+            await signals.wait_for(Event.SLEEPS)
+            # When another process stores something earlier
+            await asyncio.to_thread(subprocess.run, [sys.executable, "-c", SEND, str(file)], check=True, timeout=30)
+            # Then it arrives, by a wake-up
+            [record] = await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
+            assert vars(record)["facts"]["message"].id == "sooner"
+            assert signals.count(Event.WOKE) >= 1
+
+
+async def test_another_process_is_told(folder: Path) -> None:
+    with listener(folder) as process:
+        WakeUps(folder).notify("channel", 42)
+        assert process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), PATIENCE)
+        assert line == "told 42\n"
+
+
+async def test_pipes_of_killed_processes_are_swept(folder: Path) -> None:
+    # Given one process that was killed before anybody knew it, and one that was killed afterwards
+    with listener(folder):
+        pass
+    assert len(pipes(folder)) == 1
+    teller = WakeUps(folder)
+    with listener(folder):
+        teller.notify("channel")
+        assert len(pipes(folder)) == 1, "the first was swept, the second is alive"
+    # When something is told
+    teller.notify("channel")
+    # Then nothing of either is left
+    assert pipes(folder) == []
+    teller.close()
+
+
+async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(folder: Path) -> None:
+    # Given somebody who tells things without pause
+    teller, busy = WakeUps(folder), threading.Event()
+
+    def tell() -> None:
+        while not busy.is_set():
+            teller.open()  # look at the folder every time
+            teller.notify("noise")
+
+    telling = threading.Thread(target=tell)
+    telling.start()
+    try:
+        for _ in range(60):
+            # When others begin to listen meanwhile
+            wake_ups = WakeUps(folder)
+            heard = Heard(wake_ups)
+            # Then they are there, and are told
+            assert pipes(folder) != []
+            other = WakeUps(folder)
+            other.notify("channel", 7)
+            assert await heard.next() in (7, 0), "0 is for everybody: the noise has filled the pipe"
+            wake_ups.close()
+            other.close()
+    finally:
+        busy.set()
+        telling.join()
+        teller.close()
+
+
+@pytest.mark.parametrize("trouble", [errno.EMFILE, errno.ENFILE, errno.EACCES])
+async def test_a_pipe_that_cannot_be_opened_is_not_swept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, trouble: int
+) -> None:
+    # Given a listener, and a teller that is out of descriptors, or another user
+    wake_ups, teller = WakeUps(folder), WakeUps(folder)
+    heard = Heard(wake_ups)
+
+    def failing(*arguments: Any, **settings: Any) -> int:  # noqa: ANN401
+        raise OSError(trouble, os.strerror(trouble))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", failing)
+        # When it tells something
+        teller.notify("channel")
+    # Then the listener's pipe is still there, and works when the trouble is over
+    assert len(pipes(folder)) == 1
+    teller.open()
+    teller.notify("channel", 7)
+    assert await heard.next() == 7
+    wake_ups.close()
+    teller.close()
+
+
+async def test_nobody_waits_for_a_full_pipe(folder: Path) -> None:
+    # Given a process that listens and stands still
+    with listener(folder) as process:
+        teller = WakeUps(folder)
+        process.send_signal(signal.SIGSTOP)
+        # When more is told than its pipe holds
+        started = time.monotonic()
+        for number in range(20_000):
+            teller.notify("other channel", number)
+        teller.notify("channel", 42)
+        assert time.monotonic() - started < PATIENCE
+        # Then nobody was held up, and it is woken for everything when it goes on
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), PATIENCE)
+        assert line == "told 0\n"
+        teller.close()
+
+
+def test_a_full_pipe_is_seen_as_full_even_where_pipes_are_small() -> None:
+    # Linux gives a user with many pipes only one page for each
+    assert os.sysconf("SC_PAGE_SIZE") >= READ_SIZE
+    assert READ_SIZE % RECORD.size == 0
+
+
+async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> None:
+    for _ in range(20):
+        wake_ups = WakeUps(folder)
+        wake_ups.open()
+        heard = Heard(wake_ups)
+        wake_ups.notify("channel", 1)
+        assert await heard.next() == 1
+        heard.stop()
+        wake_ups.close()
+    assert pipes(folder) == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("delayline")] == []
+
+
+async def test_a_listener_whose_loop_is_closed_disturbs_nobody(folder: Path) -> None:
+    # Given a listener on a loop that has ended, and one that lives
+    wake_ups = WakeUps(folder)
+
+    async def listen() -> None:
+        Heard(wake_ups)
+
+    await asyncio.to_thread(asyncio.run, listen())
+    heard = Heard(wake_ups)
+    # When something is told
+    wake_ups.notify("channel", 7)
+    # Then the living one hears it
+    assert await heard.next() == 7
+    wake_ups.close()
