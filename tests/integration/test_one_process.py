@@ -75,24 +75,58 @@ async def test_a_transaction_cancelled_twice_while_it_begins(file: Path) -> None
     database = Database.at(f"sqlite:///{file}")
     await database.open()
     began, end = threading.Event(), threading.Event()
+    busy = asyncio.create_task(database.on_writer(sleeping(began, end)))
+    await asyncio.to_thread(began.wait, 10)
     transaction = database.transaction()
 
     async def hold() -> None:
         async with transaction:
-            await transaction.run(sleeping(began, end))
+            await transaction.run(lambda connection: None)
 
     holder = asyncio.create_task(hold())
-    await asyncio.to_thread(began.wait, 10)
+    await asyncio.sleep(0.01)
     # When the task that waits for it is cancelled, and again
     for _ in range(3):
         holder.cancel()
         await asyncio.sleep(0.01)
     assert not holder.done(), "gave up while its effect was uncertain"
     end.set()
-    await asyncio.gather(holder, return_exceptions=True)
+    await asyncio.gather(busy, holder, return_exceptions=True)
     # Then its transaction is over and others can begin theirs
     async with asyncio.timeout(5):
         await database.write(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
+    await database.close()
+
+
+async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a transaction whose commit takes its time
+    database = Database.at(f"sqlite:///{file}")
+    await database.open()
+    committing, go, told = threading.Event(), threading.Event(), list[str]()
+    commit = database.dialect.commit
+
+    def slowly(connection: Connection) -> None:
+        committing.set()
+        assert go.wait(10)
+        commit(connection)
+
+    async def hold() -> None:
+        async with database.transaction() as transaction:
+            await transaction.run(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
+            transaction.after_commit(lambda: told.append("committed"))
+            monkeypatch.setattr(database.dialect, "commit", slowly)
+
+    # When it is cancelled meanwhile
+    holder = asyncio.create_task(hold())
+    await asyncio.to_thread(committing.wait, 10)
+    holder.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(holder, return_exceptions=True)
+    # Then it was committed, once, and those who wait for that were told
+    assert holder.cancelled()
+    assert told == ["committed"]
+    await database.read(lambda connection: connection.exec_driver_sql("SELECT * FROM made").close())
     await database.close()
 
 

@@ -225,6 +225,7 @@ class SqlTransaction(Transaction):
         super().__init__(database.domain)
         self._database = database
         self._begun = False
+        self._committed = False
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in this transaction."""
@@ -244,8 +245,15 @@ class SqlTransaction(Transaction):
         return work(connection)
 
     async def _commit(self) -> None:
-        if self._begun:
+        if not self._begun:
+            return
+        try:
             await self._end(self._commit_or_roll_back)
+        except asyncio.CancelledError:
+            if self._committed:  # cancelled too late: the effect is there, and who waits for it is told
+                for callback in self._after_commit:
+                    callback()
+            raise
 
     async def _rollback(self) -> None:
         if self._begun:
@@ -257,6 +265,7 @@ class SqlTransaction(Transaction):
         except BaseException:
             self._database.dialect.rollback(connection)
             raise
+        self._committed = True
 
     async def _end(self, how: Callable[[Connection], None]) -> None:
         try:
