@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import DelayedDelivery, DeliveryHost
 from delayline.delayed.store import ManagedStore
-from delayline.errors import ConfigurationError, NotStarted
+from delayline.errors import ConfigurationError, DispatchFailed, NotStarted
 from delayline.events import Event, emit
 from delayline.outgoing import Composer, HeaderMap, Outgoing, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.message import Body
-    from delayline.transport import Transport
+    from delayline.transport import Transport, TransportOperation
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +74,13 @@ class Endpoint:
         self.transport = transport
         self.delayed_delivery = delayed_delivery
         self.error_queue = check_endpoint_name(error_queue)
+        if error_queue == name:
+            raise ConfigurationError(f"error_queue={error_queue!r} is the endpoint's own queue: name another one")
         self.send_only = send_only
         self.transaction_mode = _mode(transaction_mode, transport, delayed_delivery)
         self.guarantee: Guarantee = guarantee(transport, delayed_delivery, self.transaction_mode)
         self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
-        if not isinstance(concurrency, int) or concurrency < 1:
+        if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
             raise ConfigurationError(f"concurrency must be a whole number of 1 or more, not {concurrency!r}")
         self.concurrency = concurrency
         self._handlers: list[Handler] = []
@@ -105,6 +107,8 @@ class Endpoint:
     @property
     def delayed(self) -> ManagedStore:
         """What waits: list, count, cancel, reschedule. Raises ConfigurationError where that is not supported."""
+        if self.delayed_delivery is None:
+            raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: nothing waits")
         store = getattr(self.delayed_delivery, "store", self.delayed_delivery)
         if not isinstance(store, ManagedStore):
             raise ConfigurationError(f"{type(store).__name__} cannot list, cancel or reschedule what waits")
@@ -152,12 +156,16 @@ class Endpoint:
             await self.transport.stop()
 
     async def stop(self) -> None:
-        """Finish what is in flight, then disconnect. Idempotent; several callers wait for the same stop."""
+        """Finish what is in flight, then disconnect. Idempotent; several callers wait for the same stop.
+
+        Called by a handler it returns at once: the stop waits for that handler.
+        """
         if self._stopped is None:
             return
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop_parts(), name=f"delayline stop {self.name}")
-        await asyncio.shield(self._stopping)
+        if self._pipeline is None or not self._pipeline.runs(asyncio.current_task()):
+            await asyncio.shield(self._stopping)
 
     async def wait_stopped(self) -> None:
         """Return when the endpoint has stopped, whoever stopped it."""
@@ -178,7 +186,7 @@ class Endpoint:
 
         Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
         delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
-        InvalidDueTime, NotStarted, DispatchFailed (an immediate send to a missing queue) or BackendUnavailable.
+        InvalidDueTime, NotStarted, QueueNotFound (an immediate send to a missing queue) or BackendUnavailable.
         """
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
@@ -199,13 +207,19 @@ class Endpoint:
 
     async def _dispatch(self, outgoing: Outgoing) -> None:
         if outgoing.due is None:
-            await self.transport.dispatch([outgoing.operation])
+            await self._send_now(outgoing.operation)
         elif self.delayed_delivery is None:
             raise ConfigurationError(
                 f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
             )
         else:
             await self.delayed_delivery.defer(outgoing.operation, outgoing.due)
+
+    async def _send_now(self, operation: TransportOperation) -> None:
+        try:
+            await self.transport.dispatch([operation])
+        except DispatchFailed as failed:
+            raise failed.failures[0] from failed
 
     async def _start_parts(self) -> None:
         await self.transport.start()
@@ -270,7 +284,7 @@ def _recoverability(
 ) -> Recoverability:
     """Fit the defaults to the mode; refuse explicit settings that cannot work (reference 2.8)."""
     settings = given or Recoverability()
-    if settings.delayed_retries and given is not None:
+    if settings.delayed_retries:
         if mode is TransactionMode.NONE:
             raise ConfigurationError(
                 "Delayed retries are not supported when running with TransactionMode.NONE. "

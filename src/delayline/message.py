@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.clock import to_microseconds
-from delayline.errors import CorruptHeaders, InvalidMessage
+from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,6 +173,20 @@ def encode_body(body: Body) -> tuple[bytes, str]:
     except (TypeError, ValueError, RecursionError) as error:
         kind = type(body).__name__
         raise InvalidMessage(f"body of type {kind} is neither bytes, UTF-8 text nor JSON-able: {error}") from error
+
+
+def in_utc(due: datetime) -> datetime:
+    """Return the instant in UTC; raises InvalidDueTime for one without a time zone or beyond year 9999."""
+    if not isinstance(due, datetime):
+        raise InvalidDueTime(f"a due time must be an aware datetime, not {due!r}")
+    if due.utcoffset() is None:
+        raise InvalidDueTime(
+            f"{due!r} has no time zone: say which, as in datetime(2026, 5, 1, 9, tzinfo=ZoneInfo('Europe/Berlin'))"
+        )
+    try:
+        return due.astimezone(UTC)
+    except OverflowError as error:
+        raise InvalidDueTime(f"{due!r} lies beyond year 9999 in UTC") from error
 
 
 def new_message_id(now: datetime) -> str:

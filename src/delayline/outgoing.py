@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
@@ -17,6 +17,7 @@ from delayline.message import (
     Message,
     encode_body,
     encode_headers,
+    in_utc,
     new_message_id,
     to_wire_time,
 )
@@ -144,17 +145,7 @@ def due_time(now: datetime, delay: timedelta | None, deliver_at: datetime | None
     if delay is not None and deliver_at is not None:
         raise InvalidDueTime(f"delay={delay!r} and deliver_at={deliver_at!r} exclude each other: give one of them")
     if deliver_at is not None:
-        if not isinstance(deliver_at, datetime):
-            raise InvalidDueTime(f"deliver_at must be an aware datetime, not {deliver_at!r}")
-        if deliver_at.utcoffset() is None:
-            raise InvalidDueTime(
-                f"deliver_at={deliver_at!r} has no time zone: say which, as in "
-                "datetime(2026, 5, 1, 9, tzinfo=ZoneInfo('Europe/Berlin'))"
-            )
-        try:
-            return deliver_at.astimezone(UTC)
-        except OverflowError as error:
-            raise InvalidDueTime(f"deliver_at={deliver_at!r} lies beyond year 9999 in UTC") from error
+        return in_utc(deliver_at)
     if delay is None:
         return None
     if not isinstance(delay, timedelta):

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
-from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, DelaylineError, InvalidDueTime
+from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime
 from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
@@ -91,7 +91,7 @@ class MessageContext:
 Handler = Callable[[Message, MessageContext], Awaitable[None]]
 
 
-class AlreadyHandledError(DelaylineError):
+class AlreadyHandledError(Exception):
     """The message left its queue while it was being handled here: somebody else has handled it."""
 
 
@@ -129,6 +129,10 @@ class Pipeline:
         self._loop = asyncio.create_task(
             self._receive(self._receiver, self._breaker), name=f"delayline receiver {self.queue}"
         )
+
+    def runs(self, task: asyncio.Task[object] | None) -> bool:
+        """Tell whether that task is one of the handlers'."""
+        return task in self._tasks
 
     async def stop(self) -> None:
         """Take no more messages and let the handlers that run finish. Idempotent."""
@@ -201,14 +205,16 @@ class Pipeline:
     async def _handle(self, receiver: Receiver, received: ReceivedMessage) -> None:
         """Run attempts until one succeeds or the message has gone elsewhere."""
         message = received.message
+        try:
+            _ = message.headers
+        except CorruptHeaders as error:
+            await self._move_to_error(receiver, received, error, raw=True)
+            return
         for attempt in count(1):
             try:
                 await self._attempt(receiver, received, attempt)
             except AlreadyHandledError:
                 raise
-            except CorruptHeaders as error:
-                await self._move_to_error(receiver, received, error)
-                return
             except Exception as error:
                 again = await self._recover(receiver, received, error, attempt)
                 if not again:
@@ -260,14 +266,16 @@ class Pipeline:
                 await self._move_to_error(receiver, received, error)
         return False
 
-    async def _move_to_error(self, receiver: Receiver, received: ReceivedMessage, error: Exception) -> None:
+    async def _move_to_error(
+        self, receiver: Receiver, received: ReceivedMessage, error: Exception, *, raw: bool = False
+    ) -> None:
         message = received.message
-        if isinstance(error, CorruptHeaders):
+        if raw:
             moved = message
             logger.error("Message %r is classified as a poison message: %s", message.id, error)
         else:
             headers = failure_headers(error, self.queue, self.host.endpoint_name, self.host.clock.now())
-            moved = message.with_headers(headers)
+            moved = message.logical.with_headers(headers)
         await self._complete(receiver, received, [Outgoing(TransportOperation(moved, self.host.error_queue), None)])
         emit(
             logger,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # characters; reference 1.9
+DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # reference 2.8
 #: Headers that describe a failure: removed when a message is sent on its way again.
 FAILURE_HEADERS: Final = (
@@ -59,8 +60,8 @@ class Recoverability:
 
     immediate_retries: int = 5
     """Further attempts at once; 0 or more."""
-    delayed_retries: int = 3
-    """Further rounds, each through delayed delivery; 0 or more."""
+    delayed_retries: int | None = None
+    """Further rounds, each through delayed delivery; 0 or more. None: 3 where the endpoint can delay, else 0."""
     time_increase: timedelta = timedelta(seconds=10)
     """Round n waits n times this; above zero."""
     unrecoverable: tuple[type[Exception], ...] = field(default=())
@@ -69,10 +70,15 @@ class Recoverability:
     def __post_init__(self) -> None:
         for name in ("immediate_retries", "delayed_retries"):
             value = getattr(self, name)
+            if value is None and name == "delayed_retries":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigurationError(f"{name} must be a whole number of 0 or more, not {value!r}")
         if not isinstance(self.time_increase, timedelta) or self.time_increase <= timedelta(0):
             raise ConfigurationError(f"time_increase must be a timedelta longer than zero, not {self.time_increase!r}")
+        named = self.unrecoverable
+        if not isinstance(named, tuple) or not all(isinstance(kind, type) for kind in named):
+            raise ConfigurationError(f"unrecoverable must be a tuple of exception classes, not {named!r}")
 
     def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
         """Return what to do after the `attempt`-th failure (from 1) of this round.
@@ -84,7 +90,8 @@ class Recoverability:
         if attempt <= self.immediate_retries:
             return RetryNow()
         rounds = _rounds_so_far(headers)
-        if rounds >= self.delayed_retries or _too_old(headers, now):
+        allowed = DEFAULT_DELAYED_RETRIES if self.delayed_retries is None else self.delayed_retries
+        if rounds >= allowed or _too_old(headers, now):
             return MoveToError()
         return RetryLater(
             delay=self.time_increase * (rounds + 1),

@@ -167,12 +167,14 @@ def test_delayed_retries_are_adapted_where_defaulted_and_refused_where_asked_for
     adapted = build_apart(none).recoverability
     assert (adapted.immediate_retries, adapted.delayed_retries) == (0, 0)
     with pytest.raises(ConfigurationError, match=r"when running with TransactionMode.NONE.*delayed_retries=0"):
-        build_apart(none, Recoverability())
+        build_apart(none, Recoverability(delayed_retries=1))
     assert build_apart(none, Recoverability(delayed_retries=0)).recoverability.immediate_retries == 0
     without = Endpoint("a", transport=MemoryTransport())
     assert (without.recoverability.immediate_retries, without.recoverability.delayed_retries) == (5, 0)
     with pytest.raises(ConfigurationError, match=r"without delayed delivery.*pass delayed_delivery"):
-        Endpoint("a", transport=MemoryTransport(), recoverability=Recoverability())
+        Endpoint("a", transport=MemoryTransport(), recoverability=Recoverability(delayed_retries=1))
+    fitted = Endpoint("a", transport=MemoryTransport(), recoverability=Recoverability(immediate_retries=1))
+    assert (fitted.recoverability.immediate_retries, fitted.recoverability.delayed_retries) == (1, 0)
 
 
 async def test_a_critical_error_stops_the_endpoint_by_default(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from delayline.cli.connection import sending_endpoint
 from delayline.cli.due import due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.cli.rows import Line, RejectedFile, Row, RowFile
-from delayline.errors import DelaylineError, DispatchFailed, InvalidMessage
+from delayline.errors import DelaylineError, InvalidMessage, QueueNotFound
 from delayline.outgoing import due_time
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ class Bulk:
         for row, result in zip(rows, results, strict=True):
             if result is None:
                 self.stored += 1
-            elif isinstance(result, InvalidMessage | DispatchFailed):
+            elif isinstance(result, InvalidMessage | QueueNotFound):
                 self._reject(row.line, result)
         for result in results:
-            if result is not None and not isinstance(result, InvalidMessage | DispatchFailed):
+            if result is not None and not isinstance(result, InvalidMessage | QueueNotFound):
                 raise result
 
     async def _store_row(self, endpoint: Endpoint, row: Row) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction, TransactionMode
     from delayline.transport import Transport, TransportOperation
 
+VERBS: Final = ("initialize", "store", "fetch_next_due", "next_due", "remove", "increment_failure_count")
 THIRTY_SECONDS: Final = timedelta(seconds=30)
 
 
@@ -93,6 +94,9 @@ class StoredDelivery:
         batch_bytes: int = 16 * 1024 * 1024,
         polling: bool = True,
     ) -> None:
+        missing = [verb for verb in VERBS if not hasattr(store, verb)]
+        if missing:
+            raise ConfigurationError(f"{store!r} is no delayed message store: it has no method {missing[0]!r}")
         self.store = store
         self.number_of_retries = _whole("number_of_retries", number_of_retries, at_least=0)
         self.time_to_trigger_store_circuit_breaker = _positive(

@@ -11,6 +11,8 @@ from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.events import Event, emit
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.delayed.store import DelayedMessageStore
     from delayline.message import DelayedMessage
@@ -30,23 +32,22 @@ class StoreGroup:
         self._batches = store if isinstance(store, BatchStore) else None
         self._breaker = breaker
         self._waiting: list[Waiting] = []
-        self._writer: asyncio.Task[None] | None = None
-        self._singles: set[asyncio.Task[None]] = set()
+        self._writing = False
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def store(self, message: DelayedMessage) -> None:
         """Return when the message is durable; raise what its store raised. Cancelling the caller stores it anyway."""
         try:
             if self._batches is None:
-                single = asyncio.create_task(self._store_one(message), name="delayline store")
-                self._singles.add(single)
-                single.add_done_callback(self._singles.discard)
-                await asyncio.shield(single)
-            else:
+                await asyncio.shield(self._start(self._store_one(message)))
+            elif self._writing:
                 done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._waiting.append((message, done))
-                if self._writer is None:
-                    self._writer = asyncio.create_task(self._write(self._batches), name="delayline store group")
                 await done
+            else:
+                await self._store_alone(self._batches, message)
         except Exception as error:
             emit(
                 logger,
@@ -65,11 +66,28 @@ class StoreGroup:
 
     async def stop(self) -> None:
         """Wait until everything accepted so far is stored or has failed."""
-        while under_way := {*self._singles, *([self._writer] if self._writer is not None else [])}:
-            await asyncio.wait(under_way)
+        while self._under_way or not self._idle.is_set():
+            await asyncio.gather(self._idle.wait(), *self._under_way, return_exceptions=True)
 
     async def _store_one(self, message: DelayedMessage) -> None:
         await self._store.store(message)
+
+    async def _store_alone(self, batches: BatchStore, message: DelayedMessage) -> None:
+        """Store without a task between: most sends are alone. Those that come meanwhile form the next group."""
+        self._writing = True
+        self._idle.clear()
+        try:
+            await batches.store_many([message])
+        except asyncio.CancelledError:
+            nobody: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            nobody.cancel()
+            self._waiting.append((message, nobody))
+            raise
+        finally:
+            if self._waiting:
+                self._start(self._write(batches))
+            else:
+                self._end()
 
     async def _write(self, batches: BatchStore) -> None:
         try:
@@ -77,7 +95,17 @@ class StoreGroup:
                 group, self._waiting = self._waiting[:MAXIMUM_GROUP], self._waiting[MAXIMUM_GROUP:]
                 await self._write_group(batches, group)
         finally:
-            self._writer = None
+            self._end()
+
+    def _end(self) -> None:
+        self._writing = False
+        self._idle.set()
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name="delayline store")
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
 
     async def _write_group(self, batches: BatchStore, group: list[Waiting]) -> None:
         try:

@@ -93,7 +93,7 @@ class Recovery:
         """
         host = self._host
         try:
-            moved = message.message.with_headers(
+            moved = message.message.logical.with_headers(
                 failure_headers(error, message.destination, host.endpoint_name, host.clock.now())
             )
         except CorruptHeaders:

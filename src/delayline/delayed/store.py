@@ -8,12 +8,15 @@ with `isinstance` when the endpoint starts, and used when present. Prove a store
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from delayline.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from datetime import datetime, timedelta
+    from datetime import datetime
 
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction, TransactionMode
@@ -144,6 +147,13 @@ class DueCount:
     count: int
 
 
+def checked_bucket(bucket: timedelta) -> timedelta:
+    """Return the width of a bucket to count by; raises ConfigurationError unless it is longer than zero."""
+    if not isinstance(bucket, timedelta) or bucket <= timedelta(0):
+        raise ConfigurationError(f"bucket must be a timedelta longer than zero, not {bucket!r}")
+    return bucket
+
+
 @runtime_checkable
 class ManagedStore(Protocol):
     """Capability: people can look at what waits, cancel it and reschedule it."""
@@ -153,7 +163,7 @@ class ManagedStore(Protocol):
         ...
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
-        """Give a waiting message a new due time, if the poller does not have it already."""
+        """Give a waiting message a new due time, if the poller does not have it already. Raises InvalidDueTime."""
         ...
 
     async def pending(

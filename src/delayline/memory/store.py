@@ -9,8 +9,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from delayline.clock import EPOCH
-from delayline.delayed.store import DueCount, Outcome
+from delayline.delayed.store import DueCount, Outcome, checked_bucket
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
+from delayline.message import in_utc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -130,7 +131,7 @@ class MemoryDelayedMessageStore:
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
         """Move a waiting message to another due time."""
-        outcome = self._outcome(message_id)
+        due, outcome = in_utc(due), self._outcome(message_id)
         if outcome is Outcome.DONE:
             message = self._messages[message_id]
             self._delete([message_id])
@@ -147,6 +148,7 @@ class MemoryDelayedMessageStore:
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count what waits by bucket and destination."""
+        checked_bucket(bucket)
         counts = Counter(
             (EPOCH + (message.due - EPOCH) // bucket * bucket, message.destination)
             for message in self._messages.values()

@@ -81,7 +81,10 @@ class Database:
 
     async def close(self) -> None:
         """Undo one `open`; the last one disconnects."""
-        await asyncio.to_thread(self._close)
+        if threading.main_thread().is_alive():
+            await asyncio.to_thread(self._close)
+        else:  # the interpreter ends, as in atexit: no thread can be started any more
+            self._close()
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on a reading connection; it sees what is committed. Not cut short by cancellation."""

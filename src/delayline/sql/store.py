@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.store import DueCount, Outcome
-from delayline.errors import NotStarted
+from delayline.delayed.store import DueCount, Outcome, checked_bucket
+from delayline.errors import ConfigurationError, NotStarted
+from delayline.message import in_utc
 from delayline.sql import schema
 from delayline.sql.database import Database, SqlTransaction, joined
 from delayline.sql.statements import StoreStatements, bounded, message_of, row_of
@@ -36,6 +37,8 @@ class SqlDelayedMessageStore:
     """
 
     def __init__(self, url: str, *, table_name: str | None = None) -> None:
+        if table_name is not None and (not table_name or table_name in schema.shared.tables):
+            raise ConfigurationError(f"table_name={table_name!r} is empty or one of delayline's own: choose another")
         self._database = Database.at(url)
         self._table_name = table_name
         self._open: StoreStatements | None = None
@@ -158,7 +161,7 @@ class SqlDelayedMessageStore:
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
         """Move a waiting message to another due time."""
-        at, move = to_microseconds(due), self._statements.move
+        at, move = to_microseconds(in_utc(due)), self._statements.move
         outcome = await self._manage(message_id, lambda connection: move.change(connection, at, message_id))
         if outcome is Outcome.DONE:
             self._notify(at, None)
@@ -177,7 +180,7 @@ class SqlDelayedMessageStore:
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count what waits by bucket and destination."""
-        query = self._statements.by_due(bucket // MICROSECOND)
+        query = self._statements.by_due(checked_bucket(bucket) // MICROSECOND)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [DueCount(from_microseconds(start), destination, number) for start, destination, number in rows]
 

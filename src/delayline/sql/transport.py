@@ -71,8 +71,8 @@ class SqlTransport:
     """
 
     def __init__(self, url: str, *, poll_interval: timedelta = ONE_SECOND) -> None:
-        if poll_interval <= timedelta(0):
-            raise ConfigurationError(f"poll_interval must be longer than zero, not {poll_interval!r}")
+        if not isinstance(poll_interval, timedelta) or poll_interval <= timedelta(0):
+            raise ConfigurationError(f"poll_interval must be a timedelta longer than zero, not {poll_interval!r}")
         self._database = Database.at(url)
         self._poll_interval = poll_interval
         self._statements = TransportStatements(self._database.dialect)

@@ -1,0 +1,164 @@
+"""What users stumbled over once, and does not happen again."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.conftest import START, delayed
+
+from delayline import (
+    ConfigurationError,
+    CorruptHeaders,
+    Endpoint,
+    Headers,
+    InvalidDueTime,
+    MemoryDelayedMessageStore,
+    MemoryTransport,
+    Message,
+    MessageContext,
+    QueueNotFound,
+    Recoverability,
+    SqlDelayedMessageStore,
+    SqlTransport,
+    StoredDelivery,
+    TransactionMode,
+)
+from delayline.events import Event
+from delayline.testing import Signals
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from delayline.testing.clock import ManualClock
+
+
+def test_an_endpoint_cannot_be_its_own_error_queue() -> None:
+    with pytest.raises(ConfigurationError, match=r"error_queue='sales' is the endpoint's own queue: name another"):
+        Endpoint("sales", transport=MemoryTransport(), error_queue="sales")
+
+
+def test_without_delayed_delivery_nothing_waits() -> None:
+    with pytest.raises(ConfigurationError, match=r"endpoint 'sales' has no delayed delivery"):
+        _ = Endpoint("sales", transport=MemoryTransport()).delayed
+
+
+def test_what_is_no_store_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(ConfigurationError, match=r"no delayed message store: it has no method 'initialize'"):
+        StoredDelivery(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", "delayline_messages", "delayline_queues", "delayline_schema"])
+def test_a_store_cannot_take_the_queues_table(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="choose another"):
+        SqlDelayedMessageStore(f"sqlite:///{tmp_path}/a.db", table_name=name)
+
+
+def test_a_poll_interval_is_a_timedelta(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="poll_interval must be a timedelta longer than zero, not 1"):
+        SqlTransport(f"sqlite:///{tmp_path}/a.db", poll_interval=1)  # type: ignore[arg-type]
+
+
+def test_unrecoverable_is_a_tuple_of_classes() -> None:
+    with pytest.raises(ConfigurationError, match="unrecoverable must be a tuple of exception classes"):
+        Recoverability(unrecoverable=ValueError)  # type: ignore[arg-type]
+
+
+async def test_an_immediate_send_to_a_missing_queue_says_so() -> None:
+    async with Endpoint("sales", transport=MemoryTransport()) as endpoint:
+        with pytest.raises(QueueNotFound, match="queue 'nowhere' does not exist"):
+            await endpoint.send("nowhere", b"")
+
+
+async def test_bad_due_times_and_buckets_are_refused_by_every_store(tmp_path: Path) -> None:
+    sql = SqlDelayedMessageStore(f"sqlite:///{tmp_path}/a.db")
+    await sql.setup_infrastructure("sales")
+    await sql.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    for store in (sql, MemoryDelayedMessageStore()):
+        await store.store(delayed("m"))
+        with pytest.raises(InvalidDueTime, match="no time zone"):
+            await store.reschedule("m", datetime(2030, 1, 1))  # noqa: DTZ001 - what the test is about
+        for bucket in (timedelta(0), timedelta(seconds=-1)):
+            with pytest.raises(ConfigurationError, match="bucket must be a timedelta longer than zero"):
+                await store.count_by_due(bucket)
+        assert [message.due for message in await store.pending()] == [START]
+    await sql.close()
+
+
+async def test_a_handler_can_stop_its_endpoint() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    returned = asyncio.Event()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        del message, context
+        await endpoint.stop()
+        returned.set()
+
+    await endpoint.start()
+    await endpoint.send("sales", b"")
+    await asyncio.wait_for(endpoint.wait_stopped(), 10)
+    assert returned.is_set()
+
+
+async def test_a_handlers_corrupt_headers_error_is_a_failure_like_any_other(clock: ManualClock) -> None:
+    transport, attempts = MemoryTransport(), list[int]()
+    endpoint = Endpoint("sales", transport=transport, clock=clock, recoverability=Recoverability(immediate_retries=1))
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        del message
+        attempts.append(context.attempt)
+        raise CorruptHeaders("of some other message")
+
+    with Signals() as signals:
+        async with endpoint:
+            await endpoint.send("sales", b"")
+            await signals.wait_for(Event.MOVED_TO_ERROR)
+    assert attempts == [1, 2]
+    (failed,) = await transport.browse("error", 10)
+    assert failed.headers[Headers.EXCEPTION_MESSAGE] == "of some other message"
+
+
+async def test_after_delayed_retries_the_error_queue_knows_the_id_that_was_sent(clock: ManualClock) -> None:
+    transport = MemoryTransport()
+    endpoint = Endpoint(
+        "sales",
+        transport=transport,
+        delayed_delivery=StoredDelivery(MemoryDelayedMessageStore()),
+        clock=clock,
+        recoverability=Recoverability(immediate_retries=0, delayed_retries=1),
+    )
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        raise ValueError(f"{message.id} {context.attempt}")
+
+    with Signals() as signals:
+        async with endpoint:
+            await endpoint.send("sales", b"", message_id="order-1")
+            await signals.wait_for(Event.RETRIED_LATER)
+            await clock.advance(11)
+            await signals.wait_for(Event.MOVED_TO_ERROR)
+    assert [message.id for message in await transport.browse("error", 10)] == ["order-1"]
+
+
+AT_EXIT = """
+import atexit
+from delayline import Endpoint, SqlDelayedMessageStore, SqlTransport, StoredDelivery, SyncEndpoint
+url = "sqlite:///{path}"
+sync = SyncEndpoint(Endpoint("web", transport=SqlTransport(url),
+    delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)), send_only=True))
+sync.start()
+atexit.register(sync.stop)
+"""
+
+
+def test_a_sync_endpoint_can_be_stopped_at_exit(tmp_path: Path) -> None:
+    script = AT_EXIT.format(path=tmp_path / "web.db")
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
