@@ -137,33 +137,54 @@ async def test_pipes_of_killed_processes_are_swept(folder: Path) -> None:
     teller.close()
 
 
-async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(folder: Path) -> None:
+async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given somebody who looks for dead pipes just when a listener has made its own and does not read it yet
+    teller, wake_ups, make = WakeUps(folder), WakeUps(folder), os.mkfifo
+
+    def making(path: Path) -> None:
+        make(path)
+        teller.open()
+        teller.notify("noise")
+
+    monkeypatch.setattr(os, "mkfifo", making)
+    # When it begins to listen
+    heard = Heard(wake_ups)
+    # Then its pipe is still there, and works
+    assert len(pipes(folder)) == 1
+    teller.notify("channel", 7)
+    assert await heard.next() == 7
+    wake_ups.close()
+    teller.close()
+
+
+async def test_many_listeners_come_and_go_while_others_tell(folder: Path) -> None:
     # Given somebody who tells things without pause
-    teller, busy = WakeUps(folder), threading.Event()
+    teller, enough = WakeUps(folder), threading.Event()
 
     def tell() -> None:
-        while not busy.is_set():
+        while not enough.is_set():
             teller.open()  # look at the folder every time
             teller.notify("noise")
 
     telling = threading.Thread(target=tell)
     telling.start()
     try:
-        for _ in range(60):
+        for _ in range(40):
             # When others begin to listen meanwhile
-            wake_ups = WakeUps(folder)
+            wake_ups, other = WakeUps(folder), WakeUps(folder)
             heard = Heard(wake_ups)
-            # Then they are there, and are told
-            assert pipes(folder) != []
-            other = WakeUps(folder)
+            # Then they are told
             other.notify("channel", 7)
             assert await heard.next() in (7, 0), "0 is for everybody: the noise has filled the pipe"
             wake_ups.close()
             other.close()
     finally:
-        busy.set()
+        enough.set()
         telling.join()
         teller.close()
+    assert pipes(folder) == []
 
 
 @pytest.mark.parametrize("trouble", [errno.EMFILE, errno.ENFILE, errno.EACCES])
