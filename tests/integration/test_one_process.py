@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import select
 import signal
 import threading
@@ -150,6 +151,45 @@ async def test_cancelled_waiters_leave_the_lane_free(file: Path) -> None:
     async with asyncio.timeout(5):
         await asyncio.gather(*waiting, return_exceptions=True)
     assert done == list(range(1, 20, 2))
+    await database.close()
+
+
+async def test_cancelled_writes_of_several_loops_harm_no_others(file: Path) -> None:
+    # Given a table, and three event loops that write to it
+    database = Database.at(f"sqlite:///{file}")
+    await database.open()
+    await database.write(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
+
+    async def write(value: int) -> int:
+        def insert(connection: Connection) -> int:
+            connection.exec_driver_sql(f"INSERT INTO made VALUES ({value})").close()  # noqa: S608 - a number
+            return value
+
+        return await database.write(insert)
+
+    async def storm(loop: int) -> tuple[list[int], list[int]]:
+        chance = random.Random(loop)  # noqa: S311 - repeatable
+        values = range(loop * 1000, loop * 1000 + 500)
+        tasks = [asyncio.create_task(write(value)) for value in values]
+        for task in chance.sample(tasks, 150):
+            task.cancel()
+            if chance.random() < 0.2:
+                await asyncio.sleep(0)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(answer, int | asyncio.CancelledError) for answer in answers), answers
+        unsure = [value for value, answer in zip(values, answers, strict=True) if not isinstance(answer, int)]
+        return [answer for answer in answers if isinstance(answer, int)], unsure
+
+    # When each writes five hundred rows at once and cancels a hundred and fifty of them
+    async with asyncio.timeout(20):
+        outcomes = await asyncio.gather(*(asyncio.to_thread(asyncio.run, storm(loop)) for loop in range(3)))
+        rows = await database.read(lambda connection: connection.exec_driver_sql("SELECT x FROM made").scalars().all())
+    # Then what was answered is there, once, and of the cancelled ones each is there or not
+    sure = [value for answered, _ in outcomes for value in answered]
+    assert len(sure) >= 3 * 350
+    assert len(rows) == len(set(rows))
+    assert set(sure) <= set(rows)
+    assert set(rows) - set(sure) <= {value for _, unsure in outcomes for value in unsure}
     await database.close()
 
 
