@@ -8,7 +8,7 @@ import random
 import select
 import signal
 import threading
-from collections import Counter
+from collections import Counter, deque
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from delayline import DelaylineError, Endpoint, NotStarted, StoredDelivery, Sync
 from delayline.message import DelayedMessage, Message
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.database import Database
+from delayline.sql.group_commit import GroupCommit, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,6 +192,24 @@ async def test_cancelled_writes_of_several_loops_harm_no_others(file: Path) -> N
     assert set(sure) <= set(rows)
     assert set(rows) - set(sure) <= {value for _, unsure in outcomes for value in unsure}
     await database.close()
+
+
+def test_a_write_withdrawn_while_a_group_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given waiting writes, the last of which another loop's thread withdraws just when somebody counts them
+    group = GroupCommit(Database.at(f"sqlite:///{file}").dialect)
+    writes = [Write(lambda connection: None) for _ in range(3)]
+
+    class Withdrawing(deque[Write[None]]):
+        def __len__(self) -> int:
+            counted = super().__len__()
+            group.withdraw(writes[-1])
+            return counted
+
+    monkeypatch.setattr(group, "_waiting", Withdrawing(writes))
+    # When the group is taken
+    taken = group.take()
+    # Then the others are in it
+    assert taken[:2] == writes[:2]
 
 
 async def test_closing_while_in_use_answers_everybody(file: Path) -> None:

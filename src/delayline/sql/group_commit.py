@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -61,7 +62,11 @@ class GroupCommit:
 
     def take(self) -> list[Write[Any]]:
         """Return the writes of the next group."""
-        return [self._waiting.popleft() for _ in range(min(len(self._waiting), MAXIMUM_GROUP))]
+        group: list[Write[Any]] = []
+        with contextlib.suppress(IndexError):  # not by the length: another loop's thread may withdraw one meanwhile
+            while len(group) < MAXIMUM_GROUP:
+                group.append(self._waiting.popleft())
+        return group
 
     def run(self, group: list[Write[Any]], connection: Connection) -> None:
         """Run the group in one transaction: those that fail alone are undone alone, the others committed."""
