@@ -65,11 +65,6 @@ class Database:
         with cls._sharing:
             return cls._shared.setdefault(dialect.identity, cls(dialect))
 
-    @classmethod
-    def all(cls) -> list[Database]:
-        """Return the databases of this process."""
-        return list(cls._shared.values())
-
     @property
     def domain(self) -> Hashable:
         """Equal for parts that can share a transaction."""
@@ -335,7 +330,8 @@ class _Fork:
 
     @classmethod
     def before(cls) -> None:
-        cls.databases = Database.all()
+        Database._sharing.acquire()  # a child must not inherit it from another thread's hands
+        cls.databases = list(Database._shared.values())
         for database in cls.databases:
             database.before_fork()
 
@@ -343,13 +339,18 @@ class _Fork:
     def in_parent(cls) -> None:
         for database in cls.databases:
             database.after_fork()
-        cls.databases = []
+        cls._end()
 
     @classmethod
     def in_child(cls) -> None:
         for database in cls.databases:
             database.after_fork_in_child()
+        cls._end()
+
+    @classmethod
+    def _end(cls) -> None:
         cls.databases = []
+        Database._sharing.release()
 
 
 os.register_at_fork(before=_Fork.before, after_in_parent=_Fork.in_parent, after_in_child=_Fork.in_child)
