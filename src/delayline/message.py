@@ -73,7 +73,9 @@ class Message:
     @classmethod
     def from_encoded(cls, id: str, encoded_headers: bytes, body: bytes) -> Message:
         """Return a message over headers as `encoded_headers` gave them; they are not read here."""
-        message = cls(id, {}, body)
+        message = cls.__new__(cls)
+        message.id = id
+        message.body = body
         message._headers = None
         message._encoded = encoded_headers
         return message
@@ -200,8 +202,8 @@ def new_message_id(now: datetime) -> str:
 def to_wire_time(instant: datetime) -> str:
     """Return `yyyy-MM-dd HH:mm:ss:ffffff Z`, always UTC (reference 6.1)."""
     utc = instant if instant.tzinfo is UTC else instant.astimezone(UTC)
-    date = f"{utc.year:04}-{utc.month:02}-{utc.day:02}"
-    return f"{date} {utc.hour:02}:{utc.minute:02}:{utc.second:02}:{utc.microsecond:06} Z"
+    text = utc.isoformat(" ", "microseconds")
+    return f"{text[:19]}:{text[20:26]} Z"
 
 
 def from_wire_time(text: str) -> datetime:

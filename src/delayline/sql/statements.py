@@ -85,7 +85,7 @@ def bounded(
     batch: list[DelayedMessage] = []
     size = 0
     cursor = statement.run(connection, until, limit)
-    while (row := cursor.fetchone()) is not None:
+    for row in iter(cursor.fetchone, None):
         size += len(row[3]) + len(row[4])
         if batch and size > max_bytes:
             break
