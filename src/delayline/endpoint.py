@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.clock import SystemClock
-from delayline.delayed.delivery import DelayedDelivery, DeliveryHost
+from delayline.delayed.delivery import DelayedDelivery
+from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import ManagedStore
 from delayline.errors import ConfigurationError, DispatchFailed, NotStarted
 from delayline.events import Event, emit

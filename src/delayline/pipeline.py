@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from delayline.delayed.delivery import DelayedDelivery, DeliveryHost
+    from delayline.delayed.delivery import DelayedDelivery
+    from delayline.delayed.host import DeliveryHost
     from delayline.message import Body
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage, Receiver

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -20,26 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
     from datetime import datetime
 
-    from delayline.clock import Clock
+    from delayline.delayed.host import DeliveryHost
     from delayline.delayed.store import DelayedMessageStore
-    from delayline.transaction import Transaction, TransactionMode
-    from delayline.transport import Transport, TransportOperation
+    from delayline.transaction import Transaction
+    from delayline.transport import TransportOperation
 
 VERBS: Final = ("initialize", "store", "fetch_next_due", "next_due", "remove", "increment_failure_count")
 THIRTY_SECONDS: Final = timedelta(seconds=30)
-
-
-@dataclass(frozen=True, slots=True)
-class DeliveryHost:
-    """What a delayed delivery learns from the endpoint it belongs to."""
-
-    endpoint_name: str
-    transport: Transport
-    mode: TransactionMode
-    error_queue: str
-    clock: Clock
-    critical_error: Callable[[str, Exception], None]
-    """Reports a fault that lasted too long; returns at once."""
 
 
 class DelayedDelivery(Protocol):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
-    from delayline.delayed.delivery import DeliveryHost
+    from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.delayed.recovery import Recovery
     from delayline.message import DelayedMessage, Message

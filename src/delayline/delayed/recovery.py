@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from delayline.circuit_breaker import FailureRate
-    from delayline.delayed.delivery import DeliveryHost
+    from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
