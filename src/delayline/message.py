@@ -46,6 +46,8 @@ class Headers:
     PROCESSING_MACHINE: Final = "NServiceBus.ProcessingMachine"
     PROCESSING_ENDPOINT: Final = "NServiceBus.ProcessingEndpoint"
     HOST_DISPLAY_NAME: Final = "$.diagnostics.hostdisplayname"
+    #: Properties that a .NET sender left for the dispatch only: they never reach a receiver.
+    DISPATCH_PROPERTIES: Final = "NServiceBus.Timeouts.Properties."
     EXCEPTION_PREFIX: Final = "NServiceBus.ExceptionInfo."
     EXCEPTION_TYPE: Final = "NServiceBus.ExceptionInfo.ExceptionType"
     INNER_EXCEPTION_TYPE: Final = "NServiceBus.ExceptionInfo.InnerExceptionType"

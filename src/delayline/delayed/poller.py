@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import first_of
 from delayline.delayed.recovery import Aftermath
+from delayline.delayed.store import ForwardingStore
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
+from delayline.message import Headers
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.delayed.recovery import Recovery
+    from delayline.delayed.store import Forwarded
     from delayline.message import DelayedMessage, Message
     from delayline.transaction import Transaction
 
@@ -32,8 +35,6 @@ logger = logging.getLogger(__name__)
 MAXIMUM_SLEEP: Final = timedelta(seconds=60)  # reference 1.8
 #: How long to leave messages alone that are due but locked by somebody else (reference H5).
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
-#: Headers by which NServiceBus remembers how to dispatch a stored message; no receiver sees them (reference 1.8).
-DISPATCH_PROPERTIES: Final = "NServiceBus.Timeouts.Properties."
 
 Failures = list[tuple["DelayedMessage", Exception]]
 
@@ -71,6 +72,9 @@ class Poller:
         self._wakes_at: datetime | None = None
         self._task: asyncio.Task[None] | None = None
         self._isolating = 0
+        inside = transaction is not None and isinstance(store, ForwardingStore) and store.forwards_to(host.transport)
+        self._looked_ahead: Forwarded | None = None
+        self._forwarding = store if inside and isinstance(store, ForwardingStore) else None
         self._sent: Sequence[DelayedMessage] = ()
 
     def start(self) -> None:
@@ -92,6 +96,8 @@ class Poller:
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
+            if self._woken.is_set():
+                self._looked_ahead = None
             self._woken.clear()
             self._wakes_at = None
             try:
@@ -103,7 +109,8 @@ class Poller:
     async def _poll(self) -> None:
         if not await self._remove_sent():
             return
-        due = await self._store.next_due()
+        looked, self._looked_ahead = self._looked_ahead, None
+        due = await self._store.next_due() if looked is None else looked.next_due
         now = self._clock.now()
         if due is not None and due <= now:
             if await self._dispatch_due(now) == 0:
@@ -115,6 +122,8 @@ class Poller:
 
     async def _dispatch_due(self, now: datetime) -> int:
         """Move one batch and return its size; whatever goes wrong with it is dealt with here."""
+        if self._forwarding is not None and not self._isolating and (moved := await self._forward_inside(now)):
+            return moved
         limit = 1 if self._isolating else self._batch_size
         batch: Sequence[DelayedMessage] = ()
         failures: Failures = []
@@ -131,6 +140,28 @@ class Poller:
         self._isolating = max(0, self._isolating - len(batch))
         await self._messages_failed(failures)
         return len(batch)
+
+    async def _forward_inside(self, now: datetime) -> int:
+        """Let the store move a batch by itself; where that fails the ordinary way finds out whose fault it is."""
+        if self._forwarding is None:
+            return 0
+        try:
+            forwarded = await self._forwarding.forward_due(now, self._batch_size, max_bytes=self._batch_bytes)
+        except BackendUnavailable:
+            raise
+        except Exception as error:
+            self._isolating = self._batch_size
+            emit(
+                logger, logging.ERROR, Event.DISPATCH_FAILED, "Failed to move due messages inside the store: %s", error
+            )
+            return 0
+        if forwarded.number:
+            self._looked_ahead = forwarded
+            self._fetch_breaker.success()
+            self._dispatch_breaker.success()
+            text = "moved %d messages inside the store"
+            emit(logger, logging.DEBUG, Event.DISPATCHED, text, forwarded.number, count=forwarded.number)
+        return forwarded.number
 
     def _scope(self) -> AbstractAsyncContextManager[Transaction | None]:
         return contextlib.nullcontext() if self._transaction is None else self._transaction()
@@ -278,9 +309,9 @@ class Poller:
 
 
 def _as_sent(message: Message) -> Message:
-    if DISPATCH_PROPERTIES.encode() not in message.encoded_headers:
+    if Headers.DISPATCH_PROPERTIES.encode() not in message.encoded_headers:
         return message  # as good as always, and nothing is parsed
     try:
-        return message.with_headers({}, without=(DISPATCH_PROPERTIES,))
+        return message.with_headers({}, without=(Headers.DISPATCH_PROPERTIES,))
     except CorruptHeaders:
         return message

@@ -115,6 +115,31 @@ class BatchStore(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """How many messages moved, and when the next one is due, if there is one."""
+
+    number: int
+    next_due: datetime | None
+
+
+@runtime_checkable
+class ForwardingStore(Protocol):
+    """Capability: due messages move to a transport's queues inside the back end, in one step."""
+
+    def forwards_to(self, transport: object) -> bool:
+        """Tell whether that transport's queues are where this store can move messages to."""
+        ...
+
+    async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
+        """Move up to `limit` messages due not after `at` to their queues, earliest first.
+
+        One transaction, all or none; bounded like `fetch_due`. It stops before a message that needs the poller's
+        own hands, such as one whose queue does not exist; none moved says that this is the next one, or none is due.
+        """
+        ...
+
+
 @runtime_checkable
 class StoreWakeUps(Protocol):
     """Capability: tells when anybody, in this process or another, has stored something."""

@@ -8,6 +8,7 @@ from sqlalchemy import bindparam, delete, func, literal_column, select, update
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.message import DelayedMessage, Message
+from delayline.sql.forwarding import Forwarding
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class StoreStatements:
         self.delete = Prepared(delete(table).where(by_id), sql, ["key"])
         self.move = Prepared(move, sql, ["at", "key"])
         self.count_failure = Prepared(count_failure, sql, ["key"])
+        self.forwarding = Forwarding(table, dialect)
         self.retry = Prepared(retry, sql, ["at", "key"])
 
     def by_due(self, width: int) -> Select[int, str, int]:

@@ -7,12 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.store import DueCount, Outcome, checked_bucket
+from delayline.delayed.store import DueCount, Forwarded, Outcome, checked_bucket
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import schema
 from delayline.sql.database import Database, SqlTransaction, joined
 from delayline.sql.statements import StoreStatements, bounded, message_of, row_of
+from delayline.sql.transport import SqlTransport, queue_channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -112,6 +113,18 @@ class SqlDelayedMessageStore:
         fetch = partial(self._fetch_unclaimed, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
         transaction.after_end(lambda: self._claims.release(claimed.values()))
         return await joined(transaction, self._database).run(fetch)
+
+    def forwards_to(self, transport: object) -> bool:
+        """Tell whether the transport keeps its queues in this store's database."""
+        return isinstance(transport, SqlTransport) and transport.transaction_domain == self.transaction_domain
+
+    async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
+        """Move due messages to their queues inside the database."""
+        forward = partial(self._forward, until=to_microseconds(at), limit=limit, max_bytes=max_bytes)
+        number, names, next_due = await self._database.write(forward)
+        for name in names:
+            self._database.dialect.wake_ups.notify(queue_channel(name))
+        return Forwarded(number, None if next_due is None else from_microseconds(next_due))
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message."""
@@ -223,6 +236,14 @@ class SqlDelayedMessageStore:
             raise
         self._claimed |= claimed
         return batch
+
+    def _forward(
+        self, connection: Connection, *, until: int, limit: int, max_bytes: int
+    ) -> tuple[int, set[str], int | None]:
+        number, names = 0, set[str]()
+        if self._claims.nobody_holds_any():
+            number, names = self._statements.forwarding.run(connection, until, limit=limit, max_bytes=max_bytes)
+        return number, names, self._statements.next_due.one(connection)
 
     def _fetch_unclaimed(
         self, connection: Connection, *, until: int, limit: int, max_bytes: int, claimed: dict[str, int]

@@ -215,7 +215,7 @@ class SqlTransport:
 
     def _notify(self, names: set[str]) -> None:
         for name in names:
-            self._database.dialect.wake_ups.notify(_channel(name))
+            self._database.dialect.wake_ups.notify(queue_channel(name))
 
 
 class SqlReceiver:
@@ -231,7 +231,7 @@ class SqlReceiver:
         self._poll_interval = poll_interval.total_seconds()
         self._news = asyncio.Event()
         self._stopped = False
-        self._unsubscribe = database.dialect.wake_ups.subscribe(_channel(queue), lambda _: self._news.set())
+        self._unsubscribe = database.dialect.wake_ups.subscribe(queue_channel(queue), lambda _: self._news.set())
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and claim up to `limit` of them."""
@@ -260,7 +260,7 @@ class SqlReceiver:
     async def release(self, received: ReceivedMessage) -> None:
         """Give up the claim and wake receivers."""
         self._claims.release([_number(received)])
-        self._database.dialect.wake_ups.notify(_channel(self._queue))
+        self._database.dialect.wake_ups.notify(queue_channel(self._queue))
 
     async def stop(self) -> None:
         """End a waiting receive."""
@@ -291,5 +291,6 @@ def _number(received: ReceivedMessage) -> int:
     return received.receipt
 
 
-def _channel(queue: str) -> str:
+def queue_channel(queue: str) -> str:
+    """Return the name under which writers tell a queue's receivers that something came."""
     return f"queue {queue}"
