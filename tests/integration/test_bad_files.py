@@ -199,7 +199,7 @@ async def test_what_is_due_while_locked_arrives_afterwards(file: Path, make_endp
             await endpoint.send("orders", b"", delay=timedelta(seconds=0.3))
             # When another process holds the write lock past its due time
             with locked(file):
-                await signals.wait_for(Event.FETCH_FAILED)
+                await signals.wait_for(Event.DISPATCH_FAILED)
             # Then it arrives, once, when the lock is free
             await signals.wait_for(Event.HANDLED)
             assert signals.count(Event.MOVED_TO_ERROR) == 0

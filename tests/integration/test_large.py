@@ -61,7 +61,7 @@ async def test_batches_are_bounded_by_their_bytes(make_endpoint: Callable[..., E
             async with asyncio.timeout(30):
                 while await endpoint.delayed.pending(limit=1):  # noqa: ASYNC110 - nobody tells when all are gone
                     await asyncio.sleep(0.05)
-        batches = [len(vars(record)["facts"]["messages"]) for record in signals.records(Event.FETCHED)]
+        batches = [vars(record)["facts"]["count"] for record in signals.records(Event.DISPATCHED)]
     # Then no more than two went at once
     assert sum(batches) == 20
     assert max(batches) <= 2

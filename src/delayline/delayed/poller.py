@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.circuit_breaker import first_of
 from delayline.delayed.recovery import Aftermath
 from delayline.delayed.store import ForwardingStore
-from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, QueueNotFound
+from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, QueueNotFound, StorageFull
 from delayline.events import Event, emit
 from delayline.message import Headers
 from delayline.transport import TransportOperation
@@ -147,8 +147,9 @@ class Poller:
             return 0
         try:
             forwarded = await self._forwarding.forward_due(now, self._batch_size, max_bytes=self._batch_bytes)
-        except BackendUnavailable:
-            raise
+        except BackendUnavailable as error:
+            await self._outage(error, self._batch_size)
+            return 1
         except Exception as error:
             self._isolating = self._batch_size
             emit(
@@ -254,10 +255,16 @@ class Poller:
             await self._messages_failed([(batch[0], error)])
             return
         if isinstance(error, BackendUnavailable):
-            emit(logger, logging.ERROR, Event.DISPATCH_FAILED, "Failure during polling: %s", error, messages=batch)
-            await self._pause(self._dispatch_breaker.failure(error))
+            await self._outage(error, len(batch))
         else:
             self._isolating = len(batch)
+
+    async def _outage(self, error: BackendUnavailable, size: int) -> None:
+        """Wait on the breaker and count nobody; where space is short go on in small steps, as far as it reaches."""
+        emit(logger, logging.ERROR, Event.DISPATCH_FAILED, "Failure during polling: %s", error, exception=error)
+        if isinstance(error, StorageFull):
+            self._isolating = size
+        await self._pause(self._dispatch_breaker.failure(error))
 
     async def _release(self, batch: Sequence[DelayedMessage]) -> None:
         try:
