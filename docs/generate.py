@@ -273,6 +273,7 @@ def error_tree() -> str:
     return table(["error", "is also a", "meaning"], rows)
 
 
+PREFIXES: Final = ("EXCEPTION_PREFIX", "DISPATCH_PROPERTIES")
 HEADER_MEANING: Final = {
     "MESSAGE_ID": "The id the message was sent with, which handlers see; a copy to be handled again keeps it.",
     "CORRELATION_ID": "The id of the message that began an exchange; a reply carries its request's.",
@@ -303,7 +304,7 @@ HEADER_MEANING: Final = {
 
 def headers() -> str:
     """Return the names of all headers."""
-    names = {name: value for name, value in vars(Headers).items() if name.isupper() and name != "EXCEPTION_PREFIX"}
+    names = {name: value for name, value in vars(Headers).items() if name.isupper() and name not in PREFIXES}
     rows = [[code(value), code(f"Headers.{name}"), HEADER_MEANING[name]] for name, value in names.items()]
     return table(["header", "name", "meaning"], rows)
 

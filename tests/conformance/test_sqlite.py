@@ -1,6 +1,9 @@
 """The SQL room on SQLite keeps every promise: in one file, and with the store in one file and the queues in another."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
+
+import pytest_asyncio
 
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
@@ -43,6 +46,12 @@ class TestSqliteSixVerbDelivery(DeliveryConformance):
     burst = 100
 
     async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, FaultyStore]:
-        store = SqlDelayedMessageStore(url(tmp_path, "store"))
-        await store.setup_infrastructure(ENDPOINT)  # six verbs cannot
-        return SqlTransport(url(tmp_path, "queues")), FaultyStore(store, verbs_only=True)
+        self.store = SqlDelayedMessageStore(url(tmp_path, "store"))
+        await self.store.setup_infrastructure(ENDPOINT)  # six verbs cannot
+        return SqlTransport(url(tmp_path, "queues")), FaultyStore(self.store, verbs_only=True)
+
+    @pytest_asyncio.fixture(autouse=True)
+    async def close(self) -> AsyncIterator[None]:
+        """Close what six verbs cannot."""
+        yield
+        await self.store.close()
