@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from delayline import (
     Endpoint,
+    Event,
     Headers,
     MemoryDelayedMessageStore,
     MemoryTransport,
@@ -14,7 +15,6 @@ from delayline import (
     Recoverability,
     StoredDelivery,
 )
-from delayline.events import Event
 from delayline.testing import Signals
 
 logging.getLogger("delayline").addHandler(logging.NullHandler())

@@ -6,6 +6,8 @@ from delayline.delayed.store import (
     BatchStore,
     DelayedMessageStore,
     DueCount,
+    Forwarded,
+    ForwardingStore,
     ManagedStore,
     Outcome,
     StoreInfrastructure,
@@ -29,6 +31,7 @@ from delayline.errors import (
     StorageFull,
     UnsupportedTransactionMode,
 )
+from delayline.events import Event
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.pipeline import MessageContext
@@ -59,6 +62,9 @@ __all__ = [
     "DispatchFailed",
     "DueCount",
     "Endpoint",
+    "Event",
+    "Forwarded",
+    "ForwardingStore",
     "Guarantee",
     "Headers",
     "InvalidDueTime",
