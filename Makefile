@@ -12,8 +12,9 @@ help: ## what there is
 setup: .venv/installed ## install what is missing (uv, dependencies); quick when nothing is
 
 .venv/installed: pyproject.toml uv.lock
-	@command -v uv >/dev/null 2>&1 || python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet uv \
-		|| python3 -m pip install --quiet --break-system-packages uv
+	@command -v uv >/dev/null 2>&1 || python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet uv 2>/dev/null \
+		|| python3 -m pip install --quiet --user --break-system-packages uv \
+		|| { echo "cannot install uv with pip; see https://docs.astral.sh/uv/"; exit 1; }
 	$(UV) sync --frozen --all-groups --all-extras
 	@touch $@
 

@@ -285,7 +285,7 @@ HEADER_MEANING: Final = {
     "ORIGINATING_ENDPOINT": "The endpoint that sent it.",
     "ORIGINATING_MACHINE": "The host name of its machine.",
     "TIME_SENT": "When it was sent.",
-    "DELIVER_AT": "When it was due; only on delayed messages.",
+    "DELIVER_AT": "When it was due as it was sent; only on delayed messages. Rescheduling and retries leave it.",
     "RETRIES": "How many rounds of delayed retries were begun.",
     "RETRIES_TIMESTAMP": "When the last of them was begun.",
     "FAILED_QUEUE": "The queue a retry goes to: the handler's queue, or a delayed message's destination.",

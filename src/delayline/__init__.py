@@ -2,6 +2,7 @@
 
 from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
+from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import (
     BatchStore,
     DelayedMessageStore,
@@ -59,6 +60,7 @@ __all__ = [
     "DelayedMessage",
     "DelayedMessageStore",
     "DelaylineError",
+    "DeliveryHost",
     "DispatchFailed",
     "DueCount",
     "Endpoint",

@@ -17,6 +17,7 @@ from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoin
 from delayline.errors import ConfigurationError
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.outgoing import check_endpoint_name
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -269,31 +270,14 @@ def _shown(value: object) -> object:
     return masked(value) if isinstance(value, str) else value
 
 
-def _sql_transport(url: str) -> Transport:
-    from delayline.sql import SqlTransport  # SQLAlchemy is slow to import: only those who use it wait
-
-    return SqlTransport(url)
-
-
-def _sql_store(url: str, table_name: str | None) -> DelayedMessageStore:
-    from delayline.sql import SqlDelayedMessageStore
-
-    return SqlDelayedMessageStore(url, table_name=table_name)
-
-
-def _memory_store(url: str, table_name: str | None) -> DelayedMessageStore:
-    del url, table_name
-    return MemoryDelayedMessageStore()
-
-
 #: URL schemes, without a driver's name: `postgresql+psycopg` is `postgresql`. Each technology's room has its lines.
 TRANSPORTS: Final[dict[str, Callable[[str], Transport]]] = {
     "memory": lambda _: MemoryTransport(),
-    "sqlite": _sql_transport,
+    "sqlite": SqlTransport,
 }
 STORES: Final[dict[str, Callable[[str, str | None], DelayedMessageStore]]] = {
-    "memory": _memory_store,
-    "sqlite": _sql_store,
+    "memory": lambda url, table_name: MemoryDelayedMessageStore(),
+    "sqlite": lambda url, table_name: SqlDelayedMessageStore(url, table_name=table_name),
 }
 
 

@@ -17,7 +17,7 @@ from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import ManagedStore
 from delayline.errors import ConfigurationError, DispatchFailed, NotStarted
 from delayline.events import Event, emit
-from delayline.outgoing import Composer, HeaderMap, Outgoing, check_endpoint_name
+from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
 from delayline.recoverability import Recoverability
 from delayline.transaction import Guarantee, TransactionMode, guarantee, strongest_mode
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.message import Body
-    from delayline.transport import Transport, TransportOperation
+    from delayline.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,17 @@ class Endpoint:
         outgoing = self._composer.compose(
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )
-        await self._dispatch(outgoing)
+        if outgoing.due is not None and self.delayed_delivery is None:
+            raise ConfigurationError(
+                f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
+            )
+        try:
+            if outgoing.due is None or self.delayed_delivery is None:
+                await self.transport.dispatch([outgoing.operation])
+            else:
+                await self.delayed_delivery.defer(outgoing.operation, outgoing.due)
+        except DispatchFailed as failed:
+            raise failed.failures[0] from failed
         return outgoing.operation.message.id
 
     async def __aenter__(self) -> Self:
@@ -205,22 +215,6 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
-
-    async def _dispatch(self, outgoing: Outgoing) -> None:
-        if outgoing.due is None:
-            await self._send_now(outgoing.operation)
-        elif self.delayed_delivery is None:
-            raise ConfigurationError(
-                f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
-            )
-        else:
-            await self.delayed_delivery.defer(outgoing.operation, outgoing.due)
-
-    async def _send_now(self, operation: TransportOperation) -> None:
-        try:
-            await self.transport.dispatch([operation])
-        except DispatchFailed as failed:
-            raise failed.failures[0] from failed
 
     async def _start_parts(self) -> None:
         await self.transport.start()

@@ -92,7 +92,7 @@ class MessageContext:
 Handler = Callable[[Message, MessageContext], Awaitable[None]]
 
 
-class AlreadyHandledError(Exception):
+class _AlreadyHandled(Exception):
     """The message left its queue while it was being handled here: somebody else has handled it."""
 
 
@@ -194,7 +194,7 @@ class Pipeline:
             if self.host.mode is TransactionMode.NONE and not await receiver.acknowledge(received):
                 return
             await self._handle(receiver, received)
-        except AlreadyHandledError as error:
+        except _AlreadyHandled as error:
             emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message)
             await receiver.release(received)
         except Exception as error:
@@ -214,7 +214,7 @@ class Pipeline:
         for attempt in count(1):
             try:
                 await self._attempt(receiver, received, attempt)
-            except AlreadyHandledError:
+            except _AlreadyHandled:
                 raise
             except Exception as error:
                 again = await self._recover(receiver, received, error, attempt)
@@ -315,7 +315,7 @@ class Pipeline:
         self, receiver: Receiver, received: ReceivedMessage, transaction: Transaction | None
     ) -> None:
         if not await receiver.acknowledge(received, transaction):
-            raise AlreadyHandledError(
+            raise _AlreadyHandled(
                 f"message {received.message.id!r} left queue {self.queue!r} while it was handled: a possible duplicate"
             )
 

@@ -77,6 +77,24 @@ def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], mod
     print(f"{layout}: {cluster.results().total() - MESSAGES} doubled by {len(plan)} kills")  # noqa: T201
 
 
+def test_a_poller_killed_while_messages_move_inside_the_database(make_cluster: Callable[..., Cluster]) -> None:
+    # Given a backlog in one file, and pollers that let the database move it
+    cluster = make_cluster(*ONE_FILE)
+    cluster.send_all(MESSAGES)
+    for step in ("before move", "after move", "after commit"):
+        # When a poller is killed at this step of its second batch
+        assert cluster.start("poller", die_in_move=step).ended(PATIENCE), f"was not killed {step}"
+        # Then every message is in exactly one place
+        assert waits_or_left(cluster) == (MESSAGES, MESSAGES), step
+    # And another poller finishes the work
+    assert cluster.stored(), "the backlog was too small for all these steps"
+    cluster.start("poller")
+    cluster.start("receiver")
+    cluster.finish()
+    assert (set(cluster.results()), max(cluster.results().values())) == (cluster.sent(), 1)
+    assert cluster.early() == []
+
+
 @pytest.mark.parametrize(("mode", "layout"), [ONE_FILE, TWO_FILES], ids=lambda value: value)
 def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], mode: str, layout: str) -> None:
     # Given messages in a queue

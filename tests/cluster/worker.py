@@ -22,9 +22,13 @@ from typing import TYPE_CHECKING, Any
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.forwarding import Forwarding
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from delayline import DelayedMessageStore, Transport
     from delayline.pipeline import Handler, MessageContext
 
 Settings = dict[str, Any]
@@ -59,14 +63,42 @@ def faults_of(settings: Settings, part: str) -> list[Fault]:
     ]
 
 
+def die_in_move(store: DelayedMessageStore, step: str) -> None:
+    """Die at a step of the second move inside the database, where no verb is called that a fault could be put on."""
+    assert isinstance(store, SqlDelayedMessageStore)
+    dialect, run, moves = store._database.dialect, Forwarding.run, [0]
+    commit = dialect.commit
+
+    def counted(self: Forwarding, connection: Connection, until: int, **bounds: int) -> tuple[int, set[str]]:
+        moves[0] += 1
+        if moves[0] == 2 and step == "before move":
+            die()
+        moved = run(self, connection, until, **bounds)
+        if moves[0] == 2 and step == "after move":
+            die()
+        return moved
+
+    def committed(connection: Connection) -> None:
+        commit(connection)
+        if moves[0] == 2 and step == "after commit":
+            die()
+
+    Forwarding.run = counted  # type: ignore[method-assign]
+    dialect.commit = committed  # type: ignore[method-assign]
+
+
 def endpoint_of(settings: Settings, journal: Journal) -> Endpoint:
     interval = timedelta(seconds=settings.get("poll_interval", 1))
-    transport = FaultyTransport(
-        SqlTransport(settings["transport"], poll_interval=interval), *faults_of(settings, "transport")
-    )
+    transport: Transport = SqlTransport(settings["transport"], poll_interval=interval)
+    if settings.get("faults"):
+        transport = FaultyTransport(transport, *faults_of(settings, "transport"))
     delivery = None
     if settings["store"] is not None:
-        store = FaultyStore(SqlDelayedMessageStore(settings["store"]), *faults_of(settings, "store"))
+        store: DelayedMessageStore = SqlDelayedMessageStore(settings["store"])
+        if settings.get("faults"):
+            store = FaultyStore(store, *faults_of(settings, "store"))
+        if "die_in_move" in settings:
+            die_in_move(store, settings["die_in_move"])
         delivery = StoredDelivery(store, polling=settings["role"] == "poller", batch_size=settings["batch_size"])
     endpoint = Endpoint(
         "orders",

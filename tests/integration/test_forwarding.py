@@ -166,7 +166,13 @@ async def test_a_move_that_fails_for_an_unknown_reason_is_tried_one_by_one(
     with Signals() as signals:
         async with endpoint:
             await signals.wait_for(Event.SLEEPS)
-    assert await house.queued() == ["a", "b"]
+            assert await house.queued() == ["a", "b"]
+            # And what comes later is not taken one by one for it
+            monkeypatch.undo()
+            await house.hold("c", "d")
+            await signals.wait_for(Event.SLEEPS, 2)
+            assert vars(signals.records(Event.DISPATCHED)[-1])["facts"]["count"] == 2
+    assert await house.queued() == ["a", "b", "c", "d"]
 
 
 async def test_a_short_delay_stored_while_the_poller_looks_ahead_is_not_overslept(house: House) -> None:

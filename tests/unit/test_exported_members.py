@@ -17,6 +17,7 @@ PINNED = [
     "DelayedMessage",
     "DelayedMessageStore",
     "DelaylineError",
+    "DeliveryHost",
     "DispatchFailed",
     "DueCount",
     "Endpoint",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import subprocess
 import sys
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -145,6 +146,80 @@ async def test_after_delayed_retries_the_error_queue_knows_the_id_that_was_sent(
             await clock.advance(11)
             await signals.wait_for(Event.MOVED_TO_ERROR)
     assert [message.id for message in await transport.browse("error", 10)] == ["order-1"]
+
+
+async def test_a_cancelled_send_is_not_delivered_twice(tmp_path: Path) -> None:
+    # Given a send that waits for somebody else's lock
+    url = f"sqlite:///{tmp_path}/a.db"
+    endpoint = Endpoint(
+        "sales", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))
+    )
+    seen = list[str]()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        del context
+        seen.append(message.id)
+
+    with Signals() as signals:
+        async with endpoint:
+            await signals.wait_for(Event.SLEEPS)
+            other = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
+            other.execute("BEGIN IMMEDIATE")
+            send = asyncio.create_task(endpoint.send("sales", b"", message_id="X", delay=timedelta(milliseconds=50)))
+            await asyncio.sleep(0)
+            # When it is cancelled, and the lock is released
+            send.cancel()
+            other.close()
+            await asyncio.wait([send])
+            await endpoint.send("sales", b"", message_id="last", delay=timedelta(milliseconds=100))
+            await signals.wait_for(Event.HANDLED, where=lambda record: vars(record)["facts"]["message"].id == "last")
+    # Then it has arrived once at most
+    assert seen.count("X") <= 1
+
+
+async def test_a_write_inside_ones_own_transaction_is_an_error_and_does_not_hang(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    store = SqlDelayedMessageStore(url)
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    async with store.transaction() as transaction:
+        await store.store(delayed("a"), transaction)
+        with pytest.raises(RuntimeError, match="this task is in a transaction on the same database"):
+            await store.store(delayed("b"))
+    assert [message.id for message in await store.pending()] == ["a"]
+    await store.close()
+
+
+async def test_a_cancelled_receive_gives_its_messages_back(tmp_path: Path) -> None:
+    transport = SqlTransport(f"sqlite:///{tmp_path}/a.db")
+    await transport.setup_infrastructure(["sales"])
+    async with Endpoint("sales", transport=transport) as endpoint:
+        for number in range(3):
+            await endpoint.send("sales", str(number))
+        receiver = await transport.receiver("sales")
+        for turns in range(6):
+            receiving = asyncio.ensure_future(receiver.receive(3))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            if not receiving.cancelled():
+                break
+        else:
+            receiving = asyncio.ensure_future(receiver.receive(3))
+        received = await receiving
+        assert [message.message.text for message in received] == ["0", "1", "2"]
+        for message in received:
+            await receiver.release(message)
+
+
+async def test_an_overdue_send_to_a_missing_queue_says_so(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    delivery = StoredDelivery(SqlDelayedMessageStore(url))
+    async with Endpoint("sales", transport=SqlTransport(url), delayed_delivery=delivery) as endpoint:
+        with pytest.raises(QueueNotFound):
+            await endpoint.send("nowhere", b"", deliver_at=datetime(2020, 1, 1, tzinfo=UTC))
 
 
 AT_EXIT = """

@@ -42,7 +42,7 @@ MEANING = {
 @click.option("--bucket", callback=delay_given, default="1h", show_default=True, help="Width of a due time bucket.")
 @settings_options(*PLACES)
 @json_option
-def pending(  # noqa: PLR0917, RUF100 - click passes by name
+def pending(
     settings: Settings, screen: Screen, destination: str | None, limit: int, counting: bool, bucket: timedelta
 ) -> None:
     """List the messages that wait, earliest due first."""

@@ -209,7 +209,7 @@ def _is_csv(path: Path, suffix: str) -> bool:
 
 def _unknown(what: str, name: str, given: Mapping[str, object] | list[str]) -> str:
     close = difflib.get_close_matches(name, [key for key in KEYS if key not in given], 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {what} {name!r}{hint} Known are: {', '.join(KEYS)}"
 
 

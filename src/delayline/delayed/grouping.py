@@ -38,7 +38,10 @@ class StoreGroup:
         self._idle.set()
 
     async def store(self, message: DelayedMessage) -> None:
-        """Return when the message is durable; raise what its store raised. Cancelling the caller stores it anyway."""
+        """Return when the message is durable; raise what its store raised.
+
+        A caller that is cancelled cannot know whether its message is stored; it is not stored twice.
+        """
         try:
             if self._batches is None:
                 await asyncio.shield(self._start(self._store_one(message)))
@@ -78,11 +81,6 @@ class StoreGroup:
         self._idle.clear()
         try:
             await batches.store_many([message])
-        except asyncio.CancelledError:
-            nobody: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            nobody.cancel()
-            self._waiting.append((message, nobody))
-            raise
         finally:
             if self._waiting:
                 self._start(self._write(batches))

@@ -116,6 +116,7 @@ class Poller:
             if await self._dispatch_due(now) == 0:
                 await self._sleep_until(now + LOCKED_ELSEWHERE)
         else:
+            self._isolating = 0
             self._fetch_breaker.success()
             latest = now + MAXIMUM_SLEEP
             await self._sleep_until(latest if due is None else min(due, latest))
@@ -152,9 +153,8 @@ class Poller:
             return 1
         except Exception as error:
             self._isolating = self._batch_size
-            emit(
-                logger, logging.ERROR, Event.DISPATCH_FAILED, "Failed to move due messages inside the store: %s", error
-            )
+            text = "Failed to move due messages inside the store: %s"
+            emit(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
             return 0
         if forwarded.number:
             self._looked_ahead = forwarded
@@ -184,7 +184,8 @@ class Poller:
         kept = {id(message) for message, _ in failures}
         sent = [message for message in batch if id(message) not in kept]
         if sent:
-            emit(logger, logging.DEBUG, Event.DISPATCHED, "dispatched %d messages", len(sent), messages=sent)
+            text = "dispatched %d messages"
+            emit(logger, logging.DEBUG, Event.DISPATCHED, text, len(sent), messages=sent, count=len(sent))
             if transaction is None:
                 self._dispatch_breaker.success()
                 self._sent = sent
@@ -239,7 +240,16 @@ class Poller:
             await self._remove(self._sent, None)
         except Exception as error:
             text = "Failed to remove %d dispatched messages: %s"
-            emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, len(self._sent), error, messages=self._sent)
+            emit(
+                logger,
+                logging.ERROR,
+                Event.REMOVE_FAILED,
+                text,
+                len(self._sent),
+                error,
+                exception=error,
+                messages=self._sent,
+            )
             await self._pause(self._dispatch_breaker.failure(error))
             return False
         self._sent = ()

@@ -135,7 +135,8 @@ class ForwardingStore(Protocol):
         """Move up to `limit` messages due not after `at` to their queues, earliest first.
 
         One transaction, all or none; bounded like `fetch_due`. It stops before a message that needs the poller's
-        own hands, such as one whose queue does not exist; none moved says that this is the next one, or none is due.
+        own hands, such as one whose queue does not exist. None moved says that this is the next one, that somebody
+        holds messages without a transaction, or that none is due.
         """
         ...
 

@@ -55,7 +55,7 @@ class Database:
         """Return this process's database for the URL. Raises ConfigurationError; opens nothing."""
         try:
             parsed = make_url(url)
-        except ArgumentError as error:
+        except (ArgumentError, ValueError) as error:
             raise ConfigurationError("the database URL cannot be read; write it like sqlite:///file.db") from error
         if parsed.get_backend_name() != "sqlite":
             raise ConfigurationError(
@@ -279,14 +279,18 @@ class WriteLane:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._taken = False
+        self._holder: asyncio.Task[object] | None = None
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
-        """Wait for the turn. Cancelling gives it up."""
+        """Wait for the turn. Cancelling gives it up. Raises RuntimeError for a task that would wait for itself."""
+        task = asyncio.current_task()
         with self._lock:
             if not self._taken:
-                self._taken = True
+                self._taken, self._holder = True, task
                 return
+            if task is not None and self._holder is task:
+                raise RuntimeError("this task is in a transaction on the same database: pass it on, or end it first")
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
         try:
@@ -298,15 +302,16 @@ class WriteLane:
                     raise
             self.leave()
             raise
+        self._holder = task
 
     def leave(self) -> None:
         """Let the next one in."""
         with self._lock:
+            self._holder = None
             while self._waiting:
                 turn = self._waiting.popleft()
-                loop = turn.get_loop()
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(_grant, turn)
+                with contextlib.suppress(RuntimeError):  # that loop is closed
+                    turn.get_loop().call_soon_threadsafe(_grant, turn)
                     return
             self._taken = False
 

@@ -237,7 +237,12 @@ class SqlReceiver:
         """Wait for messages and claim up to `limit` of them."""
         while not self._stopped:
             self._news.clear()
-            batch = await self._database.read(partial(self._claim, limit=limit))
+            batch: list[ReceivedMessage] = []
+            try:
+                await self._database.read(partial(self._claim, limit=limit, batch=batch))
+            except BaseException:
+                self._claims.release(_number(received) for received in batch)  # nobody will ever know of them
+                raise
             if batch:
                 return batch
             with contextlib.suppress(TimeoutError):
@@ -268,9 +273,9 @@ class SqlReceiver:
         self._unsubscribe()
         self._news.set()
 
-    def _claim(self, connection: Connection, limit: int) -> list[ReceivedMessage]:
+    def _claim(self, connection: Connection, limit: int, batch: list[ReceivedMessage]) -> None:
         """Claim rows page by page until there are enough; read those that are still there."""
-        batch, after, size = list[ReceivedMessage](), 0, limit + self._claims.number_held
+        after, size = 0, limit + self._claims.number_held
         while len(batch) < limit:
             page = self._statements.numbers.run(connection, self._queue, after, size).fetchall()
             for number in self._claims.take((number for (number,) in page), limit - len(batch)):
@@ -280,9 +285,8 @@ class SqlReceiver:
                 else:
                     batch.append(ReceivedMessage(Message.from_encoded(*row), number))
             if len(page) < size:
-                break
+                return
             after = page[-1][0]
-        return batch
 
 
 def _number(received: ReceivedMessage) -> int:

@@ -19,7 +19,6 @@ TransactionType = TypeVar("TransactionType", bound="Transaction")
 STORE: Final = ("store", "store_many")
 FETCH: Final = ("fetch_next_due", "fetch_due")
 REMOVE: Final = ("remove", "remove_many")
-COUNT_FAILURE: Final = ("increment_failure_count", "retry_many")
 
 
 @dataclass(frozen=True, slots=True)

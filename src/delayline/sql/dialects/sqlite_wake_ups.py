@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import struct
@@ -155,5 +156,6 @@ def _sweep(path: Path) -> None:
         path.unlink()
 
 
+@functools.lru_cache(maxsize=1024)
 def _key(channel: str) -> bytes:
     return hashlib.blake2b(channel.encode("utf-8", "surrogatepass"), digest_size=8).digest()
