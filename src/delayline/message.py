@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from delayline.clock import to_microseconds
+from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
 
 if TYPE_CHECKING:
@@ -203,9 +204,13 @@ def new_message_id(now: datetime) -> str:
 
 def to_wire_time(instant: datetime) -> str:
     """Return `yyyy-MM-dd HH:mm:ss:ffffff Z`, always UTC (reference 6.1)."""
-    utc = instant if instant.tzinfo is UTC else instant.astimezone(UTC)
-    text = utc.isoformat(" ", "microseconds")
-    return f"{text[:19]}:{text[20:26]} Z"
+    second, microsecond = divmod(to_microseconds(instant), 1_000_000)
+    return f"{_wire_second(second)}:{microsecond:06} Z"
+
+
+@functools.lru_cache(maxsize=1024)
+def _wire_second(second: int) -> str:
+    return from_microseconds(second * 1_000_000).isoformat(" ")[:19]
 
 
 def from_wire_time(text: str) -> datetime:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
 from delayline.message import (
@@ -32,8 +31,7 @@ NO_DELAY: Final = timedelta(0)
 COPIES: Final = uuid.UUID("5b7a1d5e-3f0c-4c7e-9d1e-8a6f0b2c4d10")
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """An operation, and when it is due; None is now."""
 
     operation: TransportOperation
@@ -52,7 +50,14 @@ class Composer:
         }
         if reply_to is not None:
             self._fixed[Headers.REPLY_TO] = reply_to
-        self._fixed_json = encode_headers(self._fixed).decode()[1:-1]
+        now = self._clock.now()
+        self._sent_now = self._template(self._headers("%s", "%s", now, None))
+        self._sent_delayed = self._template(self._headers("%s", "%s", now, now))
+
+    def _template(self, headers: dict[str, str]) -> str:
+        """Return the JSON of these and the fixed headers with a place for each value of these."""
+        places = encode_headers(dict.fromkeys(headers, "%s")).decode()
+        return f"{places[:-1]},{encode_headers(self._fixed).decode()[1:].replace('%', '%%')}"
 
     def compose(
         self,
@@ -74,39 +79,29 @@ class Composer:
         else:
             check_name("message_id", message_id, MAXIMUM_ID_LENGTH)
         encoded, content_type = encode_body(body)
-        standard = {
+        if headers or related_to is not None or '"' in message_id or "\\" in message_id:
+            sent = self._headers(message_id, content_type, now, due) | self._fixed
+            message = Message(message_id, _completed(sent, headers, related_to), encoded)
+        else:
+            message = Message.from_encoded(message_id, self._encoded(message_id, content_type, now, due), encoded)
+        return Outgoing(TransportOperation(message, destination), due)
+
+    def _headers(self, message_id: str, content_type: str, now: datetime, due: datetime | None) -> dict[str, str]:
+        headers = {
             Headers.MESSAGE_ID: message_id,
             Headers.CORRELATION_ID: message_id,
             Headers.CONVERSATION_ID: message_id,
             Headers.CONTENT_TYPE: content_type,
             Headers.TIME_SENT: to_wire_time(now),
         }
-        if due is not None:
-            standard[Headers.DELIVER_AT] = to_wire_time(due)
-        if headers or related_to is not None:
-            message = Message(message_id, self._all_headers(standard, headers, related_to), encoded)
-        else:
-            message = Message.from_encoded(message_id, self._encoded(standard), encoded)
-        return Outgoing(TransportOperation(message, destination), due)
+        return headers if due is None else headers | {Headers.DELIVER_AT: to_wire_time(due)}
 
-    def _all_headers(
-        self, standard: dict[str, str], headers: HeaderMap | None, related_to: Message | None
-    ) -> dict[str, str]:
-        sent = standard | self._fixed
-        if related_to is not None:
-            sent[Headers.RELATED_TO] = related_to.id
-            sent[Headers.CONVERSATION_ID] = related_to.headers.get(Headers.CONVERSATION_ID, related_to.id)
-        if headers:
-            sent |= _checked(headers)
-            sent[Headers.MESSAGE_ID] = standard[Headers.MESSAGE_ID]
-        return sent
-
-    def _encoded(self, standard: dict[str, str]) -> bytes:
+    def _encoded(self, message_id: str, content_type: str, now: datetime, due: datetime | None) -> bytes:
         """Encode the headers most messages have: JSON's encoder would take as long as all the rest of a send."""
-        members = ",".join([f'"{name}":"{value}"' for name, value in standard.items()])
-        if "\\" in members or members.count('"') != 4 * len(standard):  # an id of the user's with something to escape
-            return encode_headers(standard | self._fixed)
-        return f"{{{members},{self._fixed_json}}}".encode()
+        values = (message_id, message_id, message_id, content_type, to_wire_time(now))
+        if due is None:
+            return (self._sent_now % values).encode()
+        return (self._sent_delayed % (*values, to_wire_time(due))).encode()
 
     def reply(self, to: Message, body: Body, headers: HeaderMap | None, delay: timedelta | None) -> Outgoing:
         """Return an answer to `to`; raises InvalidMessage when it does not say where answers go."""
@@ -175,6 +170,17 @@ def check_endpoint_name(name: str) -> str:
     except InvalidMessage as error:
         raise ConfigurationError(str(error)) from error
     return name
+
+
+def _completed(sent: dict[str, str], headers: HeaderMap | None, related_to: Message | None) -> dict[str, str]:
+    message_id = sent[Headers.MESSAGE_ID]
+    if related_to is not None:
+        sent[Headers.RELATED_TO] = related_to.id
+        sent[Headers.CONVERSATION_ID] = related_to.headers.get(Headers.CONVERSATION_ID, related_to.id)
+    if headers:
+        sent |= _checked(headers)
+        sent[Headers.MESSAGE_ID] = message_id
+    return sent
 
 
 def _checked(headers: HeaderMap) -> HeaderMap:

@@ -65,7 +65,8 @@ class StoreGroup:
                 await self._breaker.failure(error)
             raise
         self._breaker.success()
-        emit(logger, logging.DEBUG, Event.STORED, "stored %s due %s", message.id, message.due, messages=(message,))
+        if logger.isEnabledFor(logging.DEBUG):
+            emit(logger, logging.DEBUG, Event.STORED, "stored %s due %s", message.id, message.due, messages=(message,))
 
     async def stop(self) -> None:
         """Wait until everything accepted so far is stored or has failed."""
