@@ -175,7 +175,7 @@ class Sqlite:
         except sqlite3.Error:
             connection.close()
             raise
-        return connection  # type: ignore[return-value]
+        return connection  # type: ignore[return-value]  # typeshed: cursor() takes a factory
 
     def _check_in_place(self) -> None:
         if _identity(self.path) != self._opened_file:
