@@ -87,11 +87,14 @@ class Database:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return await self._readers.run(lambda: self._translated(work, self._read_connection()))
 
-    async def write(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` and commit it, with the works of others that wait for the same turn; it fails or succeeds alone.
+    async def write(self, work: Callable[[Connection], Result], transaction: Transaction | None = None) -> Result:
+        """Run `work` in `transaction`, or, without one, commit it with the works of others that wait for the same turn.
 
-        Cancelled before its turn it has no effect; afterwards the cancellation is raised when its effect is certain.
+        Without one it fails or succeeds alone; cancelled before its turn it has no effect, and afterwards the
+        cancellation is raised when its effect is certain. Raises TypeError for another database's transaction.
         """
+        if transaction is not None:
+            return await self._joined(transaction).run(work)
         write = Write(work)
         self._group.add(write)
         try:
@@ -201,6 +204,11 @@ class Database:
             connection = self._thread.connection = self.dialect.connect(writing=False)
             self._read_connections.append(connection)
         return connection
+
+    def _joined(self, transaction: Transaction) -> SqlTransaction:
+        if isinstance(transaction, SqlTransaction) and transaction.domain == self.domain:
+            return transaction
+        raise TypeError(f"a transaction on {transaction.domain} cannot span {self.dialect}")
 
     async def _until_committed(self) -> None:
         turn = asyncio.ensure_future(self.lane.enter())
@@ -319,13 +327,6 @@ class WriteLane:
 def _grant(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)
-
-
-def joined(transaction: Transaction, database: Database) -> SqlTransaction:
-    """Return `transaction` as one on `database`; raises TypeError when it is another's."""
-    if isinstance(transaction, SqlTransaction) and transaction.domain == database.domain:
-        return transaction
-    raise TypeError(f"a transaction on {transaction.domain} cannot span {database.dialect}")
 
 
 class _Fork:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.store import DueCount, Forwarded, Outcome, checked_bucket
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import schema
-from delayline.sql.database import Database, SqlTransaction, joined
+from delayline.sql.database import Database, SqlTransaction
 from delayline.sql.statements import StoreStatements, bounded, message_of, row_of
 from delayline.sql.transport import SqlTransport, queue_channel
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from delayline.sql.dialects.sqlite_claims import Claims
     from delayline.transaction import Transaction, TransactionMode
 
-Result = TypeVar("Result")
 MICROSECOND: Final = timedelta(microseconds=1)
 
 
@@ -94,7 +93,7 @@ class SqlDelayedMessageStore:
         if not messages:
             return
         rows = [row_of(message) for message in messages]
-        await self._run(partial(self._statements.insert.change_many, rows=rows), transaction)
+        await self._database.write(partial(self._statements.insert.change_many, rows=rows), transaction)
         self._notify(min(row[2] for row in rows), transaction)
 
     async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
@@ -112,7 +111,7 @@ class SqlDelayedMessageStore:
         claimed: dict[str, int] = {}
         fetch = partial(self._fetch_unclaimed, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
         transaction.after_end(lambda: self._claims.release(claimed.values()))
-        return await joined(transaction, self._database).run(fetch)
+        return await self._database.write(fetch, transaction)
 
     def forwards_to(self, transport: object) -> bool:
         """Tell whether the transport keeps its queues in this store's database."""
@@ -138,7 +137,7 @@ class SqlDelayedMessageStore:
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Delete the messages."""
         ids = [(message.message.id,) for message in messages]
-        removed = await self._run(partial(self._statements.delete.change_many, rows=ids), transaction)
+        removed = await self._database.write(partial(self._statements.delete.change_many, rows=ids), transaction)
         if transaction is None:
             self._unclaim(messages)
         return removed
@@ -146,7 +145,7 @@ class SqlDelayedMessageStore:
     async def increment_failure_count(self, message: DelayedMessage) -> bool:
         """Count a failure and unlock."""
         count = self._statements.count_failure
-        counted = await self._run(lambda connection: count.change(connection, message.id), None)
+        counted = await self._database.write(lambda connection: count.change(connection, message.id))
         self._unclaim([message])
         return counted == 1
 
@@ -154,7 +153,7 @@ class SqlDelayedMessageStore:
         """Count failures, move the due times, unlock."""
         due = to_microseconds(at)
         rows = [(due, message.id) for message in messages]
-        counted = await self._run(partial(self._statements.retry.change_many, rows=rows), None)
+        counted = await self._database.write(partial(self._statements.retry.change_many, rows=rows))
         self._unclaim(messages)
         self._notify(due, None)
         return counted
@@ -215,11 +214,6 @@ class SqlDelayedMessageStore:
 
     def _name(self, endpoint_name: str) -> str:
         return self._table_name or f"{endpoint_name}.timeouts"
-
-    async def _run(self, work: Callable[[Connection], Result], transaction: Transaction | None) -> Result:
-        if transaction is None:
-            return await self._database.write(work)
-        return await joined(transaction, self._database).run(work)
 
     def _notify(self, due: int, transaction: Transaction | None) -> None:
         tell = partial(self._database.dialect.wake_ups.notify, self._channel, due)

@@ -6,21 +6,21 @@ import asyncio
 import contextlib
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import bindparam, delete, func, insert, select
 
 from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.message import Message
 from delayline.sql import schema
-from delayline.sql.database import Database, SqlTransaction, joined
+from delayline.sql.database import Database, SqlTransaction
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queued, queues
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from sqlalchemy import Connection
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
-Result = TypeVar("Result")
 
 ONE_SECOND: Final = timedelta(seconds=1)
 BROWSE: Final = (
@@ -109,7 +108,7 @@ class SqlTransport:
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Insert every message whose queue exists, in one transaction."""
-        missing = await self._run(partial(self._put, operations=operations), transaction)
+        missing = await self._database.write(partial(self._put, operations=operations), transaction)
         reached = {operation.destination for operation in operations} - missing
         tell = partial(self._notify, reached)
         tell() if transaction is None else transaction.after_commit(tell)
@@ -164,9 +163,9 @@ class SqlTransport:
         release = partial(self._claims.release, free)
         if transaction is not None:
             transaction.after_end(release)
-            return await self._run(taken, transaction)
+            return await self._database.write(taken, transaction)
         try:
-            return await self._run(taken, None)
+            return await self._database.write(taken)
         finally:
             release()
 
@@ -207,11 +206,6 @@ class SqlTransport:
         ]
         self._statements.put.change_many(connection, rows)
         return missing
-
-    async def _run(self, work: Callable[[Connection], Result], transaction: Transaction | None) -> Result:
-        if transaction is None:
-            return await self._database.write(work)
-        return await joined(transaction, self._database).run(work)
 
     def _notify(self, names: set[str]) -> None:
         for name in names:
@@ -254,12 +248,8 @@ class SqlReceiver:
         number = _number(received)
         delete = partial(self._statements.delete.change_many, rows=[(number,)])
         release = partial(self._claims.release, [number])
-        if transaction is None:
-            deleted = await self._database.write(delete)
-            release()
-        else:
-            deleted = await joined(transaction, self._database).run(delete)
-            transaction.after_commit(release)
+        deleted = await self._database.write(delete, transaction)
+        release() if transaction is None else transaction.after_commit(release)
         return deleted == 1
 
     async def release(self, received: ReceivedMessage) -> None:
