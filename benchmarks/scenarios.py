@@ -64,7 +64,7 @@ async def burst(folder: Path) -> Figures:
 
 async def spread(folder: Path) -> Figures:
     """Due times 1 ms apart for 20 s, received by a handler of the same process."""
-    return await _lateness(folder / "spread.db", number=20_000, gap=timedelta(milliseconds=1), pending=0)
+    return await _lateness(folder / "spread.db", number=20_000, gap=timedelta(milliseconds=1))
 
 
 async def backlog(folder: Path) -> Figures:
@@ -78,7 +78,7 @@ async def backlog(folder: Path) -> Figures:
         for pending, path in ((0, folder / f"empty-{number}.db"), (1_000_000, filled)):
             rates[pending].append(await _drain_rate(path, 50_000, pending=pending, prefix=f"burst{number}"))
             gap = timedelta(milliseconds=20)
-            figures = await _lateness(path, number=200, gap=gap, pending=pending, prefix=f"late{number}")
+            figures = await _lateness(path, number=200, gap=gap, prefix=f"late{number}")
             late[pending].append(figures["lateness p50 ms"])
     empty, full = statistics.median(rates[0]), statistics.median(rates[1_000_000])
     return {
@@ -122,7 +122,7 @@ async def memory(folder: Path) -> Figures:
     async with store_on(path) as store:
         await fill_far(store, 1_000_000)
     await _drain_rate(path, 50_000, pending=1_000_000)
-    await _lateness(path, number=50_000, gap=timedelta(0), pending=1_000_000, prefix="handled")
+    await _lateness(path, number=50_000, gap=timedelta(0), prefix="handled")
     return {"most resident MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
@@ -151,9 +151,8 @@ async def _drain_rate(path: Path, number: int, *, pending: int, prefix: str = "b
     return number / elapsed
 
 
-async def _lateness(path: Path, *, number: int, gap: timedelta, pending: int, prefix: str = "spread") -> Figures:
+async def _lateness(path: Path, *, number: int, gap: timedelta, prefix: str = "spread") -> Figures:
     """Return how late messages reach a handler of the process that dispatches them."""
-    del pending
     endpoint, late, done = endpoint_on(path), list[float](), asyncio.Event()
 
     async def handle(message: Message, context: MessageContext) -> None:
