@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
+from delayline.checks import whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import DelayedDelivery
 from delayline.delayed.host import DeliveryHost
@@ -81,9 +82,7 @@ class Endpoint:
         self.transaction_mode = _mode(transaction_mode, transport, delayed_delivery)
         self.guarantee: Guarantee = guarantee(transport, delayed_delivery, self.transaction_mode)
         self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
-        if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
-            raise ConfigurationError(f"concurrency must be a whole number of 1 or more, not {concurrency!r}")
-        self.concurrency = concurrency
+        self.concurrency = whole_number("concurrency", concurrency, at_least=1)
         self._handlers: list[Handler] = []
         self._on_critical_error = on_critical_error
         self._setup = setup_infrastructure

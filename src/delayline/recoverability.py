@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
+from delayline.checks import time_span, whole_number
 from delayline.errors import ConfigurationError
 from delayline.message import Headers, from_wire_time, to_wire_time
 
@@ -68,14 +69,10 @@ class Recoverability:
     """Exceptions that go to the error queue at the first failure."""
 
     def __post_init__(self) -> None:
-        for name in ("immediate_retries", "delayed_retries"):
-            value = getattr(self, name)
-            if value is None and name == "delayed_retries":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigurationError(f"{name} must be a whole number of 0 or more, not {value!r}")
-        if not isinstance(self.time_increase, timedelta) or self.time_increase <= timedelta(0):
-            raise ConfigurationError(f"time_increase must be a timedelta longer than zero, not {self.time_increase!r}")
+        whole_number("immediate_retries", self.immediate_retries, at_least=0)
+        if self.delayed_retries is not None:
+            whole_number("delayed_retries", self.delayed_retries, at_least=0)
+        time_span("time_increase", self.time_increase)
         named = self.unrecoverable
         if not isinstance(named, tuple) or not all(isinstance(kind, type) for kind in named):
             raise ConfigurationError(f"unrecoverable must be a tuple of exception classes, not {named!r}")

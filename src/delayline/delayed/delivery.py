@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
+from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
 from delayline.delayed.grouping import StoreGroup
 from delayline.delayed.one_at_a_time import batches_of
@@ -84,21 +85,21 @@ class StoredDelivery:
         if missing:
             raise ConfigurationError(f"{store!r} is no delayed message store: it has no method {missing[0]!r}")
         self.store = store
-        self.number_of_retries = _whole("number_of_retries", number_of_retries, at_least=0)
-        self.time_to_trigger_store_circuit_breaker = _positive(
+        self.number_of_retries = whole_number("number_of_retries", number_of_retries, at_least=0)
+        self.time_to_trigger_store_circuit_breaker = time_span(
             "time_to_trigger_store_circuit_breaker", time_to_trigger_store_circuit_breaker
         )
-        self.time_to_trigger_fetch_circuit_breaker = _positive(
+        self.time_to_trigger_fetch_circuit_breaker = time_span(
             "time_to_trigger_fetch_circuit_breaker", time_to_trigger_fetch_circuit_breaker
         )
-        self.time_to_trigger_dispatch_circuit_breaker = _positive(
+        self.time_to_trigger_dispatch_circuit_breaker = time_span(
             "time_to_trigger_dispatch_circuit_breaker", time_to_trigger_dispatch_circuit_breaker
         )
-        self.maximum_recovery_failures_per_second = _whole(
+        self.maximum_recovery_failures_per_second = whole_number(
             "maximum_recovery_failures_per_second", maximum_recovery_failures_per_second, at_least=1
         )
-        self.batch_size = _whole("batch_size", batch_size, at_least=1)
-        self.batch_bytes = _whole("batch_bytes", batch_bytes, at_least=1)
+        self.batch_size = whole_number("batch_size", batch_size, at_least=1)
+        self.batch_bytes = whole_number("batch_bytes", batch_bytes, at_least=1)
         self.polling = polling
         self._host: DeliveryHost | None = None
         self._group: StoreGroup | None = None
@@ -232,15 +233,3 @@ class StoredDelivery:
         )
         self._closers.append(rate.close)
         return rate
-
-
-def _whole(name: str, value: int, *, at_least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigurationError(f"{name} must be a whole number of {at_least} or more, not {value!r}")
-    return value
-
-
-def _positive(name: str, value: timedelta) -> timedelta:
-    if not isinstance(value, timedelta) or value <= timedelta(0):
-        raise ConfigurationError(f"{name} must be a timedelta longer than zero, not {value!r}")
-    return value

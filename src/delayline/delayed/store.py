@@ -8,15 +8,12 @@ with `isinstance` when the endpoint starts, and used when present. Prove a store
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from delayline.errors import ConfigurationError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction, TransactionMode
@@ -171,13 +168,6 @@ class DueCount:
     start: datetime
     destination: str
     count: int
-
-
-def checked_bucket(bucket: timedelta) -> timedelta:
-    """Return the width of a bucket to count by; raises ConfigurationError unless it is longer than zero."""
-    if not isinstance(bucket, timedelta) or bucket <= timedelta(0):
-        raise ConfigurationError(f"bucket must be a timedelta longer than zero, not {bucket!r}")
-    return bucket
 
 
 @runtime_checkable

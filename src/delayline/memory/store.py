@@ -8,8 +8,9 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+from delayline.checks import time_span
 from delayline.clock import EPOCH
-from delayline.delayed.store import DueCount, Outcome, checked_bucket
+from delayline.delayed.store import DueCount, Outcome
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
 from delayline.message import in_utc
 
@@ -148,7 +149,7 @@ class MemoryDelayedMessageStore:
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count what waits by bucket and destination."""
-        checked_bucket(bucket)
+        time_span("bucket", bucket)
         counts = Counter(
             (EPOCH + (message.due - EPOCH) // bucket * bucket, message.destination)
             for message in self._messages.values()

@@ -6,8 +6,9 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.store import DueCount, Forwarded, Outcome, checked_bucket
+from delayline.delayed.store import DueCount, Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import schema
@@ -192,7 +193,7 @@ class SqlDelayedMessageStore:
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count what waits by bucket and destination."""
-        query = self._statements.by_due(checked_bucket(bucket) // MICROSECOND)
+        query = self._statements.by_due(time_span("bucket", bucket) // MICROSECOND)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [DueCount(from_microseconds(start), destination, number) for start, destination, number in rows]
 

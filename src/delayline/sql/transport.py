@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import bindparam, delete, func, insert, select
 
-from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
+from delayline.checks import time_span
+from delayline.errors import DispatchFailed, QueueNotFound
 from delayline.message import Message
 from delayline.sql import schema
 from delayline.sql.database import Database, SqlTransaction
@@ -70,10 +71,8 @@ class SqlTransport:
     """
 
     def __init__(self, url: str, *, poll_interval: timedelta = ONE_SECOND) -> None:
-        if not isinstance(poll_interval, timedelta) or poll_interval <= timedelta(0):
-            raise ConfigurationError(f"poll_interval must be a timedelta longer than zero, not {poll_interval!r}")
         self._database = Database.at(url)
-        self._poll_interval = poll_interval
+        self._poll_interval = time_span("poll_interval", poll_interval)
         self._statements = TransportStatements(self._database.dialect)
 
     @property
