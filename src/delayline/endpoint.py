@@ -90,6 +90,8 @@ class Endpoint:
         self._composer = Composer(name, self._clock, reply_to=None if send_only else name)
         self._pipeline: Pipeline | None = None
         self._running = contextlib.AsyncExitStack()
+        self._starting: asyncio.Task[None] | None = None
+        self._started = False
         self._stopped: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
@@ -126,26 +128,21 @@ class Endpoint:
     async def start(self) -> None:
         """Connect, set up, and begin to deliver and receive; receives only where handlers are registered.
 
-        Raises BackendUnavailable, BackendUnusable or ConfigurationError, having undone what it did.
+        Raises BackendUnavailable, BackendUnusable or ConfigurationError, having undone what it did; NotStarted when
+        somebody, or a critical error, stopped it meanwhile.
         """
         if self._stopped is not None:
             raise NotStarted(f"endpoint {self.name!r} is started already")
         self._stopped, self._stopping = asyncio.Event(), None
+        self._starting = asyncio.create_task(self._start_parts(), name=f"delayline start {self.name}")
         try:
-            await self._start_parts()
-        except BaseException:
-            await self._running.aclose()
-            self._stopped = None
+            await self._starting
+        except BaseException as error:
+            await self.stop()
+            caller = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and caller is not None and not caller.cancelling():
+                raise NotStarted(f"endpoint {self.name!r} was stopped while it started: see its log for why") from error
             raise
-        emit(
-            logger,
-            logging.INFO,
-            Event.ENDPOINT_STARTED,
-            "endpoint %s started: %s, %s",
-            self.name,
-            self.transaction_mode.name,
-            self.guarantee,
-        )
 
     async def setup(self) -> None:
         """Create the input queue, the error queue and what delayed delivery needs. Idempotent; needs no `start`."""
@@ -156,7 +153,7 @@ class Endpoint:
             await self.transport.stop()
 
     async def stop(self) -> None:
-        """Finish what is in flight, then disconnect. Idempotent; several callers wait for the same stop.
+        """Finish what is in flight, or end a start under way, then disconnect. Idempotent; callers wait for one stop.
 
         Called by a handler it returns at once: the stop waits for that handler.
         """
@@ -234,6 +231,16 @@ class Endpoint:
             )
             await self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
+        emit(
+            logger,
+            logging.INFO,
+            Event.ENDPOINT_STARTED,
+            "endpoint %s started: %s, %s",
+            self.name,
+            self.transaction_mode.name,
+            self.guarantee,
+        )
+        self._started = True
 
     async def _setup_infrastructure(self) -> None:
         queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]
@@ -242,14 +249,18 @@ class Endpoint:
             await self.delayed_delivery.setup_infrastructure()
 
     async def _stop_parts(self) -> None:
-        stopped = self._stopped
+        stopped, starting = self._stopped, self._starting
         try:
+            if starting is not None and starting.cancel():
+                await asyncio.wait([starting])
             await self._running.aclose()
         finally:
-            self._pipeline = self._stopped = None
+            if self._started:
+                emit(logger, logging.INFO, Event.ENDPOINT_STOPPED, "endpoint %s stopped", self.name)
+            self._pipeline = self._stopped = self._starting = None
+            self._started = False
             if stopped is not None:
                 stopped.set()
-            emit(logger, logging.INFO, Event.ENDPOINT_STOPPED, "endpoint %s stopped", self.name)
 
     def _critical_error(self, text: str, error: Exception) -> None:
         emit(logger, logging.CRITICAL, Event.CRITICAL_ERROR, "%s: %s: %s", self.name, text, error, exception=error)
