@@ -1,5 +1,7 @@
 """Durable delayed message delivery: sent now, delivered when due, never lost, never early."""
 
+import typing
+
 from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
 from delayline.delayed.host import DeliveryHost
@@ -37,7 +39,6 @@ from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.pipeline import MessageContext
 from delayline.recoverability import Recoverability
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sync import SyncEndpoint
 from delayline.transaction import Guarantee, Transaction, TransactionMode, guarantee
 from delayline.transport import (
@@ -48,6 +49,22 @@ from delayline.transport import (
     TransportOperation,
     TransportTransactions,
 )
+
+if typing.TYPE_CHECKING:
+    from delayline.sql import SqlDelayedMessageStore, SqlTransport
+else:
+
+    def __getattr__(name: str) -> object:
+        """Load what needs SQLAlchemy when it is asked for: that takes longer than all the rest."""
+        if name not in {"SqlDelayedMessageStore", "SqlTransport"}:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from delayline import sql
+
+        return getattr(sql, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "BackendUnavailable",

@@ -17,10 +17,11 @@ from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoin
 from delayline.errors import ConfigurationError
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.outgoing import check_endpoint_name
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from delayline.clock import Clock
     from delayline.delayed.store import DelayedMessageStore
     from delayline.recoverability import Recoverability
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 FILE_NAME: Final = "delayline.toml"
 PREFIX: Final = "DELAYLINE_"
+MEMORY: Final = "memory"
 
 Read = Callable[[Any], Any]
 
@@ -270,38 +272,59 @@ def _shown(value: object) -> object:
     return masked(value) if isinstance(value, str) else value
 
 
-#: URL schemes, without a driver's name: `postgresql+psycopg` is `postgresql`. Each technology's room has its lines.
-TRANSPORTS: Final[dict[str, Callable[[str], Transport]]] = {
-    "memory": lambda _: MemoryTransport(),
-    "sqlite": SqlTransport,
-}
-STORES: Final[dict[str, Callable[[str, str | None], DelayedMessageStore]]] = {
-    "memory": lambda url, table_name: MemoryDelayedMessageStore(),
-    "sqlite": lambda url, table_name: SqlDelayedMessageStore(url, table_name=table_name),
-}
-
-
 def transport_from(url: str) -> Transport:
     """Return a new transport on the queues at `url`; raises ConfigurationError naming the supported schemes."""
-    return TRANSPORTS[_scheme(url, "transport", TRANSPORTS)](url)
+    if in_memory(url):
+        return MemoryTransport()
+    _must_be_sql(url, "transport")
+    from delayline.sql import SqlTransport
+
+    return SqlTransport(url)
 
 
 def store_from(url: str, *, table_name: str | None = None) -> DelayedMessageStore:
     """Return a new delayed message store at `url`; raises ConfigurationError naming the supported schemes."""
-    return STORES[_scheme(url, "delayed message store", STORES)](url, table_name)
+    if in_memory(url):
+        return MemoryDelayedMessageStore()
+    _must_be_sql(url, "delayed message store")
+    from delayline.sql import SqlDelayedMessageStore
+
+    return SqlDelayedMessageStore(url, table_name=table_name)
 
 
-def scheme_of(url: str) -> str:
+def must_exist(url: str) -> None:
+    """Raise BackendUnusable where opening what is at `url` would make it, empty."""
+    _must_be_sql(url, "database")
+    from delayline.sql import urls
+
+    urls.must_exist(url)
+
+
+async def examine(url: str) -> Sequence[tuple[str, bool, str]]:
+    """Return what was looked at in the back end at `url`, whether it is as it should be, and what it is."""
+    _must_be_sql(url, "database")
+    from delayline.sql import urls
+
+    return await urls.examine(url)
+
+
+def in_memory(url: str) -> bool:
+    """Tell whether what is at `url` is gone with the process."""
+    return _scheme_of(url) == MEMORY
+
+
+def _must_be_sql(url: str, what: str) -> None:
+    """Raise ConfigurationError for a scheme of no room; only here and below it SQLAlchemy is loaded, which is slow."""
+    from delayline.sql.urls import SCHEMES
+
+    if _scheme_of(url) not in SCHEMES:
+        known = ", ".join(f"{name}:" for name in sorted((MEMORY, *SCHEMES)))
+        raise ConfigurationError(f"no {what} for the URL {masked(url)!r}. The supported schemes are {known}")
+
+
+def _scheme_of(url: str) -> str:
     """Return the URL's technology: `postgresql` of `postgresql+psycopg://...`."""
     return url.partition(":")[0].partition("+")[0].lower()
-
-
-def _scheme(url: str, what: str, supported: Mapping[str, object]) -> str:
-    scheme = scheme_of(url)
-    if scheme not in supported:
-        known = ", ".join(f"{name}:" for name in sorted(supported))
-        raise ConfigurationError(f"no {what} for the URL {masked(url)!r}. The supported schemes are {known}")
-    return scheme
 
 
 def delivery_from(settings: Settings, *, polling: bool = True) -> StoredDelivery:

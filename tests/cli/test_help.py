@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -26,6 +28,14 @@ def test_every_help_shows_an_example(run: Callable[..., Ran], path: tuple[str, .
         assert ran.code == 0
         assert f"\n  Example:\n    delayline {' '.join(path)}" in ran.out
         assert max(map(len, ran.out.splitlines())) <= 120
+
+
+def test_help_does_not_wait_for_sqlalchemy() -> None:
+    program = (
+        "import sys; from delayline.cli import main; main(['send', '--help'], standalone_mode=False); "
+        "sys.exit('sqlalchemy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 def test_the_version_is_told(run: Callable[..., Ran]) -> None:

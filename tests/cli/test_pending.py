@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -90,3 +91,9 @@ def test_a_wrong_due_time_changes_nothing(
 
 def test_rescheduling_nothing_fails(three: Callable[..., Ran]) -> None:
     assert three("reschedule", "nobody", "--delay", "1h").code == 1
+
+
+def test_what_waits_can_be_seen_where_the_queues_are_not(ready: Callable[..., Ran]) -> None:
+    ran = ready("pending", "--json", "--transport-url", "sqlite:///gone.db")
+    assert ran.code == 0
+    assert not Path("gone.db").exists()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+
+import pytest
 
 import delayline
 
@@ -78,9 +82,28 @@ def test_every_name_can_be_imported_and_is_documented() -> None:
 
 def test_every_public_member_is_listed() -> None:
     public = {
-        name for name, member in vars(delayline).items() if not name.startswith("_") and not inspect.ismodule(member)
+        name for name in dir(delayline) if not name.startswith("_") and not inspect.ismodule(getattr(delayline, name))
     }
     assert public == set(delayline.__all__)
+
+
+def test_sqlalchemy_is_loaded_when_it_is_needed() -> None:
+    """Given a fresh interpreter, when delayline is imported, then SQLAlchemy is not, until a name needs it."""
+    program = """if True:
+        import sys
+        import delayline
+        assert "sqlalchemy" not in sys.modules
+        assert set(delayline.__all__) <= set(dir(delayline))
+        assert "sqlalchemy" not in sys.modules
+        from delayline import *
+        assert SqlTransport is delayline.SqlTransport is delayline.sql.SqlTransport
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_name_that_is_not_there_is_told() -> None:
+    with pytest.raises(AttributeError, match="module 'delayline' has no attribute 'SqlTransprot'"):
+        _ = delayline.SqlTransprot  # type: ignore[attr-defined]
 
 
 def test_every_error_is_public() -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import managed, managed_queues, must_exist, open_store, open_transport, refuse_memory
+from delayline.cli.connection import managed, managed_queues, open_store, open_transport, refuse_memory
 from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
-from delayline.config import endpoint_from, masked, scheme_of, store_from, transport_from
+from delayline.config import endpoint_from, examine, masked, must_exist, store_from, transport_from
 from delayline.errors import DelaylineError, QueueNotFound
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 #: Longer overdue than this means that nobody dispatches.
 STALE: Final = timedelta(seconds=10)
 ALL_TIME: Final = timedelta(days=365_000)
-#: SQLite's levels; below FULL a commit may be lost with the power.
-SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 ONE_SECOND: Final = timedelta(seconds=1)
 
 
@@ -91,33 +89,14 @@ def _guarantee(settings: Settings) -> Finding:
 
 
 async def _connection(settings: Settings) -> AsyncIterator[Finding]:
-    must_exist(settings)
+    must_exist(settings.where_messages_wait)
     async with open_transport(settings):
         yield Finding("connection", ok=True, text=masked(settings.where_queues_are))
 
 
 async def _database(settings: Settings) -> AsyncIterator[Finding]:
-    url = settings.where_messages_wait
-    if scheme_of(url) != "sqlite":
-        return
-    from delayline.sql.database import Database
-    from delayline.sql.schema import SCHEMA_VERSION, read_version
-
-    database = Database.at(url)
-    await database.open()
-    try:
-        version = await database.read(read_version)
-        journal = await database.read(lambda one: one.exec_driver_sql("PRAGMA journal_mode").scalar())
-        synchronous = await database.read(lambda one: one.exec_driver_sql("PRAGMA synchronous").scalar())
-    finally:
-        await database.close()
-    found = "none: run `delayline setup`" if version is None else str(version)
-    yield Finding("schema version", ok=version is not None, text=f"{found} (this delayline writes {SCHEMA_VERSION})")
-    yield Finding("journal mode", ok=journal == "wal", text=f"{journal}")
-    level = SYNCHRONOUS.get(synchronous or 0, "unknown")
-    durable = level in {"FULL", "EXTRA"}
-    yield Finding("synchronous", ok=durable, text=f"{level}{'' if durable else ': a power cut can lose messages'}")
-    yield Finding("clock", ok=True, text="this machine's own; SQLite has none that could differ")
+    for what, ok, text in await examine(settings.where_messages_wait):
+        yield Finding(what, ok, text)
 
 
 async def _queues(settings: Settings) -> AsyncIterator[Finding]:
