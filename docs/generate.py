@@ -198,11 +198,14 @@ EVENT_MEANING: Final = {
     Event.ENDPOINT_STARTED: "The endpoint is connected, delivers and receives.",
     Event.ENDPOINT_STOPPED: "The endpoint has finished what was in flight and disconnected.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
+    Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
     Event.HANDLER_FAILED: "One attempt to handle a message failed.",
     Event.RETRIED_LATER: "The message was deferred for another round of attempts.",
     Event.RECEIVE_FAILED: "Messages could not be taken from the queue; it is tried again.",
     Event.RECEIVE_LOST: "The message left its queue while it was handled here: a possible duplicate.",
+    Event.RECEIVE_TASK_FAILED: "A message could not even be given back; it is when the process ends, if not before.",
+    Event.POISON_MESSAGE: "The message's headers cannot be read; it goes to the error queue as it is.",
     Event.MOVED_TO_ERROR: "The message is in the error queue.",
     Event.ERROR_MOVE_FAILED: "The message could not be moved to the error queue; it stays where it is.",
     Event.STORED: "A delayed message is durable.",
@@ -220,6 +223,7 @@ EVENT_MEANING: Final = {
     Event.BREAKER_ARMED: "A fault began; it becomes a critical error if it lasts.",
     Event.BREAKER_TRIGGERED: "The fault lasted too long: a critical error follows.",
     Event.BREAKER_DISARMED: "The fault is over.",
+    Event.BREAKER_ACTION_FAILED: "What a breaker does when it arms, triggers or disarms raised an error.",
 }
 
 

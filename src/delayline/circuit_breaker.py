@@ -111,16 +111,14 @@ class RepeatedFailuresOverTime:
             self._last,
             exception=self._last,
         )
-        try:
-            self._trigger(self._last)
-        except Exception:
-            logger.critical("The trigger action of the circuit breaker for '%s' failed.", self.name, exc_info=True)
+        _run_trigger(self._trigger, self._last, self.name)
 
     def _run(self, action: Callable[[], None], name: str) -> None:
         try:
             action()
-        except Exception:
-            logger.exception("The %s action of the circuit breaker for '%s' failed.", name, self.name)
+        except Exception as error:
+            text = "The %s action of the circuit breaker for '%s' failed."
+            emit(logger, logging.ERROR, Event.BREAKER_ACTION_FAILED, text, name, self.name, exception=error)
             raise
 
     def _stop_timer(self) -> None:
@@ -162,10 +160,7 @@ class FailureRate:
             self.name,
             error,
         )
-        try:
-            self._trigger(error)
-        except Exception:
-            logger.critical("The trigger action of the circuit breaker for '%s' failed.", self.name, exc_info=True)
+        _run_trigger(self._trigger, error, self.name)
 
     def close(self) -> None:
         """Stop the window's timer. Idempotent."""
@@ -189,3 +184,11 @@ async def first_of(*waits: Coroutine[None, None, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _run_trigger(trigger: Callable[[Exception], None], error: Exception, name: str) -> None:
+    try:
+        trigger(error)
+    except Exception as failed:
+        text = "The trigger action of the circuit breaker for '%s' failed."
+        emit(logger, logging.CRITICAL, Event.BREAKER_ACTION_FAILED, text, name, exception=failed)

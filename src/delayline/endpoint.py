@@ -271,7 +271,14 @@ class Endpoint:
     def _action_done(self, action: asyncio.Task[None]) -> None:
         self._actions.discard(action)
         if not action.cancelled() and (error := action.exception()) is not None:
-            logger.critical("the critical error action of endpoint %s failed", self.name, exc_info=error)
+            emit(
+                logger,
+                logging.CRITICAL,
+                Event.CRITICAL_ERROR_ACTION_FAILED,
+                "the critical error action of endpoint %s failed",
+                self.name,
+                exception=error,
+            )
 
 
 def _mode(mode: TransactionMode | None, transport: Transport, delivery: DelayedDelivery | None) -> TransactionMode:

@@ -16,11 +16,14 @@ class Event(StrEnum):
     ENDPOINT_STARTED = "endpoint.started"
     ENDPOINT_STOPPED = "endpoint.stopped"
     CRITICAL_ERROR = "endpoint.critical_error"
+    CRITICAL_ERROR_ACTION_FAILED = "endpoint.critical_error_action_failed"
     HANDLED = "receive.handled"
     HANDLER_FAILED = "receive.handler_failed"
     RETRIED_LATER = "receive.retried_later"
     RECEIVE_FAILED = "receive.failed"
     RECEIVE_LOST = "receive.lost"
+    RECEIVE_TASK_FAILED = "receive.task_failed"
+    POISON_MESSAGE = "receive.poison_message"
     MOVED_TO_ERROR = "error.moved"
     ERROR_MOVE_FAILED = "error.move_failed"
     STORED = "delayed.stored"
@@ -38,6 +41,7 @@ class Event(StrEnum):
     BREAKER_ARMED = "breaker.armed"
     BREAKER_TRIGGERED = "breaker.triggered"
     BREAKER_DISARMED = "breaker.disarmed"
+    BREAKER_ACTION_FAILED = "breaker.action_failed"
 
 
 LOGGER_NAME: Final = "delayline"

@@ -187,7 +187,7 @@ class Pipeline:
         self._tasks.discard(task)
         self._room.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a receive task failed", exc_info=error)
+            emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, "a receive task failed", exception=error)
 
     async def _process(self, receiver: Receiver, received: ReceivedMessage) -> None:
         try:
@@ -273,7 +273,8 @@ class Pipeline:
         message = received.message
         if raw:
             moved = message
-            logger.error("Message %r is classified as a poison message: %s", message.id, error)
+            text = "Message %r is classified as a poison message: %s"
+            emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, error, message=message)
         else:
             headers = failure_headers(error, self.queue, self.host.endpoint_name, self.host.clock.now())
             moved = message.logical.with_headers(headers)
