@@ -223,13 +223,14 @@ class Endpoint:
         if self._handlers:
             self._pipeline = Pipeline(
                 host=self._host,
+                receiver=await self.transport.receiver(self.name),
                 handlers=self._handlers,
                 delivery=self.delayed_delivery,
                 composer=self._composer,
                 recoverability=self.recoverability,
                 concurrency=self.concurrency,
             )
-            await self._pipeline.start()
+            self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
         emit(
             logger,

@@ -15,9 +15,9 @@ from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHead
 from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
-from delayline.recoverability import MoveToError, Recoverability, RetryLater, RetryNow, failure_headers
+from delayline.recoverability import MoveToError, Recoverability, RetryLater, RetryNow, error_operation
 from delayline.transaction import TransactionMode
-from delayline.transport import TransportOperation, TransportTransactions
+from delayline.transport import TransportTransactions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from delayline.delayed.host import DeliveryHost
     from delayline.message import Body
     from delayline.transaction import Transaction
-    from delayline.transport import ReceivedMessage, Receiver
+    from delayline.transport import ReceivedMessage, Receiver, TransportOperation
 
 logger = logging.getLogger(__name__)
 
@@ -101,35 +101,34 @@ class Pipeline:
     """Receives one queue's messages and runs handlers over them. Belongs to one event loop."""
 
     host: DeliveryHost
+    receiver: Receiver
     handlers: list[Handler]
     delivery: DelayedDelivery | None
     composer: Composer
     recoverability: Recoverability
     concurrency: int
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _receiver: Receiver | None = None
     _loop: asyncio.Task[None] | None = None
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _breaker: RepeatedFailuresOverTime | None = None
+    _breaker: RepeatedFailuresOverTime = field(init=False)
 
-    @property
-    def queue(self) -> str:
-        """The input queue: it carries the endpoint's name."""
-        return self.host.endpoint_name
-
-    async def start(self) -> None:
-        """Begin to receive."""
+    def __post_init__(self) -> None:
         self._breaker = RepeatedFailuresOverTime(
             "Receive",
             time_to_trigger=TIME_TO_TRIGGER_RECEIVE,
             trigger=lambda error: self.host.critical_error(f"Failed to receive from {self.queue}", error),
             clock=self.host.clock,
         )
-        self._receiver = await self.host.transport.receiver(self.queue)
-        self._loop = asyncio.create_task(
-            self._receive(self._receiver, self._breaker), name=f"delayline receiver {self.queue}"
-        )
+
+    @property
+    def queue(self) -> str:
+        """The input queue: it carries the endpoint's name."""
+        return self.host.endpoint_name
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._loop = asyncio.create_task(self._receive(), name=f"delayline receiver {self.queue}")
 
     def runs(self, task: asyncio.Task[object] | None) -> bool:
         """Tell whether that task is one of the handlers'."""
@@ -139,17 +138,14 @@ class Pipeline:
         """Take no more messages and let the handlers that run finish. Idempotent."""
         self._stopping.set()
         self._room.set()
-        if self._receiver is None or self._loop is None:
-            return
-        await self._receiver.stop()
-        await asyncio.wait([self._loop])
+        await self.receiver.stop()
+        if self._loop is not None:
+            await asyncio.wait([self._loop])
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._breaker is not None:
-            self._breaker.close()
-        self._receiver = self._loop = None
+        self._breaker.close()
 
-    async def _receive(self, receiver: Receiver, breaker: RepeatedFailuresOverTime) -> None:
+    async def _receive(self) -> None:
         while not self._stopping.is_set():
             self._room.clear()
             free = self.concurrency - len(self._tasks)
@@ -157,28 +153,26 @@ class Pipeline:
                 await self._room.wait()
                 continue
             try:
-                batch = await self._next_batch(receiver, breaker, free)
+                batch = await self._next_batch(free)
             except Exception as error:
                 emit(logger, logging.ERROR, Event.RECEIVE_FAILED, "Failed to receive from %s: %s", self.queue, error)
-                await self._pause(breaker, error)
+                await self._pause(error)
                 continue
-            breaker.success()
+            self._breaker.success()
             for received in batch:
-                task = asyncio.create_task(self._process(receiver, received))
+                task = asyncio.create_task(self._process(received))
                 self._tasks.add(task)
                 task.add_done_callback(self._done)
 
-    async def _next_batch(
-        self, receiver: Receiver, breaker: RepeatedFailuresOverTime, limit: int
-    ) -> Sequence[ReceivedMessage]:
-        if breaker.state is BreakerState.DISARMED:
-            return await receiver.receive(limit)
+    async def _next_batch(self, limit: int) -> Sequence[ReceivedMessage]:
+        if self._breaker.state is BreakerState.DISARMED:
+            return await self.receiver.receive(limit)
         # After a fault an empty queue looks like a hanging one: a wait that does not fail for a while is a recovery.
-        receiving = asyncio.ensure_future(receiver.receive(limit))
+        receiving = asyncio.ensure_future(self.receiver.receive(limit))
         try:
             await first_of(asyncio.wait([receiving]), self.host.clock.sleep(RECOVERED_AFTER.total_seconds()))
             if not receiving.done():
-                breaker.success()
+                self._breaker.success()
             return await receiving
         finally:
             receiving.cancel()
@@ -189,48 +183,49 @@ class Pipeline:
         if not task.cancelled() and (error := task.exception()) is not None:
             emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, "a receive task failed", exception=error)
 
-    async def _process(self, receiver: Receiver, received: ReceivedMessage) -> None:
+    async def _process(self, received: ReceivedMessage) -> None:
         try:
-            if self.host.mode is TransactionMode.NONE and not await receiver.acknowledge(received):
+            if self.host.mode is TransactionMode.NONE and not await self.receiver.acknowledge(received):
                 return
-            await self._handle(receiver, received)
+            await self._handle(received)
         except _AlreadyHandled as error:
             emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message)
-            await receiver.release(received)
+            await self.receiver.release(received)
         except Exception as error:
-            await self._recovery_failed(receiver, received, error)
+            await self._recovery_failed(received, error)
         except BaseException:
-            await receiver.release(received)
+            await self.receiver.release(received)
             raise
 
-    async def _handle(self, receiver: Receiver, received: ReceivedMessage) -> None:
+    async def _handle(self, received: ReceivedMessage) -> None:
         """Run attempts until one succeeds or the message has gone elsewhere."""
         message = received.message
         try:
             _ = message.headers
         except CorruptHeaders as error:
-            await self._move_to_error(receiver, received, error, raw=True)
+            text = "Message %r is classified as a poison message: %s"
+            emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, error, message=message)
+            await self._move_to_error(received, error)
             return
         for attempt in count(1):
             try:
-                await self._attempt(receiver, received, attempt)
+                await self._attempt(received, attempt)
             except _AlreadyHandled:
                 raise
             except Exception as error:
-                again = await self._recover(receiver, received, error, attempt)
-                if not again:
+                if not await self._recover(received, error, attempt):
                     return
             else:
                 emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", message.id, message=message)
                 return
 
-    async def _attempt(self, receiver: Receiver, received: ReceivedMessage, attempt: int) -> None:
+    async def _attempt(self, received: ReceivedMessage, attempt: int) -> None:
         context = MessageContext(received.message, self.queue, attempt, self.composer)
         for handler in self.handlers:
             await _run(handler, context.message, context)
-        await self._complete(receiver, received, context.outgoing)
+        await self._complete(received, context.outgoing)
 
-    async def _recover(self, receiver: Receiver, received: ReceivedMessage, error: Exception, attempt: int) -> bool:
+    async def _recover(self, received: ReceivedMessage, error: Exception, attempt: int) -> bool:
         """Decide what follows a failed attempt; True is another one at once."""
         message = received.message
         decision = self.recoverability.decide(error, attempt, message.headers, self.host.clock.now())
@@ -248,12 +243,12 @@ class Pipeline:
         match decision:
             case RetryNow():
                 if self._stopping.is_set():
-                    await receiver.release(received)
+                    await self.receiver.release(received)
                     return False
                 return True
             case RetryLater(delay, headers):
                 later = self.composer.again(message, self.queue, delay=delay, headers=headers)
-                await self._complete(receiver, received, [later])
+                await self._complete(received, [later])
                 emit(
                     logger,
                     logging.WARNING,
@@ -264,58 +259,55 @@ class Pipeline:
                     message=message,
                 )
             case MoveToError():
-                await self._move_to_error(receiver, received, error)
+                await self._move_to_error(received, error)
         return False
 
-    async def _move_to_error(
-        self, receiver: Receiver, received: ReceivedMessage, error: Exception, *, raw: bool = False
-    ) -> None:
-        message = received.message
-        if raw:
-            moved = message
-            text = "Message %r is classified as a poison message: %s"
-            emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, error, message=message)
-        else:
-            headers = failure_headers(error, self.queue, self.host.endpoint_name, self.host.clock.now())
-            moved = message.logical.with_headers(headers)
-        await self._complete(receiver, received, [Outgoing(TransportOperation(moved, self.host.error_queue), None)])
+    async def _move_to_error(self, received: ReceivedMessage, error: Exception) -> None:
+        message, host = received.message, self.host
+        operation = error_operation(
+            message,
+            error,
+            failed_queue=self.queue,
+            error_queue=host.error_queue,
+            endpoint_name=host.endpoint_name,
+            now=host.clock.now(),
+        )
+        await self._complete(received, [Outgoing(operation, None)])
         emit(
             logger,
             logging.ERROR,
             Event.MOVED_TO_ERROR,
             "Moved message %s to error queue %r: %r",
             message.id,
-            self.host.error_queue,
+            host.error_queue,
             error,
             message=message,
         )
 
-    async def _complete(self, receiver: Receiver, received: ReceivedMessage, outgoing: list[Outgoing]) -> None:
+    async def _complete(self, received: ReceivedMessage, outgoing: list[Outgoing]) -> None:
         """Send what was collected and take the message off its queue, as the transaction mode says."""
         now = [entry.operation for entry in outgoing if entry.due is None]
         later = [entry for entry in outgoing if entry.due is not None]
         match self.host.mode:
             case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE | TransactionMode.TRANSACTION_SCOPE if not outgoing:
-                await self._acknowledge(receiver, received, None)
+                await self._acknowledge(received, None)
             case TransactionMode.TRANSACTION_SCOPE:
                 async with self._transaction() as transaction:
-                    await self._acknowledge(receiver, received, transaction)
+                    await self._acknowledge(received, transaction)
                     await self._send(now, later, transaction)
             case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
                 await self._send([], later, None)
                 async with self._transaction() as transaction:
-                    await self._acknowledge(receiver, received, transaction)
+                    await self._acknowledge(received, transaction)
                     await self._send(now, [], transaction)
             case TransactionMode.RECEIVE_ONLY:
                 await self._send(now, later, None)
-                await self._acknowledge(receiver, received, None)
+                await self._acknowledge(received, None)
             case TransactionMode.NONE:
                 await self._send(now, later, None)
 
-    async def _acknowledge(
-        self, receiver: Receiver, received: ReceivedMessage, transaction: Transaction | None
-    ) -> None:
-        if not await receiver.acknowledge(received, transaction):
+    async def _acknowledge(self, received: ReceivedMessage, transaction: Transaction | None) -> None:
+        if not await self.receiver.acknowledge(received, transaction):
             raise _AlreadyHandled(
                 f"message {received.message.id!r} left queue {self.queue!r} while it was handled: a possible duplicate"
             )
@@ -336,20 +328,20 @@ class Pipeline:
             raise ConfigurationError(f"{type(transport).__name__} has no transactions")
         return transport.transaction()
 
-    async def _recovery_failed(self, receiver: Receiver, received: ReceivedMessage, error: Exception) -> None:
+    async def _recovery_failed(self, received: ReceivedMessage, error: Exception) -> None:
         """Give the message back: neither its handlers nor its move to the error queue could be completed."""
         message_id = received.message.id
         text = f"Failed to execute recoverability policy for message with native ID: `{message_id}`"
         emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, "%s", text, exception=error, message=received.message)
-        if self._breaker is not None and isinstance(error, BackendUnavailable):
-            await self._pause(self._breaker, error)
+        if isinstance(error, BackendUnavailable):
+            await self._pause(error)
         else:
             self.host.critical_error(text, error)
             await first_of(self._stopping.wait(), self.host.clock.sleep(DELAY_WHEN_ARMED.total_seconds()))
-        await receiver.release(received)
+        await self.receiver.release(received)
 
-    async def _pause(self, breaker: RepeatedFailuresOverTime, error: Exception) -> None:
-        await first_of(self._stopping.wait(), breaker.failure(error))
+    async def _pause(self, error: Exception) -> None:
+        await first_of(self._stopping.wait(), self._breaker.failure(error))
 
 
 async def _run(handler: Handler, message: Message, context: MessageContext) -> None:

@@ -10,11 +10,14 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span, whole_number
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, CorruptHeaders
 from delayline.message import Headers, from_wire_time, to_wire_time
+from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from delayline.message import Message
 
 MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # characters; reference 1.9
 DEFAULT_DELAYED_RETRIES: Final = 3
@@ -94,6 +97,20 @@ class Recoverability:
             delay=self.time_increase * (rounds + 1),
             headers={Headers.RETRIES: str(rounds + 1), Headers.RETRIES_TIMESTAMP: to_wire_time(now)},
         )
+
+
+def error_operation(
+    message: Message, error: Exception, *, failed_queue: str, error_queue: str, endpoint_name: str, now: datetime
+) -> TransportOperation:
+    """Return the send that moves a message to the error queue, with headers that say why.
+
+    `failed_queue` is the queue to send the message to when it is retried. Headers that cannot be read stay as they are.
+    """
+    try:
+        moved = message.logical.with_headers(failure_headers(error, failed_queue, endpoint_name, now))
+    except CorruptHeaders:
+        moved = message
+    return TransportOperation(moved, error_queue)
 
 
 def failure_headers(error: BaseException, failed_queue: str, endpoint_name: str, now: datetime) -> dict[str, str]:

@@ -226,12 +226,12 @@ async def test_a_message_handled_elsewhere_is_rolled_back_as_far_as_the_mode_goe
 async def test_a_message_gone_before_its_handler_in_mode_none_is_skipped(clock: ManualClock) -> None:
     house = build(clock, transaction_mode=TransactionMode.NONE)
     seen = await start(house, succeed)
-    receiver = house.endpoint._pipeline._receiver  # type: ignore[union-attr]
+    receiver = house.endpoint._pipeline.receiver  # type: ignore[union-attr]
 
     async def gone(*_: object) -> bool:
         return False
 
-    receiver.acknowledge = gone  # type: ignore[union-attr, method-assign]
+    receiver.acknowledge = gone  # type: ignore[method-assign]
     await receive(house)
     assert seen == []
     await house.endpoint.stop()
@@ -338,7 +338,7 @@ async def test_no_more_messages_at_once_than_the_concurrency(clock: ManualClock)
 
 def break_receiving(house: House, error: Exception) -> Callable[[], None]:
     """Make receiving fail; return what mends it."""
-    receiver: Any = house.endpoint._pipeline._receiver  # type: ignore[union-attr]
+    receiver: Any = house.endpoint._pipeline.receiver  # type: ignore[union-attr]
 
     async def broken(limit: int) -> Any:  # noqa: ANN401
         raise error

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from delayline import ConfigurationError, Headers, Recoverability
+from delayline import ConfigurationError, Headers, Message, Recoverability, TransportOperation
 from delayline.message import to_wire_time
-from delayline.recoverability import MoveToError, RetryLater, RetryNow, failure_headers
+from delayline.recoverability import MoveToError, RetryLater, RetryNow, error_operation, failure_headers
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 BOOM = ValueError("boom")
@@ -134,3 +134,19 @@ def test_an_exception_that_cannot_say_what_it_is_still_has_headers() -> None:
             raise RuntimeError("no text")
 
     assert failure(Mute())[Headers.EXCEPTION_MESSAGE] == "<Mute whose text cannot be had>"
+
+
+def moved(message: Message) -> TransportOperation:
+    return error_operation(message, BOOM, failed_queue="billing", error_queue="error", endpoint_name="sales", now=NOW)
+
+
+def test_a_message_goes_to_the_error_queue_under_its_logical_id_with_why_it_failed() -> None:
+    operation = moved(Message("copy", {Headers.MESSAGE_ID: "m", "tenant": "acme"}, b"body"))
+    assert (operation.destination, operation.message.id, operation.message.body) == ("error", "m", b"body")
+    assert operation.message.headers["tenant"] == "acme"
+    assert operation.message.headers[Headers.FAILED_QUEUE] == "billing"
+
+
+def test_a_message_whose_headers_cannot_be_read_goes_as_it_is() -> None:
+    damaged = Message.from_encoded("m", b"{", b"body")
+    assert moved(damaged).message is damaged
