@@ -190,15 +190,15 @@ class Endpoint:
         outgoing = self._composer.compose(
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )
-        if outgoing.due is not None and self.delayed_delivery is None:
-            raise ConfigurationError(
-                f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
-            )
         try:
-            if outgoing.due is None or self.delayed_delivery is None:
+            if outgoing.due is None:
                 await self.transport.dispatch([outgoing.operation])
-            else:
+            elif self.delayed_delivery is not None:
                 await self.delayed_delivery.defer(outgoing.operation, outgoing.due)
+            else:
+                raise ConfigurationError(
+                    f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
+                )
         except DispatchFailed as failed:
             raise failed.failures[0] from failed
         return outgoing.operation.message.id
