@@ -33,8 +33,10 @@ class BreakerState(Enum):
 class RepeatedFailuresOverTime:
     """Triggers once when failures go on for `time_to_trigger` with no success between.
 
-    Disarmed → armed at the first failure → triggered when the time has passed; any success disarms. While armed
-    each failure waits 1 s, while triggered 10 s, so that a dead back end is not hammered. Belongs to one event loop.
+    Disarmed → armed at the first failure → triggered by the first failure at or after the time; any success disarms.
+    Unlike the reference's, the end of the time alone triggers nothing: silence after a failure is no lasting fault.
+    While armed each failure waits 1 s, while triggered 10 s, so that a dead back end is not hammered. Belongs to one
+    event loop.
     """
 
     def __init__(
@@ -54,7 +56,6 @@ class RepeatedFailuresOverTime:
         self._arm = arm
         self._disarm = disarm
         self._clock = clock
-        self._last: Exception = Exception()
         self._timer: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -74,13 +75,24 @@ class RepeatedFailuresOverTime:
         await self._clock.sleep(wait.total_seconds())
 
     def note(self, error: Exception) -> None:
-        """Note a failure without waiting: for faults of one message, which must not hold up the others."""
-        self._last = error
-        if self.state is not BreakerState.DISARMED or self._closed:
+        """Note a failure without waiting."""
+        if self._closed:
             return
+        if self.state is BreakerState.DISARMED:
+            self._arm_for(error)
+        elif self.state is BreakerState.ARMED and self._timer is not None and self._timer.done():
+            self._trigger_for(error)
+
+    def close(self) -> None:
+        """Stop the timer; nothing arms or triggers any more. Idempotent."""
+        self._closed = True
+        self._stop_timer()
+
+    def _arm_for(self, error: Exception) -> None:
         self.state = BreakerState.ARMED
         self._run(self._arm, "arm")
-        self._timer = asyncio.get_running_loop().create_task(self._trigger_later(), name=f"breaker {self.name}")
+        lasting = self._clock.sleep(self._time_to_trigger.total_seconds())
+        self._timer = asyncio.get_running_loop().create_task(lasting, name=f"breaker {self.name}")
         emit(
             logger,
             logging.WARNING,
@@ -92,15 +104,7 @@ class RepeatedFailuresOverTime:
             self._time_to_trigger,
         )
 
-    def close(self) -> None:
-        """Stop the timer; nothing arms or triggers any more. Idempotent."""
-        self._closed = True
-        self._stop_timer()
-
-    async def _trigger_later(self) -> None:
-        await self._clock.sleep(self._time_to_trigger.total_seconds())
-        if self.state is BreakerState.DISARMED:
-            return
+    def _trigger_for(self, error: Exception) -> None:
         self.state = BreakerState.TRIGGERED
         emit(
             logger,
@@ -108,10 +112,10 @@ class RepeatedFailuresOverTime:
             Event.BREAKER_TRIGGERED,
             "The circuit breaker for '%s' will now be triggered with exception '%s'.",
             self.name,
-            self._last,
-            exception=self._last,
+            error,
+            exception=error,
         )
-        _run_trigger(self._trigger, self._last, self.name)
+        _run_trigger(self._trigger, error, self.name)
 
     def _run(self, action: Callable[[], None], name: str) -> None:
         try:

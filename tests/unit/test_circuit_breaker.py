@@ -74,20 +74,37 @@ async def test_the_arm_actions_exception_is_raised_and_the_breaker_stays_armed_w
         await probe.breaker.failure(ValueError("first"))
     assert probe.breaker.state is BreakerState.ARMED
     await clock.advance(31)
+    probe.breaker.note(BOOM)
     assert probe.triggered == []
 
 
-async def test_it_triggers_once_after_the_time_with_the_last_error(clock: ManualClock) -> None:
+async def test_it_triggers_once_at_the_first_failure_after_the_time_with_that_error(clock: ManualClock) -> None:
     probe = Probe(clock)
     probe.breaker.note(ValueError("first"))
-    probe.breaker.note(BOOM)
     await clock.advance(29.9)
+    probe.breaker.note(ValueError("second"))
     assert probe.triggered == []
-    await clock.advance(0.2)
+    await clock.advance(0.1)
+    probe.breaker.note(BOOM)
     assert (probe.triggered, probe.breaker.state) == ([BOOM], BreakerState.TRIGGERED)
     probe.breaker.note(BOOM)
     await clock.advance(100)
+    probe.breaker.note(BOOM)
     assert len(probe.triggered) == 1
+
+
+async def test_silence_after_a_failure_is_no_lasting_fault(clock: ManualClock) -> None:
+    # Given one failure, and nothing that could succeed or fail after it
+    probe = Probe(clock)
+    probe.breaker.note(BOOM)
+    # When hours pass
+    await clock.advance(10_000)
+    # Then nobody is told of a fault that lasts
+    assert (probe.triggered, probe.breaker.state) == ([], BreakerState.ARMED)
+    # And a success is the end of it
+    probe.breaker.success()
+    probe.breaker.note(BOOM)
+    assert (probe.triggered, probe.breaker.state) == ([], BreakerState.ARMED)
 
 
 async def test_it_does_not_trigger_when_disarmed_first(clock: ManualClock) -> None:
@@ -104,6 +121,7 @@ async def test_it_triggers_again_after_a_success(clock: ManualClock) -> None:
     for _ in range(2):
         probe.breaker.note(BOOM)
         await clock.advance(30)
+        probe.breaker.note(BOOM)
         probe.breaker.success()
     assert len(probe.triggered) == 2
 
@@ -153,6 +171,7 @@ async def test_a_failing_trigger_action_is_logged_as_critical(
     breaker = RepeatedFailuresOverTime("x", time_to_trigger=timedelta(seconds=1), trigger=explode, clock=clock)
     breaker.note(BOOM)
     await clock.advance(1)
+    breaker.note(BOOM)
     assert [record.levelno for record in caplog.records if "trigger action" in record.message] == [logging.CRITICAL]
     assert breaker.state is BreakerState.TRIGGERED
 
@@ -174,6 +193,7 @@ async def test_success_inside_the_trigger_action_disarms(clock: ManualClock) -> 
     )
     breaker.note(BOOM)
     await clock.advance(1)
+    breaker.note(BOOM)
     assert breaker.state is BreakerState.DISARMED
 
 

@@ -39,6 +39,7 @@ async def test_an_action_of_a_breaker_fails(clock: ManualClock, action: str) -> 
         try:
             breaker.note(BOOM)
             await clock.advance(1)
+            breaker.note(BOOM)
             breaker.success()
         except RuntimeError:
             assert action != "trigger"

@@ -10,6 +10,7 @@ from tests.unit.conftest import START, House, build, delayed
 
 from delayline import BackendUnavailable, DelayedMessage, DispatchFailed, Message, TransactionMode
 from delayline.events import Event
+from delayline.testing import Signals
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:
@@ -248,6 +249,18 @@ async def test_what_was_sent_is_removed_even_when_nothing_else_falls_due(clock: 
     house.faults.heal()
     await clock.advance(1)
     assert await house.waiting() == []
+    await house.endpoint.stop()
+
+
+async def test_a_removal_that_works_again_is_the_end_of_the_fault(clock: ManualClock) -> None:
+    house = build(clock, shared=False)
+    house.faults.always("remove", DOWN)
+    await house.hold(delayed("a"))
+    with Signals() as signals:
+        await start(house)
+        house.faults.heal()
+        await clock.advance(1)
+        assert signals.count(Event.BREAKER_ARMED) == signals.count(Event.BREAKER_DISARMED) == 1
     await house.endpoint.stop()
 
 

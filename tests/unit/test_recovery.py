@@ -161,6 +161,21 @@ async def test_a_message_moved_to_the_error_queue_leaves_no_armed_breaker_behind
     await house.endpoint.stop()
 
 
+@WAYS
+async def test_a_message_that_backs_off_for_minutes_stops_no_endpoint(clock: ManualClock, way: dict[str, bool]) -> None:
+    # Given one message whose destination fails, and nothing else to send
+    house = build(clock, number_of_retries=6, **way)
+    tried = break_destination(house)
+    await house.hold(delayed())
+    # When its attempts take longer than the time of the dispatch breaker
+    await start(house)
+    await clock.advance(70)
+    # Then they were counted, and that is all
+    assert (len(tried), await house.ids("error")) == (7, ["m"])
+    assert house.critical == []
+    await house.endpoint.stop()
+
+
 async def test_error_handling_that_fails_is_paced_and_becomes_critical(clock: ManualClock) -> None:
     # Given that sending, counting and moving all fail
     house = build(clock, maximum_recovery_failures_per_second=1)

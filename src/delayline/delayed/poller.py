@@ -253,6 +253,7 @@ class Poller:
             await self._pause(self._dispatch_breaker.failure(error))
             return False
         self._sent = ()
+        self._dispatch_breaker.success()
         return True
 
     async def _batch_failed(self, batch: Sequence[DelayedMessage], error: Exception) -> None:
@@ -294,7 +295,6 @@ class Poller:
             if aftermath is Aftermath.MOVED:
                 self._dispatch_breaker.success()
                 continue
-            self._dispatch_breaker.note(error)
             if aftermath is Aftermath.STUCK:
                 pause = error
         if unavailable and self._transaction is None:

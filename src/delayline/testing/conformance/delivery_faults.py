@@ -166,16 +166,30 @@ class DeliveryBreakers(DeliveryRoom):
         await settle()
         assert parts.critical[0] == text
 
+    async def test_one_failed_send_is_no_lasting_fault(self, parts: Parts) -> None:
+        """Its sender knows; the silence after it stops no endpoint."""
+        async with parts.endpoint() as endpoint:
+            parts.store.inject(Fault(STORE, error=BackendUnavailable("down")))
+            with pytest.raises(BackendUnavailable):
+                await parts.runs_until(endpoint.send(ENDPOINT, b"", delay=SECOND))
+            await parts.clock.advance(100 * SECOND)
+        assert parts.critical == []
+
     async def test_storing_keeps_failing(self, parts: Parts) -> None:
         """The store's breaker."""
         parts.store.inject(Fault(STORE, error=BackendUnavailable("down")))
         trigger = 5 * SECOND
         async with parts.endpoint(store_breaker=trigger) as endpoint:
-            sending = asyncio.create_task(endpoint.send(ENDPOINT, b"", delay=SECOND))
+
+            async def keep_sending() -> None:
+                while not parts.critical:
+                    with pytest.raises(BackendUnavailable):
+                        await endpoint.send(ENDPOINT, b"", delay=SECOND)
+
+            sending = asyncio.create_task(keep_sending())
             await self.critical(parts, "Failed to store delayed message")
-            with pytest.raises(BackendUnavailable):
-                await sending
             assert parts.clock.now() >= AT + trigger
+            await parts.runs_until(asyncio.wait_for(sending, PATIENCE))
             parts.store.heal()
             await endpoint.send(ENDPOINT, b"", message_id="m", delay=SECOND)
             await parts.comes(Event.HANDLED)
