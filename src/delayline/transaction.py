@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from delayline.errors import UnsupportedTransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
 
@@ -55,6 +57,20 @@ class Transaction:
         """Call `callback` when the transaction is over, whichever way."""
         self._after_end.append(callback)
 
+    @contextlib.contextmanager
+    def _undoing_callbacks(self) -> Iterator[None]:
+        """Treat the callbacks registered inside as those of a rollback when it is left with an exception."""
+        commits, ends = len(self._after_commit), len(self._after_end)
+        try:
+            yield
+        except BaseException:
+            del self._after_commit[commits:]
+            ended = self._after_end[ends:]
+            del self._after_end[ends:]
+            for callback in ended:
+                callback()
+            raise
+
     async def _commit(self) -> None:
         raise NotImplementedError
 
@@ -77,6 +93,19 @@ class Transaction:
         finally:
             for callback in self._after_end:
                 callback()
+
+
+@runtime_checkable
+class Savepoints(Protocol):
+    """Capability of a transaction: to undo a part of it and go on."""
+
+    def savepoint(self) -> AbstractAsyncContextManager[None]:
+        """Return a part of the transaction: left with an exception it is undone, and the exception raised.
+
+        Callbacks registered inside are undone too: those for the end run at once, those for the commit never.
+        Savepoints nest; the transaction stays usable, unless the back end has gone away.
+        """
+        ...
 
 
 class TransactionPart(Protocol):

@@ -38,3 +38,18 @@ class TestMemoryDelivery(DeliveryConformance):
 class TestSixVerbDelivery(DeliveryConformance):
     async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, FaultyStore]:
         return MemoryTransport(), FaultyStore(MemoryDelayedMessageStore(), verbs_only=True)
+
+
+class LonelyStore(MemoryDelayedMessageStore):
+    """A memory store whose transactions no transport can join."""
+
+    @property
+    def transaction_domain(self) -> str:
+        return "a memory of its own"
+
+
+class TestStoreTransactionDelivery(DeliveryConformance):
+    """The store's transaction holds a batch while it is sent outside it."""
+
+    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, LonelyStore]:
+        return MemoryTransport(), LonelyStore()

@@ -17,6 +17,7 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
+from delayline.memory.transaction import MemoryTransaction
 from delayline.testing.clock import ManualClock
 
 if TYPE_CHECKING:
@@ -69,17 +70,41 @@ class Faults:
         return [call for call in self.calls if call[0] in wanted]
 
 
-class FaultyStore(MemoryDelayedMessageStore):
-    """A memory store whose verbs can fail; `shared=False` takes its transactions away."""
+class FaultyTransaction(MemoryTransaction):
+    """A memory transaction whose commit can fail; it is rolled back then."""
 
-    def __init__(self, faults: Faults | None = None, *, shared: bool = True) -> None:
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self._faults = faults
+
+    async def _commit(self) -> None:
+        try:
+            self._faults.check("commit")
+        except Exception:
+            await self._rollback()
+            raise
+        await super()._commit()
+
+
+class FaultyStore(MemoryDelayedMessageStore):
+    """A memory store whose verbs can fail; `shared=False` leaves it transactions of its own, if they lock `rows`."""
+
+    def __init__(self, faults: Faults | None = None, *, shared: bool = True, rows: bool = False) -> None:
         super().__init__()
         self.faults = faults or Faults()
         self._shared = shared
+        self._rows = rows
 
     @property
     def transaction_domain(self) -> Any:  # noqa: ANN401 - Hashable | None, as the protocol has it
         return super().transaction_domain if self._shared else None
+
+    @property
+    def locks_rows(self) -> bool:
+        return self._rows
+
+    def transaction(self) -> MemoryTransaction:
+        return FaultyTransaction(self.faults)
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
         self.faults.check("store", tuple(message.id for message in messages))
@@ -99,9 +124,11 @@ class FaultyStore(MemoryDelayedMessageStore):
         self.faults.check("remove", tuple(message.id for message in messages))
         return await super().remove_many(messages, transaction)
 
-    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
+    async def retry_many(
+        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
         self.faults.check("retry", tuple(message.id for message in messages))
-        return await super().retry_many(messages, at)
+        return await super().retry_many(messages, at, transaction)
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
         self.faults.check("release", tuple(message.id for message in messages))
@@ -143,8 +170,10 @@ class FaultyTransport(MemoryTransport):
         super().__init__()
         self.faults = faults or Faults()
         self.stops = 0
+        self.sends_to = ""
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        self.sends_to = operations[0].destination
         self.faults.check("dispatch", tuple(operation.message.id for operation in operations))
         await super().dispatch(operations, transaction)
 
@@ -181,10 +210,17 @@ class House:
         return list(await store.pending(limit=10_000))
 
 
-def build(clock: ManualClock, *, shared: bool = True, six: bool = False, **settings: Any) -> House:  # noqa: ANN401
+def build(
+    clock: ManualClock,
+    *,
+    shared: bool = True,
+    rows: bool = False,
+    six: bool = False,
+    **settings: Any,  # noqa: ANN401
+) -> House:
     faults = Faults()
     transport = FaultyTransport(faults)
-    store = SixVerbs(faults) if six else FaultyStore(faults, shared=shared)
+    store = SixVerbs(faults) if six else FaultyStore(faults, shared=shared, rows=rows)
     names = ("number_of_retries", "batch_size", "batch_bytes", "polling", "maximum_recovery_failures_per_second")
     delivery = StoredDelivery(store, **{name: settings.pop(name) for name in names if name in settings})
     critical: list[str] = []
@@ -197,7 +233,16 @@ def build(clock: ManualClock, *, shared: bool = True, six: bool = False, **setti
     return House(clock, faults, transport, store, delivery, endpoint, critical)
 
 
-@pytest.fixture(params=["one transaction", "no transaction", "six verbs"])
+#: The ways a batch can move: in one transaction, in one of the store's, held by its claims, or one message at a time.
+WAYS: dict[str, dict[str, bool]] = {
+    "one transaction": {},
+    "the store's transaction": {"shared": False, "rows": True},
+    "no transaction": {"shared": False},
+    "six verbs": {"six": True},
+}
+
+
+@pytest.fixture(params=list(WAYS))
 def house(request: pytest.FixtureRequest, clock: ManualClock) -> House:
-    """The default house, in each way a store can be driven."""
-    return build(clock, shared=request.param == "one transaction", six=request.param == "six verbs")
+    """The default house, in each way a batch can move."""
+    return build(clock, **WAYS[request.param])

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit import conftest
 from tests.unit.conftest import START, House, build, delayed
 
 from delayline import DelayedMessage, Headers, Message
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")
-WAYS = pytest.mark.parametrize("way", [{}, {"shared": False}, {"six": True}], ids=["one tx", "no tx", "six verbs"])
+WAYS = pytest.mark.parametrize("way", conftest.WAYS.values(), ids=conftest.WAYS)
 
 
 async def start(house: House) -> None:

@@ -7,20 +7,28 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
+from delayline.delayed.batch import Mover
 from delayline.delayed.grouping import StoreGroup
 from delayline.delayed.one_at_a_time import batches_of
 from delayline.delayed.poller import Poller
 from delayline.delayed.recovery import Recovery
-from delayline.delayed.store import StoreInfrastructure, StoreTransactions, StoreWakeUps
+from delayline.delayed.scope import scope_between
+from delayline.delayed.store import (
+    ClosableStore,
+    ForwardingStore,
+    StoreInfrastructure,
+    StoreTransactions,
+    StoreWakeUps,
+)
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import DelayedMessage
-from delayline.transaction import share_transactions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost
+    from delayline.delayed.scope import Scope
     from delayline.delayed.store import DelayedMessageStore
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
@@ -156,9 +164,8 @@ class StoredDelivery:
             for close in reversed(self._closers):
                 close()
             self._closers.clear()
-            close_store = getattr(self.store, "close", None)
-            if close_store is not None:
-                await close_store()
+            if isinstance(self.store, ClosableStore):
+                await self.store.close()
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Store the operation until `due`; what is due already goes straight to the transport (reference 1.7)."""
@@ -181,29 +188,32 @@ class StoredDelivery:
 
     def _new_poller(self) -> Poller:
         host, batches = self.host, batches_of(self.store, self.host.clock)
-        shared = (
-            self.store.transaction
-            if isinstance(self.store, StoreTransactions) and share_transactions(self.store, host.transport)
-            else None
-        )
-        dispatch_breaker = self._breaker("DelayedMessageDispatch", "Failed to dispatch delayed messages to destination")
+        scope = scope_between(self.store, host.transport)
         recovery = Recovery(
             batches,
             host,
             number_of_retries=self.number_of_retries,
-            transaction=shared,
+            scope=scope,
             failure_rate=self._failure_rate(),
         )
         return Poller(
             batches,
             host,
-            recovery=recovery,
-            transaction=shared,
+            mover=Mover(batches, host.transport, scope=scope, recovery=recovery, batch_bytes=self.batch_bytes),
+            forwarding=self._forwarding(scope),
             fetch_breaker=self._breaker("DelayedMessageFetch", "Failed to fetch due delayed messages from the storage"),
-            dispatch_breaker=dispatch_breaker,
+            dispatch_breaker=self._breaker(
+                "DelayedMessageDispatch", "Failed to dispatch delayed messages to destination"
+            ),
             batch_size=self.batch_size,
             batch_bytes=self.batch_bytes,
         )
+
+    def _forwarding(self, scope: Scope) -> ForwardingStore | None:
+        store = self.store
+        if scope.shared and isinstance(store, ForwardingStore) and store.forwards_to(self.host.transport):
+            return store
+        return None
 
     def _breaker(self, name: str, text: str) -> RepeatedFailuresOverTime:
         host = self.host

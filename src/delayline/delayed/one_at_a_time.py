@@ -67,15 +67,23 @@ class OneAtATime:
         """Remove each and return how many were still there."""
         return sum([await self._store.remove(message, transaction) for message in messages])
 
-    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
-        """Keep the messages locked until `at`, then count them as failed, which unlocks them."""
-        self._backing_off += [(at, message) for message in messages]
-        self._backing_off.sort(key=lambda entry: entry[0])
+    async def retry_many(
+        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
+        """Keep the messages until `at`, then count them as failed; locked meanwhile if there is no transaction."""
+        if transaction is None:
+            self._back_off(messages, at)
+        else:
+            transaction.after_commit(lambda: self._back_off(messages, at))
         return len(messages)
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
         """Keep the messages, locked, for the next fetch."""
         self._released += messages
+
+    def _back_off(self, messages: Sequence[DelayedMessage], at: datetime) -> None:
+        self._backing_off += [(at, message) for message in messages]
+        self._backing_off.sort(key=lambda entry: entry[0])
 
     async def _end_back_off(self) -> None:
         while self._backing_off and self._backing_off[0][0] <= self._clock.now():

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import first_of
-from delayline.delayed.recovery import Aftermath
-from delayline.delayed.store import ForwardingStore
-from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, QueueNotFound, StorageFull
+from delayline.delayed.batch import Batch
+from delayline.errors import BackendUnavailable, StorageFull
 from delayline.events import Event, emit
-from delayline.message import Headers
-from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Coroutine, Sequence
     from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
+    from delayline.delayed.batch import Mover
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
-    from delayline.delayed.recovery import Recovery
-    from delayline.delayed.store import Forwarded
-    from delayline.message import DelayedMessage, Message
-    from delayline.transaction import Transaction
+    from delayline.delayed.store import Forwarded, ForwardingStore
+    from delayline.message import DelayedMessage
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +29,11 @@ MAXIMUM_SLEEP: Final = timedelta(seconds=60)  # reference 1.8
 #: How long to leave messages alone that are due but locked by somebody else (reference H5).
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
 
-Failures = list[tuple["DelayedMessage", Exception]]
-
 
 class Poller:
     """Moves due messages from the store to their destinations, strictly in the order of their due times.
 
-    With `transaction` a batch is fetched, dispatched and removed in one; without it the store's locks hold the batch
-    and each message is removed after it was sent. Belongs to one event loop.
+    With `forwarding` the store moves what it can by itself; `mover` moves the rest. Belongs to one event loop.
     """
 
     def __init__(
@@ -51,8 +41,8 @@ class Poller:
         store: PolledStore,
         host: DeliveryHost,
         *,
-        recovery: Recovery,
-        transaction: Callable[[], Transaction] | None,
+        mover: Mover,
+        forwarding: ForwardingStore | None,
         fetch_breaker: RepeatedFailuresOverTime,
         dispatch_breaker: RepeatedFailuresOverTime,
         batch_size: int,
@@ -61,8 +51,8 @@ class Poller:
         self._store = store
         self._host = host
         self._clock = host.clock
-        self._recovery = recovery
-        self._transaction = transaction
+        self._mover = mover
+        self._forwarding = forwarding
         self._fetch_breaker = fetch_breaker
         self._dispatch_breaker = dispatch_breaker
         self._batch_size = batch_size
@@ -72,10 +62,8 @@ class Poller:
         self._wakes_at: datetime | None = None
         self._task: asyncio.Task[None] | None = None
         self._isolating = 0
-        inside = transaction is not None and isinstance(store, ForwardingStore) and store.forwards_to(host.transport)
+        self._by_hand = False
         self._looked_ahead: Forwarded | None = None
-        self._forwarding = store if inside and isinstance(store, ForwardingStore) else None
-        self._sent: Sequence[DelayedMessage] = ()
 
     def start(self) -> None:
         """Begin polling on the running event loop."""
@@ -123,24 +111,25 @@ class Poller:
 
     async def _dispatch_due(self, now: datetime) -> int:
         """Move one batch and return its size; whatever goes wrong with it is dealt with here."""
-        if self._forwarding is not None and not self._isolating and (moved := await self._forward_inside(now)):
+        if not (self._isolating or self._by_hand) and (moved := await self._forward_inside(now)):
             return moved
-        limit = 1 if self._isolating else self._batch_size
-        batch: Sequence[DelayedMessage] = ()
-        failures: Failures = []
+        self._by_hand = False
+        batch = Batch()
         try:
-            async with self._scope() as transaction:
-                batch = await self._fetch(now, limit, transaction)
-                if batch:
-                    failures = await self._forward(batch, transaction)
+            await self._mover.move(batch, now, 1 if self._isolating else self._batch_size)
+            self._isolating = max(0, self._isolating - len(batch.messages))
         except Exception as error:
-            if not batch:
+            if not batch.messages:
                 raise
+            batch = Batch(batch.messages, kept=batch.kept)
             await self._batch_failed(batch, error)
-            return len(batch)
-        self._isolating = max(0, self._isolating - len(batch))
-        await self._messages_failed(failures)
-        return len(batch)
+        self._fetch_breaker.success()
+        if batch.sent:
+            self._dispatch_breaker.success()
+        await self._release(batch.kept)
+        if batch.trouble is not None:
+            await self._pause(self._dispatch_breaker.failure(batch.trouble))
+        return len(batch.messages)
 
     async def _forward_inside(self, now: datetime) -> int:
         """Let the store move a batch by itself; where that fails the ordinary way finds out whose fault it is."""
@@ -158,117 +147,45 @@ class Poller:
             return 0
         if forwarded.number:
             self._looked_ahead = forwarded
+            self._by_hand = forwarded.left > 0
             self._fetch_breaker.success()
             self._dispatch_breaker.success()
             text = "moved %d messages inside the store"
             emit(logger, logging.DEBUG, Event.DISPATCHED, text, forwarded.number, count=forwarded.number)
         return forwarded.number
 
-    def _scope(self) -> AbstractAsyncContextManager[Transaction | None]:
-        return contextlib.nullcontext() if self._transaction is None else self._transaction()
-
-    async def _fetch(self, now: datetime, limit: int, transaction: Transaction | None) -> Sequence[DelayedMessage]:
-        batch = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
-        self._fetch_breaker.success()
-        if batch:
-            emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(batch), messages=batch)
-        return batch
-
-    async def _forward(self, batch: Sequence[DelayedMessage], transaction: Transaction | None) -> Failures:
-        """Dispatch and remove the batch; return the messages that could not be sent and are still stored."""
-        failures = await self._send(batch, transaction)
-        missing = [failure for failure in failures if isinstance(failure[1], QueueNotFound)]
-        if missing:
-            failures = [failure for failure in failures if not isinstance(failure[1], QueueNotFound)]
-            failures += await self._send_to_error_queue(missing, transaction)
-        kept = {id(message) for message, _ in failures}
-        sent = [message for message in batch if id(message) not in kept]
-        if sent:
-            text = "dispatched %d messages"
-            emit(logger, logging.DEBUG, Event.DISPATCHED, text, len(sent), messages=sent, count=len(sent))
-            if transaction is None:
-                self._dispatch_breaker.success()
-                self._sent = sent
-                await self._remove_sent()
-            else:
-                transaction.after_commit(self._dispatch_breaker.success)
-                await self._remove(sent, transaction)
-        return failures
-
-    async def _send(self, batch: Sequence[DelayedMessage], transaction: Transaction | None) -> Failures:
-        operations = [TransportOperation(_as_sent(message.message), message.destination) for message in batch]
-        try:
-            await self._host.transport.dispatch(operations, transaction)
-        except DispatchFailed as failed:
-            return [(batch[position], error) for position, error in failed.failures.items()]
-        return []
-
-    async def _send_to_error_queue(self, missing: Failures, transaction: Transaction | None) -> Failures:
-        operations = [self._recovery.error_operation(message, error) for message, error in missing]
-        try:
-            await self._host.transport.dispatch(operations, transaction)
-        except DispatchFailed as failed:
-            return [missing[position] for position in failed.failures]
-        except Exception:
-            if transaction is None:
-                return missing  # the others were sent already: recovery deals with these alone
-            raise
-        for message, error in missing:
-            moved = functools.partial(self._recovery.moved, message, error)
-            moved() if transaction is None else transaction.after_commit(moved)
-        return []
-
-    async def _remove(self, sent: Sequence[DelayedMessage], transaction: Transaction | None) -> None:
-        removed = await self._store.remove_many(sent, transaction)
-        if removed < len(sent):
-            emit(
-                logger,
-                logging.WARNING,
-                Event.ALREADY_REMOVED,
-                "Potential more-than-once dispatch as delayed message already removed from storage. (%d of %d)",
-                len(sent) - removed,
-                len(sent),
-                messages=sent,
-            )
-        emit(logger, logging.DEBUG, Event.REMOVED, "removed %d messages", removed, messages=sent)
+    async def _batch_failed(self, batch: Batch, error: Exception) -> None:
+        """Decide whose fault it was: the back end's, one message's, or, not known yet, of one among several."""
+        if self._mover.unremoved:
+            self._isolating = max(0, self._isolating - len(batch.messages))
+            await self._remove_failed(error)
+        elif isinstance(error, BackendUnavailable):
+            batch.kept = list(batch.messages)
+            await self._outage(error, len(batch.messages))
+        elif len(batch.messages) > 1:
+            batch.kept = list(batch.messages)
+            self._isolating = len(batch.messages)
+        else:
+            self._isolating = max(0, self._isolating - 1)
+            await self._mover.recover(batch, error)
 
     async def _remove_sent(self) -> bool:
-        """Remove what was sent without a transaction; until that works nothing else is sent (reference H7)."""
-        if not self._sent:
+        """Remove what was sent before; until that works nothing else is sent (reference H7)."""
+        if not self._mover.unremoved:
             return True
         try:
-            await self._remove(self._sent, None)
+            await self._mover.remove_sent()
         except Exception as error:
-            text = "Failed to remove %d dispatched messages: %s"
-            emit(
-                logger,
-                logging.ERROR,
-                Event.REMOVE_FAILED,
-                text,
-                len(self._sent),
-                error,
-                exception=error,
-                messages=self._sent,
-            )
-            await self._pause(self._dispatch_breaker.failure(error))
+            await self._remove_failed(error)
             return False
-        self._sent = ()
         self._dispatch_breaker.success()
         return True
 
-    async def _batch_failed(self, batch: Sequence[DelayedMessage], error: Exception) -> None:
-        """Decide whose fault it was: the back end's, one message's, or, not known yet, of one among several."""
-        if len(batch) > 1 or isinstance(error, BackendUnavailable):
-            if self._transaction is None:
-                await self._release(batch)
-        else:
-            self._isolating = max(0, self._isolating - 1)
-            await self._messages_failed([(batch[0], error)])
-            return
-        if isinstance(error, BackendUnavailable):
-            await self._outage(error, len(batch))
-        else:
-            self._isolating = len(batch)
+    async def _remove_failed(self, error: Exception) -> None:
+        sent = tuple(self._mover.unremoved)
+        text = "Failed to remove %d dispatched messages: %s"
+        emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, len(sent), error, exception=error, messages=sent)
+        await self._pause(self._dispatch_breaker.failure(error))
 
     async def _outage(self, error: BackendUnavailable, size: int) -> None:
         """Wait on the breaker and count nobody; where space is short go on in small steps, as far as it reaches."""
@@ -277,30 +194,11 @@ class Poller:
             self._isolating = size
         await self._pause(self._dispatch_breaker.failure(error))
 
-    async def _release(self, batch: Sequence[DelayedMessage]) -> None:
+    async def _release(self, messages: Sequence[DelayedMessage]) -> None:
         try:
-            await self._store.release_many(batch)
+            await self._mover.release(messages)
         except Exception as error:
             await self._fetch_failed(error)
-
-    async def _messages_failed(self, failures: Failures) -> None:
-        """Recover each; an outage counts against none of them, and what cannot even be counted is not hammered."""
-        pause: Exception | None = None
-        unavailable = [message for message, error in failures if isinstance(error, BackendUnavailable)]
-        for message, error in failures:
-            if isinstance(error, BackendUnavailable):
-                pause = error
-                continue
-            aftermath = await self._recovery.failed(message, error)
-            if aftermath is Aftermath.MOVED:
-                self._dispatch_breaker.success()
-                continue
-            if aftermath is Aftermath.STUCK:
-                pause = error
-        if unavailable and self._transaction is None:
-            await self._release(unavailable)
-        if pause is not None:
-            await self._pause(self._dispatch_breaker.failure(pause))
 
     async def _fetch_failed(self, error: Exception) -> None:
         emit(
@@ -323,12 +221,3 @@ class Poller:
 
     async def _pause(self, wait: Coroutine[None, None, None]) -> None:
         await first_of(self._stopping.wait(), wait)
-
-
-def _as_sent(message: Message) -> Message:
-    if Headers.DISPATCH_PROPERTIES.encode() not in message.encoded_headers:
-        return message  # as good as always, and nothing is parsed
-    try:
-        return message.with_headers({}, without=(Headers.DISPATCH_PROPERTIES,))
-    except CorruptHeaders:
-        return message

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from delayline.errors import CorruptHeaders, QueueNotFound
+from delayline.delayed.scope import savepoint, spoilt
+from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
-from delayline.recoverability import failure_headers
-from delayline.transport import TransportOperation
+from delayline.recoverability import error_operation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from delayline.circuit_breaker import FailureRate
+    from delayline.delayed.batch import Batch
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
+    from delayline.delayed.scope import Scope
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
 
 logger = logging.getLogger(__name__)
+
+Failures = list[tuple["DelayedMessage", Exception]]
 
 FIRST_BACK_OFF: Final = timedelta(seconds=1)
 LONGEST_BACK_OFF: Final = timedelta(seconds=60)
@@ -32,19 +36,8 @@ def back_off(attempts: int) -> timedelta:
     return min(FIRST_BACK_OFF * (1 << min(attempts - 1, 6)), LONGEST_BACK_OFF)
 
 
-class Aftermath(Enum):
-    """What became of a message that failed."""
-
-    MOVED = auto()
-    """It is in the error queue."""
-    BACKED_OFF = auto()
-    """It waits in the store for its next attempt."""
-    STUCK = auto()
-    """It stays in the store as it was: not even its failure could be counted."""
-
-
 class Recovery:
-    """Decides what becomes of one message that failed; other messages go on meanwhile."""
+    """Decides what becomes of messages that failed, in their batch's transaction; other messages go on meanwhile."""
 
     def __init__(
         self,
@@ -52,56 +45,130 @@ class Recovery:
         host: DeliveryHost,
         *,
         number_of_retries: int,
-        transaction: Callable[[], Transaction] | None,
+        scope: Scope,
         failure_rate: FailureRate,
     ) -> None:
         self._store = store
         self._host = host
         self._number_of_retries = number_of_retries
-        self._transaction = transaction
+        self._scope = scope
         self._failure_rate = failure_rate
 
-    async def failed(self, message: DelayedMessage, error: Exception) -> Aftermath:
-        """Handle the failed attempt; an error in doing so is logged and counted, and the message stays stored."""
-        attempts = message.number_of_retries + 1
+    async def recover(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
+        """Count each failed attempt, or move its message to the error queue and add it to `batch.sent`.
+
+        An outage counts against no message. An error in dealing with one is logged and counted, and its message stays
+        stored; raises only what spoils `transaction`.
+        """
+        given_up: Failures = []
+        for message, error in failures:
+            if isinstance(error, BackendUnavailable):
+                batch.kept.append(message)
+                batch.trouble = error
+            elif isinstance(error, QueueNotFound):
+                given_up.append((message, error))
+            else:
+                self._tell_failed(message, error)
+                if message.number_of_retries >= self._number_of_retries:
+                    given_up.append((message, error))
+                else:
+                    await self._back_off(batch, message, transaction)
+        if given_up:
+            await self._give_up(batch, given_up, transaction)
+
+    async def keep(
+        self, batch: Batch, message: DelayedMessage, trouble: Exception, transaction: Transaction | None
+    ) -> None:
+        """Let a message back off that could not be moved to the error queue."""
+        self._tell_trouble(
+            "Failed to move delayed message %s to the error queue %r after %d failed attempts at dispatching it to "
+            "the destination; it stays stored",
+            message.id,
+            self._host.error_queue,
+            message.number_of_retries + 1,
+            message=message,
+            trouble=trouble,
+        )
+        await self._back_off(batch, message, transaction)
+
+    async def _back_off(self, batch: Batch, message: DelayedMessage, transaction: Transaction | None) -> None:
+        until = self._host.clock.now() + back_off(message.number_of_retries + 1)
+        try:
+            async with savepoint(transaction):
+                await self._store.retry_many([message], until, transaction)
+        except Exception as trouble:
+            if spoilt(transaction, trouble):
+                raise
+            text = "Failed to count a failed attempt to forward delayed message %s: %s"
+            self._tell_trouble(text, message.id, trouble, message=message, trouble=trouble)
+            batch.kept.append(message)
+            batch.trouble = trouble
+            return
+        text = "Delayed message %s is tried again at %s"
+        _when_certain(
+            transaction,
+            partial(
+                emit, logger, logging.INFO, Event.BACKED_OFF, text, message.id, until, message=message, until=until
+            ),
+        )
+
+    async def _give_up(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
+        """Move messages to the error queue, together, or each by itself where that fails."""
+        sending = self._scope.of_dispatch(transaction)
+        try:
+            async with savepoint(sending):
+                unsent = await self._send_to_error_queue(failures, sending)
+        except Exception as trouble:
+            if spoilt(sending, trouble):
+                raise
+            if len(failures) > 1:
+                for failure in failures:
+                    await self._give_up(batch, [failure], transaction)
+                return
+            unsent = {0: trouble}
+        for position, (message, error) in enumerate(failures):
+            if position in unsent:
+                await self.keep(batch, message, unsent[position], transaction)
+            else:
+                batch.sent.append(message)
+                _when_certain(sending, partial(self._tell_moved, message, error))
+
+    async def _send_to_error_queue(
+        self, failures: Failures, transaction: Transaction | None
+    ) -> Mapping[int, Exception]:
+        host = self._host
+        operations = [
+            error_operation(
+                message.message,
+                error,
+                failed_queue=message.destination,
+                error_queue=host.error_queue,
+                endpoint_name=host.endpoint_name,
+                now=host.clock.now(),
+            )
+            for message, error in failures
+        ]
+        try:
+            await host.transport.dispatch(operations, transaction)
+        except DispatchFailed as failed:
+            return failed.failures
+        return {}
+
+    def _tell_failed(self, message: DelayedMessage, error: Exception) -> None:
         emit(
             logger,
             logging.ERROR,
             Event.DISPATCH_FAILED,
             "Attempt %d to forward delayed message %s to %r failed: %s",
-            attempts,
+            message.number_of_retries + 1,
             message.id,
             message.destination,
             error,
             exception=error,
             message=message,
         )
-        try:
-            if attempts > self._number_of_retries or isinstance(error, QueueNotFound):
-                await self._move_to_error(message, error)
-                return Aftermath.MOVED
-            await self._back_off(message, attempts)
-        except Exception as trouble:
-            return await self._keep(message, attempts, trouble)
-        return Aftermath.BACKED_OFF
 
-    def error_operation(self, message: DelayedMessage, error: Exception) -> TransportOperation:
-        """Return the send that moves the message to the error queue, with headers that say why (reference 1.9).
-
-        Its `NServiceBus.FailedQ` is the destination, so that a retry sends it on its way. Headers that cannot be
-        read are sent as they are.
-        """
-        host = self._host
-        try:
-            moved = message.message.logical.with_headers(
-                failure_headers(error, message.destination, host.endpoint_name, host.clock.now())
-            )
-        except CorruptHeaders:
-            moved = message.message
-        return TransportOperation(moved, host.error_queue)
-
-    def moved(self, message: DelayedMessage, error: Exception) -> None:
-        """Log that the message is in the error queue for good."""
+    def _tell_moved(self, message: DelayedMessage, error: Exception) -> None:
         emit(
             logger,
             logging.WARNING,
@@ -113,50 +180,10 @@ class Recovery:
             message=message,
         )
 
-    async def _move_to_error(self, message: DelayedMessage, error: Exception) -> None:
-        operation = self.error_operation(message, error)
-        if self._transaction is None:
-            # Forward first, remove second: a crash between doubles the message, it does not lose it (reference H1).
-            await self._host.transport.dispatch([operation])
-            await self._store.remove_many([message])
-        else:
-            async with self._transaction() as transaction:
-                if await self._store.remove_many([message], transaction) == 0:
-                    return
-                await self._host.transport.dispatch([operation], transaction)
-        self.moved(message, error)
-
-    async def _back_off(self, message: DelayedMessage, attempts: int) -> None:
-        until = self._host.clock.now() + back_off(attempts)
-        await self._store.retry_many([message], until)
-        emit(
-            logger,
-            logging.INFO,
-            Event.BACKED_OFF,
-            "Delayed message %s is tried again at %s",
-            message.id,
-            until,
-            message=message,
-            until=until,
-        )
-
-    async def _keep(self, message: DelayedMessage, attempts: int, trouble: Exception) -> Aftermath:
-        emit(
-            logger,
-            logging.ERROR,
-            Event.ERROR_MOVE_FAILED,
-            "Failed to move delayed message %s to the error queue %r after %d failed attempts at dispatching it to "
-            "the destination; it stays stored",
-            message.id,
-            self._host.error_queue,
-            attempts,
-            exception=trouble,
-            message=message,
-        )
+    def _tell_trouble(self, text: str, *values: object, message: DelayedMessage, trouble: Exception) -> None:
+        emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, text, *values, exception=trouble, message=message)
         self._failure_rate.failure(trouble)
-        try:
-            await self._back_off(message, attempts)
-        except Exception as worse:
-            self._failure_rate.failure(worse)
-            return Aftermath.STUCK
-        return Aftermath.BACKED_OFF
+
+
+def _when_certain(transaction: Transaction | None, tell: Callable[[], None]) -> None:
+    tell() if transaction is None else transaction.after_commit(tell)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime, timedelta
 
+    from delayline.clock import Clock
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction, TransactionMode
 
@@ -77,6 +78,14 @@ class StoreTransactions(Protocol):
         """Equal to a transport's domain when both can share one local transaction."""
         ...
 
+    @property
+    def locks_rows(self) -> bool:
+        """True when a transaction locks only the rows it touches.
+
+        Then it may stay open while messages are dispatched elsewhere.
+        """
+        ...
+
     def transaction(self) -> Transaction:
         """Return a new transaction; enter it with `async with`."""
         ...
@@ -103,8 +112,13 @@ class BatchStore(Protocol):
         """Delete the messages and return how many were still there."""
         ...
 
-    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
-        """Count a failure of each, make each due at `at`, unlock; return how many were still there. Durable."""
+    async def retry_many(
+        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
+        """Count a failure of each, make each due at `at`, unlock; return how many were still there.
+
+        Durable on return, or at the commit of `transaction`.
+        """
         ...
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
@@ -114,10 +128,14 @@ class BatchStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """How many messages moved, and when the next one is due, if there is one."""
+    """What a ForwardingStore did."""
 
     number: int
+    """How many messages moved."""
     next_due: datetime | None
+    """The earliest due time of all that is left in the store; None when it is empty."""
+    left: int = 0
+    """Due messages passed over because they need the poller's own hands, such as one whose queue does not exist."""
 
 
 @runtime_checkable
@@ -131,9 +149,11 @@ class ForwardingStore(Protocol):
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
         """Move up to `limit` messages due not after `at` to their queues, earliest first.
 
-        One transaction, all or none; bounded like `fetch_due`. It stops before a message that needs the poller's
-        own hands, such as one whose queue does not exist. None moved says that this is the next one, that somebody
-        holds messages without a transaction, or that none is due.
+        One transaction, all or none; bounded like `fetch_due`. A message that needs the poller's own hands, such as
+        one whose queue does not exist or whose headers hold dispatch properties, stays: the store stops before it, or
+        passes over it and counts it as `left`. None moved says that such a message is the next one, that somebody
+        holds messages without a transaction, or that none is due. After `left`, or none moved, the poller fetches
+        and sends one batch itself.
         """
         ...
 
@@ -147,6 +167,28 @@ class StoreWakeUps(Protocol):
 
         Calls may come late, doubled or, at worst, not at all: the poller's sleep is capped.
         """
+        ...
+
+
+@runtime_checkable
+class StoreClock(Protocol):
+    """Capability: the back end's clock decides, whatever the clocks of the machines around it say."""
+
+    def clock(self) -> Clock:
+        """Return the back end's clock: what is due and what a delay means go by it.
+
+        Asked for once, before `setup_infrastructure`; until the store is open it may tell this machine's time.
+        `now` must not block: a back end far away is asked now and then, and this machine's elapsed time added.
+        """
+        ...
+
+
+@runtime_checkable
+class ClosableStore(Protocol):
+    """Capability: the store holds connections or files while it is open."""
+
+    async def close(self) -> None:
+        """Let go of them, and of every lock. Idempotent; `initialize` opens the store again."""
         ...
 
 

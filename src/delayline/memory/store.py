@@ -40,6 +40,11 @@ class MemoryDelayedMessageStore:
         """The process's memory."""
         return DOMAIN
 
+    @property
+    def locks_rows(self) -> bool:
+        """True: only what a transaction has fetched is locked by it."""
+        return True
+
     def transaction(self) -> MemoryTransaction:
         """Return a transaction that memory transports can join."""
         return MemoryTransaction()
@@ -107,11 +112,15 @@ class MemoryDelayedMessageStore:
         """Count a failure and unlock."""
         return await self.retry_many([message], message.due) == 1
 
-    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
-        """Count failures, move the due times, unlock."""
-        there = [self._messages[message.id] for message in messages if message.id in self._messages]
-        self._delete([message.id for message in there])
-        self._insert([replace(message, due=at, number_of_retries=message.number_of_retries + 1) for message in there])
+    async def retry_many(
+        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
+        """Count failures, move the due times, unlock; in a transaction at its commit."""
+        there = [message.id for message in messages if message.id in self._messages]
+        if transaction is None:
+            self._retry(there, at)
+        else:
+            in_memory(transaction).on_commit(lambda: self._retry(there, at))
         return len(there)
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
@@ -169,6 +178,11 @@ class MemoryDelayedMessageStore:
                 bisect.insort(self._order, (message.due, arrival, message.id))
         for listener in self._listeners if messages else ():
             listener(min(message.due for message in messages))
+
+    def _retry(self, ids: Sequence[str], at: datetime) -> None:
+        failed = [self._messages[message_id] for message_id in ids if message_id in self._messages]
+        self._delete(ids)
+        self._insert([replace(message, due=at, number_of_retries=message.number_of_retries + 1) for message in failed])
 
     def _delete(self, ids: Sequence[str]) -> None:
         for message_id in ids:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
 #: Every memory transport and store of a process can share a transaction.
 DOMAIN: Final = "memory"
@@ -28,6 +29,21 @@ class MemoryTransaction(Transaction):
     def on_rollback(self, compensation: Callable[[], None]) -> None:
         """Run `compensation` when the transaction is rolled back; it must not fail."""
         self._compensations.append(compensation)
+
+    @contextlib.asynccontextmanager
+    async def savepoint(self) -> AsyncIterator[None]:
+        """Forget the effects collected inside, and compensate, when it is left with an exception."""
+        effects, compensations = len(self._effects), len(self._compensations)
+        with self._undoing_callbacks():
+            try:
+                yield
+            except BaseException:
+                del self._effects[effects:]
+                undone = self._compensations[compensations:]
+                del self._compensations[compensations:]
+                for compensation in reversed(undone):
+                    compensation()
+                raise
 
     async def _commit(self) -> None:
         for effect in self._effects:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self
 
 from delayline.delayed.store import (
     BatchStore,
+    ClosableStore,
     DelayedMessageStore,
     DueCount,
     ManagedStore,
     Outcome,
+    StoreClock,
     StoreInfrastructure,
     StoreTransactions,
     StoreWakeUps,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime, timedelta
 
+    from delayline.clock import Clock
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction, TransactionMode
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 class FaultyStore(Faulty):
     """Wraps a store and claims exactly its capabilities; every call passes the injected faults.
 
+    Except ForwardingStore: what is to fail has to pass through this process.
     verbs_only: claim the six verbs alone, whatever the store can do besides.
     """
 
@@ -81,6 +85,10 @@ class _Transactions(Faulty):
     def transaction_domain(self) -> Hashable | None:
         return self._inner.transaction_domain
 
+    @property
+    def locks_rows(self) -> bool:
+        return self._inner.locks_rows
+
     def transaction(self) -> Transaction:
         return self._faulty(self._inner.transaction())
 
@@ -104,8 +112,10 @@ class _Batches(Faulty):
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         return await self._call("remove_many", lambda: self._inner.remove_many(messages, transaction), messages)
 
-    async def retry_many(self, messages: Sequence[DelayedMessage], at: datetime) -> int:
-        return await self._call("retry_many", lambda: self._inner.retry_many(messages, at), messages, at)
+    async def retry_many(
+        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
+        return await self._call("retry_many", lambda: self._inner.retry_many(messages, at, transaction), messages, at)
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
         await self._call("release_many", lambda: self._inner.release_many(messages), messages)
@@ -138,17 +148,15 @@ class _WakeUps(Faulty):
         return self._inner.on_stored(callback)
 
 
-@runtime_checkable
-class Closable(Protocol):
-    """A store that is closed when its endpoint stops."""
+class _Clock(Faulty):
+    _inner: StoreClock
 
-    async def close(self) -> None:
-        """Let go of connections and files; `initialize` opens it again."""
-        ...
+    def clock(self) -> Clock:
+        return self._inner.clock()
 
 
 class _Closable(Faulty):
-    _inner: Closable
+    _inner: ClosableStore
 
     async def close(self) -> None:
         await self._call("close", self._inner.close)
@@ -160,5 +168,6 @@ _CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (BatchStore, _Batches),
     (ManagedStore, _Managed),
     (StoreWakeUps, _WakeUps),
-    (Closable, _Closable),
+    (StoreClock, _Clock),
+    (ClosableStore, _Closable),
 )

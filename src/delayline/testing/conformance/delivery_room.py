@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.scope import scope_between
 from delayline.delayed.store import StoreInfrastructure, StoreTransactions
 from delayline.endpoint import Endpoint
 from delayline.errors import UnsupportedTransactionMode
@@ -97,6 +98,11 @@ class Parts:
     def shared(self) -> bool:
         """Whether transport and store are in one transaction: then a batch is fetched, sent and removed in one."""
         return isinstance(self.store, StoreTransactions) and share_transactions(self.store, self.transport)
+
+    @property
+    def transactional(self) -> bool:
+        """Whether a transaction, with the transport or without it, holds a batch from its fetch to its removal."""
+        return scope_between(self.store, self.transport).begin is not None
 
     def note_dispatches(self) -> list[datetime]:
         """Return a list that gets the instant of each dispatch from now on: when messages leave the store."""

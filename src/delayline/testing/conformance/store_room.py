@@ -9,6 +9,7 @@ import pytest_asyncio
 
 from delayline.delayed.store import (
     BatchStore,
+    ClosableStore,
     DelayedMessageStore,
     ManagedStore,
     StoreInfrastructure,
@@ -17,7 +18,6 @@ from delayline.delayed.store import (
 )
 from delayline.errors import UnsupportedTransactionMode
 from delayline.testing.conformance.messages import ENDPOINT
-from delayline.testing.faulty_store import Closable
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ async def opened(store: DelayedMessageStore, endpoint_name: str = ENDPOINT) -> D
 
 async def closed(store: DelayedMessageStore) -> None:
     """Close the store if it can be closed."""
-    if isinstance(store, Closable):
+    if isinstance(store, ClosableStore):
         await store.close()
 
 
