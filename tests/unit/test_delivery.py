@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from tests.unit.conftest import START, a_message, build
+from tests.unit.conftest import START, FaultyTransport, a_message, build
 
-from delayline import ConfigurationError, Endpoint, MemoryDelayedMessageStore, MemoryTransport, NotStarted
+from delayline import (
+    ConfigurationError,
+    DelayedMessage,
+    Endpoint,
+    MemoryDelayedMessageStore,
+    MemoryTransport,
+    NotStarted,
+    SystemClock,
+)
 from delayline.delayed.delivery import StoredDelivery
+from delayline.testing.clock import ManualClock, settle
 from delayline.transport import TransportOperation
-
-if TYPE_CHECKING:
-    from delayline.testing.clock import ManualClock
 
 TIMES = [f"time_to_trigger_{name}_circuit_breaker" for name in ("store", "fetch", "dispatch")]
 
@@ -94,3 +100,55 @@ async def test_a_store_that_can_close_is_closed(clock: ManualClock) -> None:
     async with house.endpoint:
         assert closed == []
     assert closed == [True]
+
+
+class ClockedStore(MemoryDelayedMessageStore):
+    """A store on a server whose clock is not this machine's."""
+
+    def __init__(self, off: timedelta) -> None:
+        super().__init__()
+        self.own = ManualClock(SystemClock().now() + off)
+
+    def clock(self) -> ManualClock:
+        return self.own
+
+
+@pytest.mark.parametrize("off", [timedelta(hours=-1), timedelta(hours=1)], ids=["behind", "ahead"])
+async def test_a_stores_clock_decides_what_is_due_whatever_the_machines_says(off: timedelta) -> None:
+    # Given a store whose clock is an hour off this machine's
+    store, transport = ClockedStore(off), MemoryTransport()
+    delivery = StoredDelivery(store, number_of_retries=1)
+    async with Endpoint("sales", transport=transport, delayed_delivery=delivery, clock=delivery.clock) as endpoint:
+        # When messages are sent with a delay, and for an instant
+        await endpoint.send("sales", b"", message_id="delay", delay=timedelta(seconds=5))
+        await endpoint.send("sales", b"", message_id="instant", deliver_at=store.own.now() + timedelta(seconds=10))
+        await endpoint.send("sales", b"", message_id="past", deliver_at=store.own.now())
+        # Then nothing leaves early by the store's clock, and nothing late
+        sent = []
+        for seconds in (4.999, 0.001, 4.999, 0.001):
+            await store.own.advance(seconds)
+            sent.append([message.id for message in await transport.browse("sales", 10)])
+        assert sent == [["past"], ["past", "delay"], ["past", "delay"], ["past", "delay", "instant"]]
+
+
+async def test_a_message_backs_off_by_the_stores_clock() -> None:
+    # Given a message that cannot be sent, in a store whose clock is an hour behind
+    store, transport = ClockedStore(timedelta(hours=-1)), FaultyTransport()
+    transport.faults.on["dispatch"] = lambda _: RuntimeError("boom") if transport.sends_to == "out" else None
+    delivery = StoredDelivery(store, number_of_retries=1)
+    await transport.setup_infrastructure(["out"])
+    async with Endpoint("sales", transport=transport, delayed_delivery=delivery, clock=delivery.clock):
+        now = store.own.now()
+        await store.store(DelayedMessage(a_message(), "out", now))
+        await settle()
+        # Then it is tried again a second later
+        assert await store.next_due() == now + timedelta(seconds=1)
+        await store.own.advance(0.999)
+        assert transport.faults.count("dispatch") == 1
+        await store.own.advance(0.001)
+        assert transport.faults.count("dispatch") == 3  # again, and to the error queue
+    assert [message.id for message in await transport.browse("error", 10)] == ["m"]
+
+
+def test_a_store_without_a_clock_leaves_it_to_the_endpoint() -> None:
+    assert StoredDelivery(MemoryDelayedMessageStore()).clock is None

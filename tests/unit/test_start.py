@@ -68,6 +68,8 @@ class Queues(MemoryTransport):
 class Delivery:
     transaction_domain: Hashable | None = None
 
+    clock = None
+
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
 

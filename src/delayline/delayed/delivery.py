@@ -16,6 +16,7 @@ from delayline.delayed.scope import scope_between
 from delayline.delayed.store import (
     ClosableStore,
     ForwardingStore,
+    StoreClock,
     StoreInfrastructure,
     StoreTransactions,
     StoreWakeUps,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
     from datetime import datetime
 
+    from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.scope import Scope
     from delayline.delayed.store import DelayedMessageStore
@@ -43,6 +45,11 @@ class DelayedDelivery(Protocol):
     @property
     def transaction_domain(self) -> Hashable | None:
         """Equal to the transport's domain when deferring can be part of its transactions."""
+        ...
+
+    @property
+    def clock(self) -> Clock | None:
+        """The back end's clock, where it decides what is due: an endpoint goes by it unless it is given another."""
         ...
 
     def bind(self, host: DeliveryHost) -> None:
@@ -118,6 +125,11 @@ class StoredDelivery:
     def transaction_domain(self) -> Hashable | None:
         """The store's domain, or None for a store without transactions."""
         return self.store.transaction_domain if isinstance(self.store, StoreTransactions) else None
+
+    @property
+    def clock(self) -> Clock | None:
+        """The store's own clock, or None where the machine's will do."""
+        return self.store.clock() if isinstance(self.store, StoreClock) else None
 
     @property
     def host(self) -> DeliveryHost:

@@ -22,5 +22,6 @@ class DeliveryHost:
     mode: TransactionMode
     error_queue: str
     clock: Clock
+    """What the endpoint goes by: the one it was given, else the delivery's, else this machine's."""
     critical_error: Callable[[str, Exception], None]
     """Reports a fault that lasted too long; returns at once."""

@@ -14,6 +14,7 @@ from delayline.recoverability import error_operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from datetime import datetime
 
     from delayline.circuit_breaker import FailureRate
     from delayline.delayed.batch import Batch
@@ -104,13 +105,7 @@ class Recovery:
             batch.kept.append(message)
             batch.trouble = trouble
             return
-        text = "Delayed message %s is tried again at %s"
-        _when_certain(
-            transaction,
-            partial(
-                emit, logger, logging.INFO, Event.BACKED_OFF, text, message.id, until, message=message, until=until
-            ),
-        )
+        _when_certain(transaction, partial(self._tell_backed_off, message, until))
 
     async def _give_up(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
         """Move messages to the error queue, together, or each by itself where that fails."""
@@ -167,6 +162,10 @@ class Recovery:
             exception=error,
             message=message,
         )
+
+    def _tell_backed_off(self, message: DelayedMessage, until: datetime) -> None:
+        text = "Delayed message %s is tried again at %s"
+        emit(logger, logging.INFO, Event.BACKED_OFF, text, message.id, until, message=message, until=until)
 
     def _tell_moved(self, message: DelayedMessage, error: Exception) -> None:
         emit(
