@@ -14,8 +14,9 @@ import pytest
 
 from delayline.delayed.store import BatchStore
 from delayline.testing.clock import settle
-from delayline.testing.conformance.messages import AT, delayed, same
+from delayline.testing.conformance.messages import AT, PATIENCE, delayed, same
 from delayline.testing.conformance.store_room import StoreRoom
+from delayline.transaction import Savepoints
 
 if TYPE_CHECKING:
     from delayline.testing.conformance.store_room import InTransactions
@@ -151,6 +152,74 @@ class StoreTransactionality(StoreRoom):
         again = await store.fetch_next_due(AT)
         assert again is not None
         assert again.number_of_retries == 1
+
+    async def test_failures_are_counted_in_a_transaction(self, transactional: InTransactions) -> None:
+        """At its commit, with the new due time; after a rollback they are as they were."""
+        store = transactional
+        if not isinstance(store, BatchStore):
+            pytest.skip("not claimed: BatchStore")
+        await store.store_many([delayed("a"), delayed("b")])
+        with pytest.raises(RolledBackError):
+            async with store.transaction() as transaction:
+                fetched = await store.fetch_due(AT, 10, max_bytes=PLENTY, transaction=transaction)
+                assert await store.retry_many(fetched, LATER, transaction) == 2
+                raise RolledBackError
+        async with store.transaction() as transaction:
+            fetched = await store.fetch_due(AT, 10, max_bytes=PLENTY, transaction=transaction)
+            assert [(message.id, message.number_of_retries) for message in fetched] == [("a", 0), ("b", 0)]
+            assert await store.retry_many(fetched[:1], LATER, transaction) == 1
+            assert await store.remove_many(fetched[1:], transaction) == 1
+        assert await store.next_due() == LATER
+        again = await store.fetch_due(LATER, 10, max_bytes=PLENTY)
+        assert [(message.id, message.number_of_retries) for message in again] == [("a", 1)]
+
+    async def test_a_savepoint_undoes_a_part_and_the_rest_goes_on(self, transactional: InTransactions) -> None:
+        """What was done inside it never happened, callbacks for the commit included; those for the end run at once."""
+        store, called = transactional, list[str]()
+        await store.store(delayed("old"))
+        async with store.transaction() as transaction:
+            if not isinstance(transaction, Savepoints):
+                pytest.skip("not claimed: Savepoints")
+            await store.store(delayed("before", LATER), transaction)
+            with pytest.raises(RolledBackError):
+                async with transaction.savepoint():
+                    same(await store.fetch_next_due(AT, transaction), delayed("old"))
+                    await store.remove(delayed("old"), transaction)
+                    await store.store(delayed("inside"), transaction)
+                    transaction.after_commit(lambda: called.append("committed"))
+                    transaction.after_end(lambda: called.append("ended"))
+                    raise RolledBackError
+            assert called == ["ended"]
+            async with transaction.savepoint():
+                await store.store(delayed("after", LATER), transaction)
+                transaction.after_commit(lambda: called.append("told"))
+        assert called == ["ended", "told"]
+        found = [await store.fetch_next_due(LATER) for _ in range(4)]
+        assert [message.id for message in found if message] == ["old", "before", "after"]
+
+    async def test_others_go_on_beside_a_transaction_that_locks_rows(self, transactional: InTransactions) -> None:
+        """They store, fetch what is free, count and remove, and none of it waits for the transaction's end."""
+        store = transactional
+        if not store.locks_rows:
+            pytest.skip("not claimed: locks_rows")
+        await store.store(delayed("mine"))
+        await store.store(delayed("theirs"))
+        async with store.transaction() as transaction:
+            mine = await store.fetch_next_due(AT, transaction)
+            same(mine, delayed("mine"))
+            assert mine is not None
+            async with asyncio.timeout(PATIENCE):
+                theirs = await store.fetch_next_due(AT)
+                same(theirs, delayed("theirs"))
+                assert theirs is not None
+                assert await store.fetch_next_due(AT) is None
+                assert await store.next_due() == AT
+                assert await store.increment_failure_count(theirs) is True
+                await store.store(delayed("new", LATER))
+                async with store.transaction() as other:
+                    assert await store.remove(delayed("theirs"), other) is True
+            assert await store.remove(mine, transaction) is True
+        assert await store.next_due() == LATER
 
     async def test_after_commit_runs_after_the_commit(self, transactional: InTransactions) -> None:
         """Never before it, once, and not at all after a rollback."""

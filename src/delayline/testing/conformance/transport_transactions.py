@@ -11,6 +11,7 @@ from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.store_transactions import RolledBackError
 from delayline.testing.conformance.transport_queues import ids
 from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
+from delayline.transaction import Savepoints
 
 if TYPE_CHECKING:
     from delayline.testing.conformance.transport_room import Transacting
@@ -46,6 +47,20 @@ class TransportTransactionality(TransportRoom):
         await nothing_left(transacting, "sales")
         await receiver.release(message)
         assert ids(await received(receiver)) == ["in"]
+
+    async def test_a_savepoint_undoes_its_sends_only(self, transacting: Transacting) -> None:
+        """What was sent inside it is not; what was sent before and after it is."""
+        async with transacting.transaction() as transaction:
+            if not isinstance(transaction, Savepoints):
+                pytest.skip("not claimed: Savepoints")
+            await transacting.dispatch([operation("sales", "before")], transaction)
+            with pytest.raises(RolledBackError):
+                async with transaction.savepoint():
+                    await transacting.dispatch([operation("sales", "inside")], transaction)
+                    raise RolledBackError
+            await transacting.dispatch([operation("sales", "after")], transaction)
+        assert ids(await received(await transacting.receiver("sales"), 2)) == ["before", "after"]
+        await nothing_left(transacting, "sales")
 
     async def test_nothing_is_received_before_the_commit(self, transacting: Transacting) -> None:
         """A send in a transaction is seen at its commit."""

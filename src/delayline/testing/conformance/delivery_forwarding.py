@@ -1,0 +1,197 @@
+"""Capability ForwardingStore: due messages move to their queues inside the back end, or stay for the poller."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import pytest_asyncio
+
+from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.store import DelayedMessageStore, ForwardingStore
+from delayline.endpoint import Endpoint
+from delayline.events import Event
+from delayline.message import Headers
+from delayline.testing.clock import ManualClock
+from delayline.testing.conformance.delivery_room import ELSEWHERE, DeliveryRoom
+from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, TICK, delayed
+from delayline.testing.conformance.store_room import closed, opened
+from delayline.testing.conformance.transport_room import nothing_left, received
+from delayline.testing.signals import Signals
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+    from typing import Protocol
+
+    from delayline.delayed.store import Forwarded
+    from delayline.message import DelayedMessage
+    from delayline.transport import Transport
+
+    class Forwards(DelayedMessageStore, ForwardingStore, Protocol):
+        """A store that claims forwarding."""
+
+
+PLENTY = 1 << 40
+BILLING = "billing"
+NOWHERE = "nowhere"
+
+
+class Inside(NamedTuple):
+    """A store, open, and the transport whose queues it moves messages to, started."""
+
+    transport: Transport
+    store: Forwards
+
+    async def hold(self, *messages: DelayedMessage) -> None:
+        """Store messages, one after the other."""
+        for message in messages:
+            await self.store.store(message)
+
+    async def forward(self, limit: int = 100, max_bytes: int = PLENTY) -> Forwarded:
+        """Let the store move what is due."""
+        return await self.store.forward_due(AT, limit, max_bytes=max_bytes)
+
+    async def takes(self, number: int, queue: str = BILLING) -> list[str]:
+        """Take that many messages, and no more, from a queue; return their ids in order."""
+        receiver = await self.transport.receiver(queue)
+        found = await received(receiver, number) if number else []
+        for one in found:
+            await receiver.acknowledge(one)
+        await receiver.stop()
+        await nothing_left(self.transport, queue)
+        return [one.message.id for one in found]
+
+    async def waiting(self) -> list[str]:
+        """Return the ids of what is left in the store, by taking it out."""
+        ids: list[str] = []
+        while (message := await self.store.fetch_next_due(AT + timedelta(days=1))) is not None:
+            ids.append(message.id)
+            await self.store.remove(message)
+        return ids
+
+
+class DeliveryInside(DeliveryRoom):
+    """What the store moves by itself, and what it leaves to the poller."""
+
+    @pytest_asyncio.fixture
+    async def inside(self, tmp_path: Path) -> AsyncIterator[Inside]:
+        """Provide the parts as they are, without faults: those would have to pass through this process."""
+        transport, store = await self.make_parts(tmp_path)
+        if not isinstance(store, ForwardingStore) or not store.forwards_to(transport):
+            pytest.skip("not claimed: ForwardingStore")
+        await transport.start()
+        await transport.setup_infrastructure([BILLING, ELSEWHERE, "error"])
+        await opened(store)
+        yield Inside(transport, store)
+        await closed(store)
+        await transport.stop()
+
+    async def test_what_is_due_moves_in_the_order_of_due_times(self, inside: Inside) -> None:
+        """Down to the microsecond, ties in the order stored; nothing that is due later moves."""
+        await inside.hold(delayed("second"), delayed("third"), delayed("first", AT - TICK), delayed("early", AT + TICK))
+        forwarded = await inside.forward()
+        assert (forwarded.number, forwarded.next_due, forwarded.left) == (3, AT + TICK, 0)
+        assert await inside.takes(3) == ["first", "second", "third"]
+        assert await inside.waiting() == ["early"]
+
+    async def test_an_empty_store_forwards_nothing(self, inside: Inside) -> None:
+        """And says that nothing is due."""
+        forwarded = await inside.forward()
+        assert (forwarded.number, forwarded.next_due, forwarded.left) == (0, None, 0)
+
+    async def test_each_destination_gets_its_own_untouched(self, inside: Inside) -> None:
+        """Headers and bodies, byte for byte."""
+        message = delayed("a", headers=AWKWARD_HEADERS, body=bytes(range(256)))
+        await inside.hold(message, delayed("b", destination=ELSEWHERE))
+        assert (await inside.forward()).number == 2
+        [found] = await received(await inside.transport.receiver(BILLING))
+        assert (found.message.id, found.message.body) == ("a", message.message.body)
+        assert found.message.encoded_headers == message.message.encoded_headers
+        assert await inside.takes(1, ELSEWHERE) == ["b"]
+
+    async def test_the_limit_holds(self, inside: Inside) -> None:
+        """At most `limit`, the earliest; the due time of the next one is told."""
+        await inside.hold(*(delayed(f"m{number}", AT - (5 - number) * TICK) for number in range(5)))
+        forwarded = await inside.forward(limit=2)
+        assert (forwarded.number, forwarded.next_due) == (2, AT - 3 * TICK)
+        assert await inside.takes(2) == ["m0", "m1"]
+
+    async def test_max_bytes_bounds_a_move(self, inside: Inside) -> None:
+        """Bodies and headers count, as in a fetch; one that is too large moves alone."""
+        await inside.hold(*(delayed(f"m{number}", headers={"h": "x" * 500}, body=b"x" * 500) for number in range(5)))
+        assert (await inside.forward(max_bytes=3500)).number == 3
+        assert (await inside.forward(max_bytes=1)).number == 1
+        assert await inside.takes(4) == ["m0", "m1", "m2", "m3"]
+
+    async def test_a_missing_queue_is_stopped_at_or_passed_over(self, inside: Inside) -> None:
+        """What moves is in order; what stays is the next one, or is told as left."""
+        await inside.hold(delayed("a"), delayed("lost", destination=NOWHERE), delayed("b"))
+        first = await inside.forward()
+        assert first.next_due == AT
+        if first.left:
+            assert (first.number, first.left) == (2, 1)
+            assert await inside.takes(2) == ["a", "b"]
+            assert await inside.waiting() == ["lost"]
+        else:
+            assert (first.number, (await inside.forward()).number) == (1, 0)
+            assert await inside.takes(1) == ["a"]
+            assert await inside.waiting() == ["lost", "b"]
+
+    async def test_what_is_held_without_a_transaction_does_not_move(self, inside: Inside) -> None:
+        """Somebody is sending it now."""
+        await inside.hold(delayed("held"), delayed("free"))
+        held = await inside.store.fetch_next_due(AT)
+        assert held is not None
+        forwarded = await inside.forward()
+        found = await inside.takes(forwarded.number)
+        assert await inside.store.remove(held) is True
+        assert [*found, *await inside.waiting()] == ["free"]
+
+    async def test_competing_moves_double_nothing(self, inside: Inside) -> None:
+        """Every message moves once."""
+        ids = [f"m{number:02}" for number in range(40)]
+        await inside.hold(*map(delayed, ids))
+        moves = await asyncio.gather(*(inside.forward(limit=10) for _ in range(4)))
+        number = sum(move.number for move in moves)
+        assert sorted([*await inside.takes(number), *await inside.waiting()]) == ids
+
+    @pytest.mark.parametrize("turns", [0, 1, 2, 5, 20])
+    async def test_a_move_that_is_cancelled_moves_all_or_nothing(self, inside: Inside, turns: int) -> None:
+        """And is over when the cancellation is raised: no message is in two places, or in none."""
+        ids = [f"m{number:02}" for number in range(20)]
+        await inside.hold(*map(delayed, ids))
+        moving = asyncio.create_task(inside.forward())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        left = await inside.waiting()
+        assert left in ([], ids)
+        assert await inside.takes(len(ids) - len(left)) == (ids if not left else [])
+
+    async def test_the_poller_takes_in_hand_what_is_left(self, inside: Inside) -> None:
+        """A missing queue: to the error queue. Dispatch properties: no receiver sees them. The others: just moved."""
+        marked = {Headers.DISPATCH_PROPERTIES + "DeliverAt": "x", "kept": "yes"}
+        await inside.hold(
+            delayed("a"), delayed("marked", headers=marked), delayed("lost", destination=NOWHERE), delayed("b")
+        )
+        endpoint = Endpoint(
+            ENDPOINT,
+            transport=inside.transport,
+            delayed_delivery=StoredDelivery(inside.store),
+            send_only=True,
+            clock=ManualClock(AT),
+        )
+        with Signals() as signals:
+            async with endpoint:
+                await signals.wait_for(Event.SLEEPS, timeout=PATIENCE)
+                receiver = await inside.transport.receiver(BILLING)
+                found = {one.message.id: one.message for one in await received(receiver, 3)}
+                [failed] = await received(await inside.transport.receiver("error"))
+        assert sorted(found) == ["a", "b", "marked"]
+        assert dict(found["marked"].headers) == {"kept": "yes"}
+        assert (failed.message.id, failed.message.headers[Headers.FAILED_QUEUE]) == ("lost", NOWHERE)
+        assert await (await opened(inside.store)).next_due() is None
