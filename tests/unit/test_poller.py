@@ -350,6 +350,21 @@ async def test_stop_interrupts_a_pause_and_is_idempotent(clock: ManualClock) -> 
     assert clock.now() == START
 
 
+@pytest.mark.parametrize("verb", ["dispatch", "remove"])
+async def test_what_stays_is_free_for_others_while_the_poller_waits(clock: ManualClock, verb: str) -> None:
+    # Given a transport that is down for some or all of a batch
+    house = build(clock, shared=False)
+    house.faults.always(verb, DOWN)
+    if verb == "remove":
+        house.faults.on["dispatch"] = lambda ids: DispatchFailed({1: DOWN})
+    await house.hold(delayed("a"), delayed("b"))
+    # When the poller has begun to wait, and no time has passed
+    await start(house)
+    # Then what it has not sent is unlocked
+    assert house.faults.verbs("release") == [("release", ("b",) if verb == "remove" else ("a", "b"))]
+    await house.endpoint.stop()
+
+
 async def test_a_release_that_fails_is_a_fault_of_the_storage(clock: ManualClock) -> None:
     house = build(clock, shared=False)
     house.faults.always("dispatch", DOWN)

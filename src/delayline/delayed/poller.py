@@ -138,7 +138,8 @@ class Poller:
         try:
             forwarded = await self._forwarding.forward_due(now, self._batch_size, max_bytes=self._batch_bytes)
         except BackendUnavailable as error:
-            await self._outage(error, self._batch_size)
+            self._outage(error, self._batch_size)
+            await self._pause(self._dispatch_breaker.failure(error))
             return 1
         except Exception as error:
             self._isolating = self._batch_size
@@ -158,10 +159,11 @@ class Poller:
         """Decide whose fault it was: the back end's, one message's, or, not known yet, of one among several."""
         if self._mover.unremoved:
             self._isolating = max(0, self._isolating - len(batch.messages))
-            await self._remove_failed(error)
+            self._remove_failed(error)
+            batch.trouble = error
         elif isinstance(error, BackendUnavailable):
-            batch.kept = list(batch.messages)
-            await self._outage(error, len(batch.messages))
+            self._outage(error, len(batch.messages))
+            batch.kept, batch.trouble = list(batch.messages), error
         elif len(batch.messages) > 1:
             batch.kept = list(batch.messages)
             self._isolating = len(batch.messages)
@@ -176,23 +178,22 @@ class Poller:
         try:
             await self._mover.remove_sent()
         except Exception as error:
-            await self._remove_failed(error)
+            self._remove_failed(error)
+            await self._pause(self._dispatch_breaker.failure(error))
             return False
         self._dispatch_breaker.success()
         return True
 
-    async def _remove_failed(self, error: Exception) -> None:
+    def _remove_failed(self, error: Exception) -> None:
         sent = tuple(self._mover.unremoved)
         text = "Failed to remove %d dispatched messages: %s"
         emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, len(sent), error, exception=error, messages=sent)
-        await self._pause(self._dispatch_breaker.failure(error))
 
-    async def _outage(self, error: BackendUnavailable, size: int) -> None:
-        """Wait on the breaker and count nobody; where space is short go on in small steps, as far as it reaches."""
+    def _outage(self, error: BackendUnavailable, size: int) -> None:
+        """Count nobody; where space is short go on in small steps, as far as it reaches."""
         emit(logger, logging.ERROR, Event.DISPATCH_FAILED, "Failure during polling: %s", error, exception=error)
         if isinstance(error, StorageFull):
             self._isolating = size
-        await self._pause(self._dispatch_breaker.failure(error))
 
     async def _release(self, messages: Sequence[DelayedMessage]) -> None:
         try:
