@@ -159,6 +159,58 @@ async def test_without_savepoints_an_error_queue_that_fails_holds_nobody_up(
     await house.endpoint.stop()
 
 
+async def test_one_message_that_the_error_queue_refuses_keeps_no_other_from_it(clock: ManualClock) -> None:
+    # Given two messages to a missing queue, and an error queue that takes only one of them
+    house = build(clock)
+    sends = house.transport
+    house.faults.on["dispatch"] = lambda ids: BOOM if sends.sends_to == "error" and "bad" in ids else None
+    await house.hold(delayed("a"), delayed("bad", to="nowhere"), delayed("lost", to="nowhere"))
+    # When they are due
+    await start(house)
+    # Then all that can move has moved, in one transaction, and the other one backs off
+    assert (await house.ids("out"), await house.ids("error")) == (["a"], ["lost"])
+    assert house.faults.count("commit") == 1
+    assert [(message.id, message.number_of_retries) for message in await house.waiting()] == [("bad", 1)]
+    await house.endpoint.stop()
+
+
+@pytest.mark.parametrize("way", [{}, {"shared": False, "rows": True}], ids=["one transaction", "the store's"])
+async def test_an_outage_while_a_failure_is_counted_counts_nobody(clock: ManualClock, way: dict[str, bool]) -> None:
+    house = build(clock, number_of_retries=1, **way)
+    house.faults.always("dispatch", BOOM)
+    house.faults.always("retry", DOWN)
+    await house.hold(delayed())
+    await start(house)
+    assert [message.number_of_retries for message in await house.waiting()] == [0]
+    house.faults.heal()
+    await clock.advance(1)
+    assert (await house.ids("out"), await house.waiting()) == (["m"], [])
+    await house.endpoint.stop()
+
+
+async def test_what_reached_the_error_queue_at_the_second_try_is_removed_though_its_transaction_was_lost(
+    clock: ManualClock,
+) -> None:
+    # Given an error queue that fails at first, and commits that fail for a while
+    house = build(clock, shared=False, rows=True)
+    tries: list[str] = []
+
+    def fail(_: tuple[str, ...]) -> Exception | None:
+        tries.append(house.transport.sends_to)
+        return BOOM if house.transport.sends_to == "out" or tries.count("error") == 1 else None
+
+    house.faults.on["dispatch"] = fail
+    house.faults.on["commit"] = lambda _: BOOM if house.faults.count("commit") <= 2 else None
+    await house.hold(delayed())
+    await start(house)
+    # When the poller goes on
+    await clock.advance(10)
+    # Then the message is in the error queue, once, and nowhere else
+    assert tries == ["out", "error", "error"]
+    assert (await house.ids("error"), await house.waiting()) == (["m"], [])
+    await house.endpoint.stop()
+
+
 async def test_a_savepoint_undoes_its_part_and_the_transaction_goes_on() -> None:
     happened: list[str] = []
     async with MemoryTransaction() as transaction:
