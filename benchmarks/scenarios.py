@@ -14,6 +14,7 @@ from sqlalchemy import event
 from benchmarks import bare
 from benchmarks.house import DESTINATION, NAME, endpoint_on, fill, fill_far, lateness_of, percentile, store_on
 from delayline.sql.database import Database
+from delayline.sql.file_database import FileDatabase
 
 if TYPE_CHECKING:
     import sqlite3
@@ -97,6 +98,7 @@ async def rest(folder: Path) -> Figures:
     async with store_on(path) as store:
         await fill_far(store, 1000)
     database = Database.at(f"sqlite:///{path}")
+    assert isinstance(database, FileDatabase)
 
     def trace(connection: sqlite3.Connection, _: object) -> None:
         connection.set_trace_callback(statements.append)

@@ -220,6 +220,7 @@ EVENT_MEANING: Final = {
     Event.REMOVE_FAILED: "Messages that were sent could not be removed; nothing else is sent until they are.",
     Event.ALREADY_REMOVED: "A message was gone from the store when it was to be removed: a possible duplicate.",
     Event.BACKED_OFF: "A message that could not be sent waits for its next attempt.",
+    Event.LISTENING_LOST: "The server's notifications do not come; until they do, the poller looks every second.",
     Event.BREAKER_ARMED: "A fault began; it becomes a critical error if it lasts.",
     Event.BREAKER_TRIGGERED: "The fault lasted too long: a critical error follows.",
     Event.BREAKER_DISARMED: "The fault is over.",
@@ -317,7 +318,7 @@ def sqlite_schema() -> str:
     """Return the statements that create the tables."""
     dialect = sqlite.dialect()
     statements = []
-    for one in (*schema.shared.sorted_tables, schema.timeouts_table("sales.timeouts")):
+    for one in (*schema.queue_tables().all, schema.timeouts_table("sales.timeouts")):
         statements.append(str(CreateTable(one).compile(dialect=dialect)))
         statements += [str(CreateIndex(index).compile(dialect=dialect)) for index in one.indexes]
     text = ";\n\n".join(re.sub(r"[ \t]+\n", "\n", statement).strip() for statement in statements)

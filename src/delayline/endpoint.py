@@ -86,7 +86,7 @@ class Endpoint:
         self._handlers: list[Handler] = []
         self._on_critical_error = on_critical_error
         self._setup = setup_infrastructure
-        self._clock = clock or SystemClock()
+        self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
         self._composer = Composer(name, self._clock, reply_to=None if send_only else name)
         self._pipeline: Pipeline | None = None
         self._running = contextlib.AsyncExitStack()

@@ -38,6 +38,7 @@ class Event(StrEnum):
     REMOVE_FAILED = "delayed.remove_failed"
     ALREADY_REMOVED = "delayed.already_removed"
     BACKED_OFF = "delayed.backed_off"
+    LISTENING_LOST = "delayed.listening_lost"
     BREAKER_ARMED = "breaker.armed"
     BREAKER_TRIGGERED = "breaker.triggered"
     BREAKER_DISARMED = "breaker.disarmed"

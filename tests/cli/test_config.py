@@ -104,9 +104,9 @@ def test_a_mode_may_be_written_small_and_with_dashes() -> None:
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("postgresql://me:secret@host/db", "postgresql://me:***@host/db"),
-        ("postgresql://me:s@e:c/ret@host/db", "postgresql://me:***@host/db"),
-        ("postgresql://host/db?user=me&password=secret&x=1", "postgresql://host/db?user=me&password=***&x=1"),
+        ("oracle://me:secret@host/db", "oracle://me:***@host/db"),
+        ("oracle://me:s@e:c/ret@host/db", "oracle://me:***@host/db"),
+        ("oracle://host/db?user=me&password=secret&x=1", "oracle://host/db?user=me&password=***&x=1"),
         ("sqlite:///a.db", "sqlite:///a.db"),
     ],
 )
@@ -115,7 +115,9 @@ def test_passwords_do_not_show(url: str, shown: str) -> None:
     assert "secret" not in repr(Settings(url=url, store_url=url, transport_url=url))
     if not url.startswith("sqlite"):
         for make in (transport_from, store_from):
-            with pytest.raises(ConfigurationError, match=r"supported schemes are memory:, sqlite:") as caught:
+            with pytest.raises(
+                ConfigurationError, match=r"supported schemes are memory:, postgresql:, sqlite:"
+            ) as caught:
                 make(url)
             assert "secret" not in str(caught.value)
             assert "s@e:c" not in str(caught.value)

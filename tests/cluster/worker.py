@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.forwarding import Forwarding
+from delayline.sql.forwarding import FileForwarding
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def faults_of(settings: Settings, part: str) -> list[Fault]:
 def die_in_move(store: DelayedMessageStore, step: str) -> None:
     """Die at a step of the second move inside the database, where no verb is called that a fault could be put on."""
     assert isinstance(store, SqlDelayedMessageStore)
-    dialect, run, moves = store._database.dialect, Forwarding.run, [0]
+    dialect, run, moves = store._database.dialect, FileForwarding.run, [0]
     commit = dialect.commit
 
-    def counted(self: Forwarding, connection: Connection, until: int, **bounds: int) -> tuple[int, set[str]]:
+    def counted(self: FileForwarding, connection: Connection, until: object, **bounds: int) -> tuple[int, set[str]]:
         moves[0] += 1
         if moves[0] == 2 and step == "before move":
             die()
@@ -83,7 +83,7 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
         if moves[0] == 2 and step == "after commit":
             die()
 
-    Forwarding.run = counted  # type: ignore[method-assign]
+    FileForwarding.run = counted  # type: ignore[method-assign]
     dialect.commit = committed  # type: ignore[method-assign]
 
 

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.servers.sqlite import database_of
 
 from delayline import (
     BackendUnavailable,
@@ -119,7 +120,7 @@ async def test_what_cannot_be_committed_has_not_moved(house: House, tmp_path: Pa
     await house.hold("a")
     other = sqlite3.connect(tmp_path / "house.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    house.store._database.dialect._timeout = 0
+    database_of(tmp_path / "house.db").dialect._timeout = 0
     with pytest.raises(BackendUnavailable):
         await house.forward()
     other.close()

@@ -13,11 +13,11 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.servers.sqlite import database_of
 
 from delayline import DelaylineError, Endpoint, NotStarted, StoredDelivery, SyncEndpoint
 from delayline.message import DelayedMessage, Message
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.database import Database
 from delayline.sql.group_commit import GroupCommit, Write
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ async def test_several_threads_with_loops_of_their_own(make_endpoint: Callable[.
 
 async def test_a_transaction_cancelled_twice_while_it_begins(file: Path) -> None:
     # Given a database whose writer is busy
-    database = Database.at(f"sqlite:///{file}")
+    database = database_of(file)
     await database.open()
     began, end = threading.Event(), threading.Event()
     busy = asyncio.create_task(database.on_writer(sleeping(began, end)))
@@ -102,7 +102,7 @@ async def test_a_transaction_cancelled_twice_while_it_begins(file: Path) -> None
 
 async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a transaction whose commit takes its time
-    database = Database.at(f"sqlite:///{file}")
+    database = database_of(file)
     await database.open()
     committing, go, told = threading.Event(), threading.Event(), list[str]()
     commit = database.dialect.commit
@@ -134,7 +134,7 @@ async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch:
 
 async def test_cancelled_waiters_leave_the_lane_free(file: Path) -> None:
     # Given a transaction under way and twenty that wait for their turn
-    database = Database.at(f"sqlite:///{file}")
+    database = database_of(file)
     await database.open()
     async with database.transaction() as transaction:
         await transaction.run(lambda connection: None)
@@ -157,7 +157,7 @@ async def test_cancelled_waiters_leave_the_lane_free(file: Path) -> None:
 
 async def test_cancelled_writes_of_several_loops_harm_no_others(file: Path) -> None:
     # Given a table, and three event loops that write to it
-    database = Database.at(f"sqlite:///{file}")
+    database = database_of(file)
     await database.open()
     await database.write(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
 
@@ -196,7 +196,7 @@ async def test_cancelled_writes_of_several_loops_harm_no_others(file: Path) -> N
 
 def test_a_write_withdrawn_while_a_group_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given waiting writes, the last of which another loop's thread withdraws just when somebody counts them
-    group = GroupCommit(Database.at(f"sqlite:///{file}").dialect)
+    group = GroupCommit(database_of(file).dialect)
     writes = [Write(lambda connection: None) for _ in range(3)]
 
     class Withdrawing(deque[Write[None]]):
@@ -214,7 +214,7 @@ def test_a_write_withdrawn_while_a_group_is_taken(file: Path, monkeypatch: pytes
 
 async def test_closing_while_in_use_answers_everybody(file: Path) -> None:
     # Given readers and writers under way
-    database = Database.at(f"sqlite:///{file}")
+    database = database_of(file)
     for _ in range(20):
         await database.open()
         reads = [asyncio.create_task(database.read(lambda connection: 1)) for _ in range(20)]
@@ -234,7 +234,7 @@ async def test_a_failed_fetch_keeps_no_claims(file: Path, monkeypatch: pytest.Mo
     await store.setup_infrastructure("orders")
     await store.initialize("orders", 1)  # type: ignore[arg-type]
     await store.store(DelayedMessage(Message("m", {}, b""), "orders", datetime(2000, 1, 1, tzinfo=UTC)))
-    dialect = Database.at(f"sqlite:///{file}").dialect
+    dialect = database_of(file).dialect
     with monkeypatch.context() as broken:
         broken.setattr(dialect, "commit", lambda connection: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -334,7 +334,7 @@ def test_a_fork_survives_its_parent(file: Path, make_endpoint: Callable[..., End
 async def test_a_fork_in_the_middle_of_a_transaction(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
     # Given a transaction that is open while the process forks
     async with make_endpoint() as endpoint:
-        database = Database.at(f"sqlite:///{file}")
+        database = database_of(file)
         async with database.transaction() as transaction:
             await transaction.run(lambda connection: None)
 

@@ -7,12 +7,11 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.servers.sqlite import database_of
 
-from delayline.sql.database import Database
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import set_up, timeouts_table
-from delayline.sql.statements import StoreStatements
-from delayline.sql.transport import TransportStatements
+from delayline.sql.schema import queue_tables, set_up, timeouts_table
+from delayline.sql.statements import QueueStatements, StoreStatements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 TABLE = "orders.timeouts"
 
 
-def statements(owner: StoreStatements | TransportStatements) -> dict[str, str]:
-    return {name: value.sql for name, value in vars(owner).items() if isinstance(value, Prepared)}
+def statements(owner: StoreStatements | QueueStatements) -> dict[str, str]:
+    return {name: value.text([3] * value.lists) for name, value in vars(owner).items() if isinstance(value, Prepared)}
 
 
 def dialect_at(file: Path) -> Sqlite:
-    return Database.at(f"sqlite:///{file}").dialect
+    return database_of(file).dialect
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def connection(file: Path) -> Iterator[sqlite3.Connection]:
     """Provide a connection to a file with the tables, some thousand rows and statistics."""
     dialect = dialect_at(file)
     made = dialect.connect(writing=True)
-    set_up(made, timeouts_table(TABLE))
+    set_up(made, queue_tables(), timeouts_table(TABLE))
     made.close()
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:
         rows = [(f"m{number}", "billing", number, b"{}", b"") for number in range(3000)]
@@ -72,7 +71,9 @@ def test_no_statement_scans_or_sorts(connection: sqlite3.Connection, file: Path,
         connection.execute("ANALYZE")
     dialect = dialect_at(file)
     # When SQLite is asked how it would run each statement
-    found = statements(StoreStatements(timeouts_table(TABLE), dialect)) | statements(TransportStatements(dialect))
+    found = statements(StoreStatements(timeouts_table(TABLE), dialect)) | statements(
+        QueueStatements(queue_tables(), dialect)
+    )
     # Then each searches an index
     assert {"due", "due_numbers", "next_due", "insert", "delete", "known", "put", "numbers"} <= set(found)
     for name, sql in found.items():

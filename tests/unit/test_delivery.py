@@ -118,7 +118,7 @@ async def test_a_stores_clock_decides_what_is_due_whatever_the_machines_says(off
     # Given a store whose clock is an hour off this machine's
     store, transport = ClockedStore(off), MemoryTransport()
     delivery = StoredDelivery(store, number_of_retries=1)
-    async with Endpoint("sales", transport=transport, delayed_delivery=delivery, clock=delivery.clock) as endpoint:
+    async with Endpoint("sales", transport=transport, delayed_delivery=delivery) as endpoint:
         # When messages are sent with a delay, and for an instant
         await endpoint.send("sales", b"", message_id="delay", delay=timedelta(seconds=5))
         await endpoint.send("sales", b"", message_id="instant", deliver_at=store.own.now() + timedelta(seconds=10))
@@ -137,7 +137,7 @@ async def test_a_message_backs_off_by_the_stores_clock() -> None:
     transport.faults.on["dispatch"] = lambda _: RuntimeError("boom") if transport.sends_to == "out" else None
     delivery = StoredDelivery(store, number_of_retries=1)
     await transport.setup_infrastructure(["out"])
-    async with Endpoint("sales", transport=transport, delayed_delivery=delivery, clock=delivery.clock):
+    async with Endpoint("sales", transport=transport, delayed_delivery=delivery):
         now = store.own.now()
         await store.store(DelayedMessage(a_message(), "out", now))
         await settle()

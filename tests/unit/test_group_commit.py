@@ -7,9 +7,9 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.servers.sqlite import database_of
 
 from delayline import BackendUnavailable, StorageFull
-from delayline.sql.database import Database
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.sql.file_database import FileDatabase
+
 
 @pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    database = Database.at(f"sqlite:///{tmp_path / 'group.db'}?timeout=0")
+async def database(tmp_path: Path) -> AsyncIterator[FileDatabase]:
+    database = database_of(tmp_path / "group.db", "?timeout=0")
     await database.open()
     await database.write(lambda connection: run(connection, "CREATE TABLE kept (name TEXT UNIQUE)"))
     yield database
@@ -39,7 +41,7 @@ def keep(name: str) -> Callable[[Connection], str]:
     return work
 
 
-async def kept(database: Database) -> list[str]:
+async def kept(database: FileDatabase) -> list[str]:
     def names(connection: Connection) -> list[str]:
         return [row[0] for row in connection.connection.cursor().execute("SELECT name FROM kept ORDER BY name")]
 
@@ -47,7 +49,7 @@ async def kept(database: Database) -> list[str]:
 
 
 async def together(
-    database: Database, writes: Sequence[Callable[[Connection], object]]
+    database: FileDatabase, writes: Sequence[Callable[[Connection], object]]
 ) -> tuple[list[object], list[str]]:
     """Run the writes together behind a held turn; return their results and the statements that ran."""
     statements: list[str] = []
@@ -65,14 +67,14 @@ async def together(
     return results, statements
 
 
-async def test_writes_that_wait_together_share_one_commit(database: Database) -> None:
+async def test_writes_that_wait_together_share_one_commit(database: FileDatabase) -> None:
     results, statements = await together(database, [keep(name) for name in "abc"])
     assert results == ["a", "b", "c"]
     assert statements.count("COMMIT") == 1
     assert await kept(database) == ["a", "b", "c"]
 
 
-async def test_one_that_fails_is_undone_alone(database: Database) -> None:
+async def test_one_that_fails_is_undone_alone(database: FileDatabase) -> None:
     def half(connection: Connection) -> None:
         run(connection, "INSERT INTO kept VALUES ('half')")
         raise LookupError("half way")
@@ -85,7 +87,7 @@ async def test_one_that_fails_is_undone_alone(database: Database) -> None:
     assert await kept(database) == ["a", "b"]
 
 
-async def test_when_the_database_undoes_everything_everybody_is_told(database: Database) -> None:
+async def test_when_the_database_undoes_everything_everybody_is_told(database: FileDatabase) -> None:
     # Given a database that has no room for the second of three
     await database.write(lambda connection: run(connection, "PRAGMA max_page_count = 20"))
     big = "x" * 200_000
@@ -99,7 +101,7 @@ async def test_when_the_database_undoes_everything_everybody_is_told(database: D
     assert any(isinstance(result, StorageFull) for result in results)
 
 
-async def test_a_turn_that_cannot_begin_fails_everybody(database: Database, tmp_path: Path) -> None:
+async def test_a_turn_that_cannot_begin_fails_everybody(database: FileDatabase, tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "group.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     results, _ = await together(database, [keep("a"), keep("b")])
@@ -108,7 +110,7 @@ async def test_a_turn_that_cannot_begin_fails_everybody(database: Database, tmp_
     assert await kept(database) == []
 
 
-async def test_cancelled_before_its_turn_a_write_has_no_effect(database: Database) -> None:
+async def test_cancelled_before_its_turn_a_write_has_no_effect(database: FileDatabase) -> None:
     await database.lane.enter()
     write = asyncio.ensure_future(database.write(keep("a")))
     await asyncio.sleep(0)
@@ -120,7 +122,7 @@ async def test_cancelled_before_its_turn_a_write_has_no_effect(database: Databas
     assert await kept(database) == ["b"]
 
 
-async def test_cancelled_while_somebody_else_writes_it_the_effect_is_certain_first(database: Database) -> None:
+async def test_cancelled_while_somebody_else_writes_it_the_effect_is_certain_first(database: FileDatabase) -> None:
     # Given two writes in one group, the first of them doing the writing
     await database.lane.enter()
     first = asyncio.ensure_future(database.write(keep("a")))
@@ -139,7 +141,7 @@ async def test_cancelled_while_somebody_else_writes_it_the_effect_is_certain_fir
     await database.write(keep("c"))
 
 
-async def test_more_than_a_group_takes_are_all_written(database: Database) -> None:
+async def test_more_than_a_group_takes_are_all_written(database: FileDatabase) -> None:
     names = [f"{number:04}" for number in range(450)]
     results, statements = await together(database, [keep(name) for name in names])
     assert results == names

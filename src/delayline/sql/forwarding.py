@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sqlalchemy import bindparam, delete, func, insert, select
 
 from delayline.message import Headers
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import queued, queues
+from delayline.sql.statements import QueueStatements
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select, Table
 
-    from delayline.sql.dialects.sqlite import Sqlite
+    from delayline.sql.dialect import Dialect
+    from delayline.sql.schema import QueueTables
 
+#: Headers with this in them need more than moving.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 
 
-class Forwarding:
-    """The statements that move the earliest due messages of one store's table to their queues."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How many messages moved, to which queues, when the next one is due, how many due ones were passed over."""
 
-    def __init__(self, table: Table, dialect: Sqlite) -> None:
+    number: int
+    queues: set[str]
+    next_due: Any
+    left: int
+
+
+class Forwarding(Protocol):
+    """Moves the earliest due messages of one store's table on a server."""
+
+    one_statement: bool
+    """Whether `run` is a single statement."""
+
+    def run(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> Moved:
+        """Move messages and say what became of them.
+
+        Those that need more than moving are passed over: their queue does not exist, or their headers hold
+        properties that are meant for the dispatch only.
+        """
+        ...
+
+
+class FileForwarding:
+    """Moves the earliest due messages under SQLite's write lock: what is first when it looks is first when it moves."""
+
+    def __init__(self, table: Table, tables: QueueTables, dialect: Dialect) -> None:
         columns, sql = table.c, dialect.sql
 
         def first(*selected: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
@@ -31,14 +59,21 @@ class Forwarding:
         size = func.length(columns.headers) + func.length(columns.body)
         marked = func.instr(columns.headers, bindparam("marker"))
         moved = first(columns.destination, columns.id, columns.headers, columns.body)
-        move = insert(queued).from_select(["queue", "id", "headers", "body"], moved)
+        move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved)
         remove = delete(table).where(columns.seq.in_(first(columns.seq)))
+        self._queues = QueueStatements(tables, dialect)
         self._heads = Prepared(first(columns.destination, size, marked), sql, ["marker", "until", "number"])
-        self._known = Prepared(select(queues.c.name).where(queues.c.name == bindparam("name")), sql, ["name"])
         self._move = Prepared(move, sql, ["until", "number"])
         self._remove = Prepared(remove, sql, ["until", "number"])
 
-    def run(self, connection: Connection, until: int, *, limit: int, max_bytes: int) -> tuple[int, set[str]]:
+    def run(
+        self,
+        connection: Connection,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+    ) -> tuple[int, set[str]]:
         """Move messages and return how many, and to which queues.
 
         Stops before the first that needs more than moving: its queue does not exist, or its headers hold properties
@@ -46,15 +81,13 @@ class Forwarding:
         """
         known: dict[str, bool] = {}
         number, size = 0, 0
-        heads = self._heads.run(connection, MARKER, until, limit)
-        for destination, length, marked in iter(heads.fetchone, None):
+        for destination, length, marked in self._heads.stream(connection, MARKER, until, limit):
             size += length
             if destination not in known:
-                known[destination] = self._known.one(connection, destination) is not None
+                known[destination] = not self._queues.missing(connection, [destination])
             if marked or not known[destination] or (number and size > max_bytes):
                 break
             number += 1
-        heads.close()
         if number == 0:
             return 0, set()
         moved = self._move.change(connection, until, number)

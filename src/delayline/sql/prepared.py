@@ -1,26 +1,34 @@
 """Statements compiled once by SQLAlchemy and run on the driver's own cursor.
 
-SQLAlchemy knows each server's SQL and quoting; its execution layer costs more per statement than SQLite's own work.
+SQLAlchemy knows each server's SQL and quoting; its execution layer costs more per statement than the server's own work.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Insert
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import Connection, Dialect
+    import sqlalchemy
+    from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import DBAPICursor
     from sqlalchemy.sql import ClauseElement
 
 
-class Prepared:
-    """One statement, with its parameters in the order `names` gives."""
+LONGEST_LIST: Final = 500
 
-    def __init__(self, statement: ClauseElement, dialect: Dialect, names: Sequence[str]) -> None:
+
+class Prepared:
+    """One statement, with its parameters in the order `names` gives.
+
+    A parameter that SQLAlchemy expands (`column.in_(bindparam(..., expanding=True))`) takes a list that is not empty.
+    """
+
+    def __init__(self, statement: ClauseElement, dialect: sqlalchemy.Dialect, names: Sequence[str]) -> None:
         compiled = statement.compile(dialect=dialect, column_keys=names if isinstance(statement, Insert) else None)
         self.sql = str(compiled)
         order = list(getattr(compiled, "positiontup", None) or [])
@@ -28,26 +36,63 @@ class Prepared:
         self._constants = tuple(compiled.params[name] for name in constants)
         if order[: len(names)] != list(names) or None in self._constants:
             raise ValueError(f"the statement takes {order}, not {list(names)}: {self.sql}")
+        self._lists = [(names.index(name), f"__[POSTCOMPILE_{name}]") for name in names if f"E_{name}]" in self.sql]
+        self._mark = "?" if dialect.paramstyle == "qmark" else "%s"
 
-    def run(self, connection: Connection, *values: object) -> DBAPICursor:
+    def run(self, connection: Connection, *values: Any) -> DBAPICursor:  # noqa: ANN401 - what the columns take
         """Execute once; the caller reads the cursor to its end, or closes it."""
         cursor = connection.connection.cursor()
-        cursor.execute(self.sql, values + self._constants)
+        cursor.execute(self.text([len(values[position]) for position, _ in self._lists]), self._flat(values))
         return cursor
 
-    def one(self, connection: Connection, *values: object) -> Any:  # noqa: ANN401 - what the column holds
+    def text(self, lengths: Sequence[int]) -> str:
+        """Return the SQL for lists of these lengths."""
+        sql = self.sql
+        for (_, marker), length in zip(self._lists, lengths, strict=True):
+            sql = sql.replace(marker, _marks(self._mark, length))
+        return sql
+
+    @property
+    def lists(self) -> int:
+        """How many parameters are lists."""
+        return len(self._lists)
+
+    def _flat(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        for position, _ in reversed(self._lists):
+            values = (*values[:position], *values[position], *values[position + 1 :])
+        return values + self._constants
+
+    def rows(self, connection: Connection, *values: Any) -> Sequence[Any]:  # noqa: ANN401
+        """Execute once and return every row."""
+        cursor = self.run(connection, *values)
+        rows: Sequence[Any] = cursor.fetchall()
+        cursor.close()
+        return rows
+
+    def stream(self, connection: Connection, *values: Any) -> Iterator[Any]:  # noqa: ANN401
+        """Execute once and yield row after row; what the caller does not take is not read."""
+        cursor = self.run(connection, *values)
+        yield from iter(cursor.fetchone, None)
+        cursor.close()
+
+    def one(self, connection: Connection, *values: Any) -> Any:  # noqa: ANN401 - what the column holds
         """Execute once and return the first column of the first row, or None."""
         cursor = self.run(connection, *values)
         row = cursor.fetchone()
         cursor.close()
         return None if row is None else row[0]
 
-    def change(self, connection: Connection, *values: object) -> int:
+    def change(self, connection: Connection, *values: Any) -> int:  # noqa: ANN401
         """Execute once and return how many rows were affected."""
         cursor = self.run(connection, *values)
         affected: int = cursor.rowcount
         cursor.close()
         return affected
+
+    def change_each(self, connection: Connection, *values: Any, keys: Sequence[Any]) -> int:  # noqa: ANN401
+        """Execute for all keys of the last parameter, a list, some at a time; return how many rows were affected."""
+        chunks = [keys[first : first + LONGEST_LIST] for first in range(0, len(keys), LONGEST_LIST)]
+        return sum(self.change(connection, *values, list(chunk)) for chunk in chunks)
 
     def change_many(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> int:
         """Execute for each row and return how many rows were affected in all."""
@@ -58,3 +103,8 @@ class Prepared:
         affected: int = cursor.rowcount
         cursor.close()
         return affected
+
+
+@lru_cache(maxsize=1024)
+def _marks(mark: str, number: int) -> str:
+    return ", ".join([mark] * number)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import (
     BigInteger,
     Column,
+    Identity,
     Index,
     Integer,
     LargeBinary,
@@ -17,74 +20,112 @@ from sqlalchemy import (
     inspect,
     select,
 )
+from sqlalchemy.dialects import mysql, postgresql
 
 from delayline.errors import BackendUnusable, NewerSchema
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+    from sqlalchemy.types import TypeEngine
 
 SCHEMA_VERSION: Final = 1
 #: Row numbers: on SQLite only INTEGER counts up by itself.
 SEQUENCE: Final = BigInteger().with_variant(Integer, "sqlite")
-
-shared = MetaData()
-
-versions = Table("delayline_schema", shared, Column("version", Integer, primary_key=True, autoincrement=False))
-
-queues = Table("delayline_queues", shared, Column("name", String(MAXIMUM_DESTINATION_LENGTH), primary_key=True))
-
-queued = Table(
-    "delayline_messages",
-    shared,
-    Column("seq", SEQUENCE, primary_key=True, autoincrement=True),
-    Column("queue", String(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-    Column("id", String(MAXIMUM_ID_LENGTH), nullable=False),
-    Column("headers", LargeBinary, nullable=False),
-    Column("body", LargeBinary, nullable=False),
-    Index("delayline_messages_order", "queue", "seq"),
-    sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
+#: Due times: microseconds since 1970 where there is no type that keeps both the instant and the microsecond.
+DUE: Final = (
+    BigInteger()
+    .with_variant(postgresql.TIMESTAMP(timezone=True), "postgresql")
+    .with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 )
+CONTENT: Final = LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
+LONGEST_INDEX_NAME: Final = 63  # bytes, PostgreSQL's
 
 
-def timeouts_table(name: str) -> Table:
+def text(length: int) -> TypeEngine[str]:
+    """Return a type for names that are equal only when they are the same, character for character."""
+    return (
+        String(length)
+        .with_variant(String(length, collation="C"), "postgresql")
+        .with_variant(mysql.VARCHAR(length, collation="utf8mb4_0900_bin"), "mysql")
+        .with_variant(mysql.VARCHAR(length, collation="utf8mb4_nopad_bin"), "mariadb")
+    )
+
+
+class QueueTables:
+    """The transport's tables: a registry of queue names, and one table with the messages of all queues."""
+
+    def __init__(self, schema: str | None) -> None:
+        metadata = MetaData(schema=schema)
+        self.versions = Table(
+            "delayline_schema", metadata, Column("version", Integer, primary_key=True, autoincrement=False)
+        )
+        self.queues = Table(
+            "delayline_queues", metadata, Column("name", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True)
+        )
+        self.queued = Table(
+            "delayline_messages",
+            metadata,
+            _sequence(primary_key=True),
+            Column("queue", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+            Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
+            Column("headers", CONTENT, nullable=False),
+            Column("body", CONTENT, nullable=False),
+            Index("delayline_messages_order", "queue", "seq"),
+            sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
+        )
+
+    @property
+    def all(self) -> list[Table]:
+        """Every one of them."""
+        return [self.versions, self.queues, self.queued]
+
+
+@lru_cache(maxsize=64)
+def queue_tables(schema: str | None = None) -> QueueTables:
+    """Return the transport's tables in that schema, the connection's own where None."""
+    return QueueTables(schema)
+
+
+def timeouts_table(name: str, schema: str | None = None) -> Table:
     """Return the logical table of a delayed message store (reference 1.12) under that name."""
     return Table(
         name,
-        MetaData(),
-        Column("seq", SEQUENCE, primary_key=True, autoincrement=True),
-        Column("id", String(MAXIMUM_ID_LENGTH), nullable=False, unique=True),
-        Column("destination", String(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-        Column("due", BigInteger, nullable=False),  # microseconds since 1970 UTC
-        Column("headers", LargeBinary, nullable=False),
-        Column("body", LargeBinary, nullable=False),
+        MetaData(schema=schema),
+        _sequence(primary_key=True),
+        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False, unique=True),
+        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+        Column("due", DUE, nullable=False),
+        Column("headers", CONTENT, nullable=False),
+        Column("body", CONTENT, nullable=False),
         Column("retry_count", Integer, nullable=False, default=0),
-        Index(f"{name}.Index_Time", "due", "seq"),
+        Index(_index_name(name), "due", "seq"),
         sqlite_autoincrement=True,
     )
 
 
-def set_up(connection: Connection, *tables: Table) -> None:
-    """Create what is missing of the shared tables and `tables`. Idempotent. Raises NewerSchema."""
-    found = read_version(connection)
-    for table in (*shared.sorted_tables, *tables):
+def set_up(connection: Connection, tables: QueueTables, *others: Table) -> None:
+    """Create what is missing of the shared tables and `others`. Idempotent. Raises NewerSchema."""
+    found = read_version(connection, tables)
+    for table in (*tables.all, *others):
         table.create(connection, checkfirst=True)
     if found is None:
-        connection.execute(insert(versions).values(version=SCHEMA_VERSION))
+        connection.execute(insert(tables.versions).values(version=SCHEMA_VERSION))
 
 
-def check(connection: Connection, *tables: Table) -> None:
+def check(connection: Connection, tables: QueueTables, *others: Table) -> None:
     """Refuse a database that was never set up for these tables, or by a newer delayline."""
-    found = read_version(connection)
-    names = inspect(connection).get_table_names()
-    missing = next((table.name for table in (*shared.sorted_tables, *tables) if table.name not in names), None)
+    found = read_version(connection, tables)
+    names = inspect(connection).get_table_names(schema=tables.versions.schema)
+    missing = next((table.name for table in (*tables.all, *others) if table.name not in names), None)
     if found is None or missing is not None:
-        raise BackendUnusable(f"table {missing or versions.name!r} does not exist: run `delayline setup` first")
+        raise BackendUnusable(f"table {missing or tables.versions.name!r} does not exist: run `delayline setup` first")
 
 
-def read_version(connection: Connection) -> int | None:
+def read_version(connection: Connection, tables: QueueTables) -> int | None:
     """Return the schema's version, None where there is none. Raises NewerSchema."""
-    if not inspect(connection).has_table(versions.name):
+    versions = tables.versions
+    if not inspect(connection).has_table(versions.name, schema=versions.schema):
         return None
     found = connection.execute(select(versions.c.version)).scalar()
     if found is not None and found > SCHEMA_VERSION:
@@ -93,3 +134,15 @@ def read_version(connection: Connection) -> int | None:
             "upgrade it with `pip install --upgrade delayline`"
         )
     return found
+
+
+def _sequence(*, primary_key: bool) -> Column[int]:
+    return Column("seq", SEQUENCE, Identity(), primary_key=primary_key, autoincrement=True)
+
+
+def _index_name(table: str) -> str:
+    """Return a name that is the table's own: in PostgreSQL and SQLite indexes share the tables' names."""
+    name = f"{table}.Index_Time"
+    if len(name.encode()) <= LONGEST_INDEX_NAME:
+        return name
+    return f"{hashlib.sha256(table.encode()).hexdigest()[:16]}.Index_Time"

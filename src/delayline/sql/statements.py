@@ -1,22 +1,22 @@
-"""The store's statements, built once a table and run by name."""
+"""The statements of a store and of the queues, built once a table and run by name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, delete, func, literal_column, select, update
+from sqlalchemy import bindparam, delete, func, insert, literal_column, select, update
 
-from delayline.clock import from_microseconds, to_microseconds
+from delayline.errors import QueueNotFound
 from delayline.message import DelayedMessage, Message
-from delayline.sql.forwarding import Forwarding
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Select, Table
 
-    from delayline.sql.dialects.sqlite import Sqlite
+    from delayline.sql.dialect import Dialect
+    from delayline.sql.schema import QueueTables
 
 Values = tuple[Any, ...]
 
@@ -24,73 +24,102 @@ Values = tuple[Any, ...]
 class StoreStatements:
     """Every statement a delayed message store runs on its table."""
 
-    def __init__(self, table: Table, dialect: Sqlite) -> None:
+    def __init__(self, table: Table, dialect: Dialect) -> None:
         self.table = table
+        self._dialect = dialect
         columns, sql = table.c, dialect.sql
         in_order, by_id = (columns.due, columns.seq), columns.id == bindparam("key")
-        is_due = columns.due <= bindparam("until")
+        by_ids, is_due = dialect.one_of(columns.id, "keys"), columns.due <= bindparam("until")
         self.waiting = select(
             columns.id, columns.destination, columns.due, columns.headers, columns.body, columns.retry_count
         )
-        due = self.waiting.where(is_due).order_by(*in_order).limit(bindparam("number"))
         numbers = select(columns.seq).where(is_due).order_by(*in_order)
         numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
         claimed = self.waiting.where(columns.seq == bindparam("sequence"), is_due)
-        count_failure = update(table).where(by_id).values(retry_count=columns.retry_count + literal_column("1"))
-        move = update(table).where(by_id).values(due=bindparam("at"))
-        retry = count_failure.values(due=bindparam("at"))
+        failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"))
         self.insert = Prepared(dialect.insert_new(table, "id"), sql, [*table.c.keys()[1:]])
+        due = self.waiting.where(is_due).order_by(*in_order).limit(bindparam("number"))
         self.due = Prepared(due, sql, ["until", "number"])
         self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
         self.claimed = Prepared(claimed, sql, ["sequence", "until"])
         self.next_due = Prepared(select(func.min(columns.due)), sql, [])
         self.number = Prepared(select(columns.seq).where(by_id), sql, ["key"])
-        self.delete = Prepared(delete(table).where(by_id), sql, ["key"])
-        self.move = Prepared(move, sql, ["at", "key"])
-        self.count_failure = Prepared(count_failure, sql, ["key"])
-        self.forwarding = Forwarding(table, dialect)
-        self.retry = Prepared(retry, sql, ["at", "key"])
+        self.delete = Prepared(delete(table).where(by_ids), sql, ["keys"])
+        self.move = Prepared(update(table).where(by_ids).values(due=bindparam("at")), sql, ["at", "keys"])
+        self.count_failure = Prepared(failed, sql, ["keys"])
+        self.retry = Prepared(failed.values(due=bindparam("at")), sql, ["at", "keys"])
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect they are written in."""
+        return self._dialect
 
     def by_due(self, width: int) -> Select[int, str, int]:
         """Return the count by bucket of `width` microseconds and destination."""
         columns = self.table.c
+        due = self._dialect.microseconds(columns.due)
         # Twice the remainder: SQL's has the sign of its left side, and due times before 1970 are negative.
-        start = (columns.due - (columns.due % width + width) % width).label("start")
+        start = (due - (due % width + width) % width).label("start")
         counts = select(start, columns.destination, func.count()).group_by(start, columns.destination)
         return counts.order_by(start, columns.destination)
 
+    def row_of(self, message: DelayedMessage) -> Values:
+        """Return what the insert statement takes."""
+        kept = message.message
+        due = self._dialect.to_due(message.due)
+        return kept.id, message.destination, due, kept.encoded_headers, kept.body, message.number_of_retries
 
-def row_of(message: DelayedMessage) -> Values:
-    """Return what the insert statement takes."""
-    kept = message.message
-    return (
-        kept.id,
-        message.destination,
-        to_microseconds(message.due),
-        kept.encoded_headers,
-        kept.body,
-        message.number_of_retries,
-    )
+    def message_of(self, row: Sequence[Any]) -> DelayedMessage:
+        """Return the message of a row of `waiting`."""
+        message_id, destination, due, headers, body, retry_count = row
+        kept = Message.from_encoded(message_id, headers, body)
+        return DelayedMessage(kept, destination, self._dialect.from_due(due), retry_count)
+
+    def bounded(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> list[DelayedMessage]:
+        """Read due messages one by one until their bytes are too many; at least one when one is due."""
+        batch: list[DelayedMessage] = []
+        size = 0
+        for row in self.due.stream(connection, until, limit):
+            size += len(row[3]) + len(row[4])
+            if batch and size > max_bytes:
+                break
+            batch.append(self.message_of(row))
+        return batch
 
 
-def message_of(row: Sequence[Any]) -> DelayedMessage:
-    """Return the message of a row of `waiting`."""
-    message_id, destination, due, headers, body, retry_count = row
-    kept = Message.from_encoded(message_id, headers, body)
-    return DelayedMessage(kept, destination, from_microseconds(due), retry_count)
+class QueueStatements:
+    """The statements on the way of every message to and from a queue."""
+
+    def __init__(self, tables: QueueTables, dialect: Dialect) -> None:
+        queued, queues = tables.queued, tables.queues
+        columns, sql, of_queue = queued.c, dialect.sql, queued.c.queue == bindparam("name")
+        numbers = select(columns.seq).where(of_queue, columns.seq > bindparam("after")).order_by(columns.seq)
+        copies = select(columns.seq).where(of_queue, columns.id == bindparam("key")).order_by(columns.seq)
+        by_numbers = dialect.one_of(columns.seq, "numbers")
+        kept = select(columns.seq, columns.id, columns.headers, columns.body).order_by(columns.seq)
+        page = kept.where(of_queue).limit(bindparam("number")).offset(bindparam("skip"))
+        self.known = Prepared(select(queues.c.name).where(dialect.one_of(queues.c.name, "names")), sql, ["names"])
+        self.register = Prepared(dialect.insert_new(queues, "name"), sql, ["name"])
+        self.put = Prepared(insert(queued), sql, ["queue", "id", "headers", "body"])
+        self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
+        self.all_numbers = Prepared(select(columns.seq).where(of_queue), sql, ["name"])
+        self.claimed = Prepared(kept.where(by_numbers), sql, ["numbers"])
+        self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
+        self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])
+        self.copies = Prepared(copies, sql, ["name", "key"])
+        self.page = Prepared(page, sql, ["name", "number", "skip"])
+
+    def missing(self, connection: Connection, names: Iterable[str]) -> set[str]:
+        """Return the names that are no queues."""
+        asked = set(names)
+        return asked - {name for (name,) in self.known.rows(connection, list(asked))} if asked else asked
+
+    def must_exist(self, connection: Connection, queue: str) -> None:
+        """Raise QueueNotFound unless the queue is registered."""
+        if self.missing(connection, [queue]):
+            raise QueueNotFound(queue)
 
 
-def bounded(
-    connection: Connection, statement: Prepared, until: int, *, limit: int, max_bytes: int
-) -> list[DelayedMessage]:
-    """Read due messages one by one until their bytes are too many; at least one when one is due."""
-    batch: list[DelayedMessage] = []
-    size = 0
-    cursor = statement.run(connection, until, limit)
-    for row in iter(cursor.fetchone, None):
-        size += len(row[3]) + len(row[4])
-        if batch and size > max_bytes:
-            break
-        batch.append(message_of(row))
-    cursor.close()
-    return batch
+def queue_channel(queue: str) -> str:
+    """Return the name under which writers tell a queue's receivers that something came."""
+    return f"queue {queue}"

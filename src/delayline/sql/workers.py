@@ -23,7 +23,7 @@ class Workers:
     """Threads that run work in the order it was given; one thread runs it strictly one after the other."""
 
     def __init__(self, name: str, number: int) -> None:
-        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job[Any] | Errand | None] = SimpleQueue()
         self._stopped = False
         self._stopping = threading.Lock()
         self._at_work = [threading.Lock() for _ in range(number)]
@@ -52,6 +52,12 @@ class Workers:
                     await asyncio.wait([job.afterwards])
             raise
 
+    def spawn(self, work: Callable[[], object]) -> None:
+        """Run `work` some time soon; nobody waits for it, and what it raises is dropped. Does nothing once stopped."""
+        with self._stopping:
+            if not self._stopped:
+                self._jobs.put(Errand(work))
+
     def stop(self) -> None:
         """Finish what was given and end the threads; blocks."""
         with self._stopping:  # what comes after the threads' ends would never be answered
@@ -75,6 +81,20 @@ class Workers:
         while (job := self._jobs.get()) is not None:
             with at_work:
                 job.run()
+
+
+class Errand:
+    """A piece of work that nobody waits for."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def run(self) -> None:
+        """Do the work, on a worker thread."""
+        with contextlib.suppress(Exception):
+            self._work()
 
 
 class Job(Generic[Result]):

@@ -7,30 +7,39 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import create_engine
+from sqlalchemy import bindparam, create_engine
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
+from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
 from delayline.sql.dialects.sqlite_claims import Claims
 from delayline.sql.dialects.sqlite_wake_ups import WakeUps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from datetime import datetime
 
-    from sqlalchemy import URL, Connection, Dialect, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from delayline.sql.dialect import Finding
+    from delayline.sql.prepared import Prepared
 
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
 LONGEST_WAIT: Final = 0.005
+#: SQLite's levels; below FULL a commit may be lost with the power.
+SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 
 
 class Sqlite:
     """What the SQL room needs to know of one SQLite file."""
+
+    longest_name = 1000  # SQLite has no limit of its own
 
     def __init__(self, url: URL) -> None:
         if not url.database or url.database == ":memory:":
@@ -110,12 +119,33 @@ class Sqlite:
         """Return an insert that leaves a row with the same key as it is."""
         return insert(table).on_conflict_do_nothing(index_elements=[key])
 
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert every row."""
+        insert.change_many(connection, rows)
+
+    def to_due(self, due: datetime) -> int:
+        """Return microseconds since 1970 UTC."""
+        return to_microseconds(due)
+
+    def from_due(self, kept: int) -> datetime:
+        """Return the due time."""
+        return from_microseconds(kept)
+
+    def microseconds(self, due: ColumnElement[int]) -> ColumnElement[int]:
+        """Return the column as it is."""
+        return due
+
+    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        """Return the condition that the column is one of the list bound as `name`."""
+        return column.in_(bindparam(name, expanding=True))
+
     def begin(self, connection: Connection) -> None:
         """Begin a writing transaction; waits for other processes' up to the busy timeout.
 
         Raises BackendUnusable when the file is gone: SQLite would go on in what nobody can find any more.
         """
         self._check_in_place()
+        self.rollback(connection)  # what could not be rolled back when it should have been
         deadline = time.monotonic() + self._timeout
         wait = FIRST_WAIT
         while True:
@@ -154,6 +184,25 @@ class Sqlite:
     def release_savepoint(self, connection: Connection) -> None:
         """Forget the savepoint, keeping what was done since."""
         _driver(connection).execute("RELEASE delayline")
+
+    def must_exist(self) -> None:
+        """Raise BackendUnusable unless the file is there."""
+        if not self.path.exists():
+            raise BackendUnusable(
+                f"there is no file {self.path.name} in {self.path.parent}. "
+                "Check --url, or create it with: delayline setup"
+            )
+
+    def findings(self, connection: Connection) -> list[Finding]:
+        """Return how durable the file is."""
+        journal = connection.exec_driver_sql("PRAGMA journal_mode").scalar()
+        level = SYNCHRONOUS.get(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0, "unknown")
+        durable = level in {"FULL", "EXTRA"}
+        return [
+            ("journal mode", journal == "wal", f"{journal}"),
+            ("synchronous", durable, f"{level}{'' if durable else ': a power cut can lose messages'}"),
+            ("clock", True, "this machine's own; SQLite has none that could differ"),
+        ]
 
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""

@@ -49,6 +49,9 @@ class Claims:
                     self._held.discard(row)
                     fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
 
+    def flush(self) -> None:
+        """Do nothing: what is released is free at once."""
+
     def nobody_holds_any(self) -> bool:
         """Tell whether no process holds any row; only for callers whom nobody who claims can overtake."""
         with self._lock:

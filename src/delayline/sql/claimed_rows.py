@@ -1,0 +1,146 @@
+"""Who may touch which row, in a file: SQLite has one lock for all of it, so claims beside the file stand for rows.
+
+Messages fetched in a transaction are locked by it; those fetched without one are claimed by this process until they
+are removed, counted, released, or the process ends.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from delayline.delayed.store import Outcome
+from delayline.sql.forwarding import FileForwarding, Moved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from sqlalchemy import Connection
+
+    from delayline.message import DelayedMessage
+    from delayline.sql.dialects.sqlite_claims import Claims
+    from delayline.sql.file_database import FileDatabase
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.statements import StoreStatements
+    from delayline.transaction import Transaction
+
+Result = TypeVar("Result")
+
+
+class ClaimedRows:
+    """The rows of one store's table in an SQLite file."""
+
+    def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
+        self._database = database
+        self._statements = statements
+        self._claims: Claims = database.claims(statements.table.name)
+        self._claimed: dict[str, int] = {}
+        self._forwarding = FileForwarding(statements.table, tables, database.dialect)
+
+    async def fetch(
+        self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return due messages."""
+        claimed: dict[str, int] = {}
+        if transaction is not None:
+            fetch = partial(self._fetch_unclaimed, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+            transaction.after_end(lambda: self._claims.release(claimed.values()))
+            return await self._database.write(fetch, transaction)
+        # In the write lane: what somebody's transaction has fetched is locked by it until it ends.
+        claim = partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+        try:
+            batch = await self._database.write(claim)
+        except BaseException:
+            self._claims.release(claimed.values())  # nobody will ever know that we have them
+            raise
+        self._claimed |= claimed
+        return batch
+
+    async def change(
+        self,
+        work: Callable[[Connection], Result],
+        messages: Sequence[DelayedMessage],
+        transaction: Transaction | None = None,
+    ) -> Result:
+        """Run `work` on the messages' rows; without a transaction it ends the claims on them."""
+        result = await self._database.write(work, transaction, one_statement=True)
+        if transaction is None:
+            self._unclaim(messages)
+        return result
+
+    async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
+        """Run `work` unless somebody has the message."""
+        taken: list[int] = []
+        try:
+            return await self._database.write(partial(self._if_unclaimed, message_id, work, taken))
+        finally:
+            self._claims.release(taken)  # after the commit: before it a poller would still see the row
+
+    async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
+        """Move due messages to their queues, unless somebody has claims."""
+        return await self._database.write(partial(self._forward, until=until, limit=limit, max_bytes=max_bytes))
+
+    async def release(self, messages: Sequence[DelayedMessage]) -> None:
+        """Give up the claims on the messages."""
+        self._unclaim(messages)
+
+    async def close(self) -> None:
+        """Give up every claim."""
+        self._claims.release(self._claimed.values())
+        self._claimed.clear()
+
+    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
+        number, names = 0, set[str]()
+        if self._claims.nobody_holds_any():
+            number, names = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes)
+        return Moved(number, names, self._statements.next_due.one(connection), left=0)
+
+    def _fetch_unclaimed(
+        self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
+    ) -> Sequence[DelayedMessage]:
+        """Fetch under the write lock, which is lock enough unless somebody holds rows without a transaction."""
+        if self._claims.nobody_holds_any():
+            return self._statements.bounded(connection, until, limit=limit, max_bytes=max_bytes)
+        return self._claim_due(connection, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+
+    def _claim_due(
+        self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
+    ) -> Sequence[DelayedMessage]:
+        """Claim due rows page by page until there are enough; read those that are still there and still due."""
+        batch: list[DelayedMessage] = []
+        statements, size, skip = self._statements, 0, 0
+        while len(batch) < limit and size < max_bytes:
+            page = statements.due_numbers.rows(connection, until, limit, skip)
+            for (number,) in page:
+                if len(batch) == limit or size >= max_bytes:
+                    break
+                if self._claims.take([number], 1):
+                    row = statements.claimed.run(connection, number, until).fetchone()
+                    if row is None or (batch and size + len(row[3]) + len(row[4]) > max_bytes):
+                        self._claims.release([number])
+                        size = size if row is None else max_bytes
+                        continue
+                    size += len(row[3]) + len(row[4])
+                    claimed[row[0]] = number
+                    batch.append(statements.message_of(row))
+            if len(page) < limit:
+                break
+            skip += limit
+        return batch
+
+    def _unclaim(self, messages: Iterable[DelayedMessage]) -> None:
+        if self._claimed:
+            numbers = [self._claimed.pop(message.id, None) for message in messages]
+            self._claims.release(number for number in numbers if number is not None)
+
+    def _if_unclaimed(
+        self, message_id: str, work: Callable[[Connection], object], taken: list[int], connection: Connection
+    ) -> Outcome:
+        number = self._statements.number.one(connection, message_id)
+        if number is None:
+            return Outcome.NOT_PENDING
+        taken += self._claims.take([number], 1)
+        if not taken:
+            return Outcome.DISPATCHING
+        work(connection)
+        return Outcome.DONE

@@ -1,0 +1,133 @@
+"""What the SQL room asks of a database product; each module in `dialects/` answers for one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from datetime import datetime
+
+    import sqlalchemy
+    from sqlalchemy import ColumnElement, Connection, Insert, Table
+
+    from delayline.sql.prepared import Prepared
+
+
+#: What was looked at, whether it is as it should be, and what it is.
+Finding = tuple[str, bool, str]
+
+
+class WakeUps(Protocol):
+    """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
+
+    def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
+        """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
+        ...
+
+    def notify(self, channel: str, at: int = 0) -> None:
+        """Tell every listener of `channel`; `at` says from when on there is something. Never blocks."""
+        ...
+
+
+class Claims(Protocol):
+    """This process's claims on rows of one table, which end with the process. Safe to call from any thread."""
+
+    def take(self, rows: Iterable[int], limit: int) -> list[int]:
+        """Claim up to `limit` of the rows, in their order, and return those; rows claimed by anybody are left out."""
+        ...
+
+    def release(self, rows: Iterable[int]) -> None:
+        """Give up claims. Idempotent; never blocks for long."""
+        ...
+
+    def flush(self) -> None:
+        """Let everybody have what was released; may block for a round trip."""
+        ...
+
+    @property
+    def number_held(self) -> int:
+        """How many rows this process holds."""
+        ...
+
+
+class Dialect(Protocol):
+    """One database of one product: its SQL, its errors, its ways to begin and end."""
+
+    longest_name: int
+    """How many bytes of UTF-8 a table's name may have."""
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for URLs that can share a transaction; its str shows no password."""
+        ...
+
+    @property
+    def sql(self) -> sqlalchemy.Dialect:
+        """SQLAlchemy's dialect, which statements are compiled for."""
+        ...
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the driver raises, with and without SQLAlchemy around it."""
+        ...
+
+    def must_exist(self) -> None:
+        """Raise BackendUnusable where there is no database yet and connecting would make an empty one."""
+        ...
+
+    def findings(self, connection: Connection) -> list[Finding]:
+        """Return what can be told of the database, for `delayline doctor`."""
+        ...
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        ...
+
+    def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
+        """Return what the due column keeps: never earlier than `due`."""
+        ...
+
+    def from_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
+        """Return the due time that the column keeps."""
+        ...
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the due column as microseconds since 1970 UTC."""
+        ...
+
+    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        """Return the condition that the column is one of the list bound as `name`."""
+        ...
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is."""
+        ...
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Run the insert for every row."""
+        ...
+
+    def begin(self, connection: Connection) -> None:
+        """Begin a transaction."""
+        ...
+
+    def commit(self, connection: Connection) -> None:
+        """Commit; durable on return."""
+        ...
+
+    def rollback(self, connection: Connection) -> None:
+        """Roll back, unless the database has done so by itself."""
+        ...
+
+    def set_savepoint(self, connection: Connection) -> None:
+        """Mark where `roll_back_to_savepoint` goes back to."""
+        ...
+
+    def roll_back_to_savepoint(self, connection: Connection) -> None:
+        """Undo what was done since the savepoint, which stays set."""
+        ...
+
+    def release_savepoint(self, connection: Connection) -> None:
+        """Forget the savepoint, keeping what was done since."""
+        ...

@@ -1,0 +1,178 @@
+"""PostgreSQL 13 and newer, through psycopg 3."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import BigInteger, cast, extract
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.sql.expression import any_, bindparam
+
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
+from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
+from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
+from delayline.sql.dialects.postgresql_wake_ups import Notifications
+from delayline.sql.dialects.server import ServerDialect, cause_of, run
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
+
+    from delayline.sql.dialect import Finding
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.statements import StoreStatements
+
+OLDEST: Final = 13
+CONNECT_TIMEOUT: Final = 10  # seconds
+#: A server that does not answer any more is noticed within half a minute, however long its statements may take.
+CONNECT_ARGS: Final = {
+    "connect_timeout": CONNECT_TIMEOUT,
+    "application_name": "delayline",
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+    "options": "-c timezone=UTC",
+    "prepare_threshold": 2,
+}
+
+
+class Postgresql(ServerDialect):
+    """What the SQL room needs to know of one PostgreSQL database."""
+
+    product = "PostgreSQL"
+    driver = "postgresql+psycopg"
+    extra = "postgresql"
+    default_port = 5432
+    longest_name = 63
+
+    def __init__(self, url: URL) -> None:
+        super().__init__(url, connect_args=CONNECT_ARGS, paramstyle="format", use_native_hstore=False)
+
+    def check(self) -> None:
+        """Connect once. Raises BackendUnusable for a version that is too old."""
+        with self.connect() as connection:
+            version = int(run(connection, "SHOW server_version_num")[0][0])
+        if version // 10_000 < OLDEST:
+            raise BackendUnusable(f"{self} is version {version // 10_000}; delayline needs {OLDEST} or newer")
+
+    def findings(self, connection: Connection) -> list[Finding]:
+        """Return the version, how durable a commit is, and how far this machine's clock is off."""
+        version, durable, now = run(
+            connection, "SELECT current_setting('server_version'), current_setting('synchronous_commit'), now()"
+        )[0]
+        off = (datetime.now(UTC) - now).total_seconds()
+        return [
+            ("server", True, f"PostgreSQL {version}"),
+            ("synchronous_commit", durable != "off", f"{durable}"),
+            ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
+        ]
+
+    def to_due(self, due: datetime) -> datetime:
+        """Return the instant: timestamptz keeps microseconds."""
+        return due
+
+    def from_due(self, kept: datetime) -> datetime:
+        """Return the due time in UTC."""
+        return kept.astimezone(UTC)
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the column as microseconds since 1970: exact, as `extract` is numeric."""
+        return cast(extract("epoch", due) * 1_000_000, BigInteger)
+
+    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        """Return the condition with an array: one statement, and one plan, for lists of any length."""
+        return column == any_(bindparam(name, type_=postgresql.ARRAY(column.type)))
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is."""
+        return insert(table).on_conflict_do_nothing(index_elements=[key])
+
+    def rollback(self, connection: Connection) -> None:
+        """Roll back; a connection that is lost has been rolled back by the server."""
+        if not _driver(connection).closed:
+            super().rollback(connection)
+
+    def wake_ups(self, database: ServerDatabase) -> Notifications:
+        """LISTEN and NOTIFY."""
+        return Notifications(database, self)
+
+    def claims(self, database: ServerDatabase, table: str) -> AdvisoryClaims:
+        """Advisory locks."""
+        return AdvisoryClaims(database, table)
+
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> PostgresqlForwarding:
+        """One statement."""
+        return PostgresqlForwarding(statements, tables, self)
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Tell whether the server has gone, or this connection to it."""
+        state = _state(error)
+        return state.startswith(("08", "57P")) or (not state and _is_operational(error))
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        state, cause = _state(error), str(cause_of(error)).strip()
+        for prefix, (kind, text) in TRANSLATIONS.items():
+            if state.startswith(prefix):
+                return kind(text.format(place=self, cause=cause))
+        if _is_operational(error):
+            return self._not_reached(cause)
+        if "invalid connection option" in cause or "invalid URI" in cause:
+            return ConfigurationError(f"the URL of {self} has an option that libpq does not know: {cause}")
+        if "NUL" in cause or "surrogates" in cause:
+            return InvalidMessage(f"{self} cannot keep this text: {cause}")
+        return error
+
+    def _not_reached(self, cause: str) -> Exception:
+        for sign, remedy in UNUSABLE.items():
+            if sign in cause:
+                return BackendUnusable(f"cannot use {self}: {cause}. {remedy}")
+        return BackendUnavailable(f"cannot reach {self}: {cause}. Check that the server runs and answers there")
+
+
+def _driver(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extra
+    return connection.connection.driver_connection
+
+
+def _state(error: BaseException) -> str:
+    return str(getattr(cause_of(error), "sqlstate", None) or "")
+
+
+def _is_operational(error: BaseException) -> bool:
+    names = {kind.__name__ for kind in type(cause_of(error)).__mro__}
+    return bool(names & {"OperationalError", "InterfaceError"})
+
+
+#: What libpq says before there is a connection: it gives no SQLSTATE then.
+UNUSABLE: Final = {
+    "authentication failed": "Check the user and the password",
+    "no password supplied": "Put the password into the URL or into ~/.pgpass",
+    "no pg_hba.conf entry": "Allow this user and host in pg_hba.conf",
+    "does not support SSL": "Set sslmode in the URL to what the server offers",
+    "SSL": "Check sslmode and the certificates",
+    "does not exist": "Create it, or name another one in the URL",
+}
+TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
+    "08": (BackendUnavailable, "the connection to {place} is lost: {cause}"),
+    "22021": (InvalidMessage, "{place} cannot keep this text: {cause}"),
+    "22001": (InvalidMessage, "{place} cannot keep a text of that length: {cause}"),
+    "25006": (BackendUnavailable, "{place} is read-only, a standby perhaps: {cause}. Name the primary in the URL"),
+    "28": (BackendUnusable, "{place} refuses this user: {cause}. Check the user and the password"),
+    "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),
+    "3F000": (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
+    "40": (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
+    "42501": (BackendUnusable, "{place} does not allow this user that: {cause}. Grant it"),
+    "42P01": (BackendUnusable, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
+    "42703": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
+    "42804": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
+    "53100": (StorageFull, "{place} has no space left: {cause}"),
+    "53": (BackendUnavailable, "{place} is short of resources: {cause}"),
+    "54": (InvalidMessage, "{place} cannot keep something that large: {cause}"),
+    "55P03": (BackendUnavailable, "{place} did not get a lock in time: {cause}"),
+    "57": (BackendUnavailable, "{place} has ended the statement or the connection: {cause}"),
+    "58": (BackendUnavailable, "{place} cannot read or write its files: {cause}. Check its disk"),
+    "XX": (BackendUnavailable, "{place} reports an internal error: {cause}"),
+}

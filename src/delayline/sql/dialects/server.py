@@ -1,0 +1,137 @@
+"""What the servers' dialects have in common: connections in autocommit, transactions begun and ended by statements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sqlalchemy import URL, bindparam, create_engine
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import NullPool
+
+from delayline.errors import ConfigurationError, MissingExtra
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    import sqlalchemy
+    from sqlalchemy import ColumnElement, Connection
+
+    from delayline.sql.prepared import Prepared
+
+
+class ServerDialect:
+    """One database of a server, reached through a SQLAlchemy driver."""
+
+    product: ClassVar[str]
+    driver: ClassVar[str]
+    """SQLAlchemy's name for the dialect and driver."""
+    extra: ClassVar[str]
+    default_port: ClassVar[int]
+    patience = 30.0
+
+    BEGIN: ClassVar[str] = "BEGIN"
+    COMMIT: ClassVar[str] = "COMMIT"
+    ROLLBACK: ClassVar[str] = "ROLLBACK"
+    SAVEPOINT: ClassVar[str] = "SAVEPOINT delayline"
+    ROLLBACK_TO: ClassVar[str] = "ROLLBACK TO SAVEPOINT delayline"
+    RELEASE: ClassVar[str] = "RELEASE SAVEPOINT delayline"
+
+    def __init__(self, url: URL, *, connect_args: Mapping[str, object], **engine_options: object) -> None:
+        if not url.database:
+            raise ConfigurationError(
+                f"the URL names no database: write it like {url.get_backend_name()}://user@host/database"
+            )
+        self.url = url.set(drivername=self.driver)
+        # The URL itself wins over our defaults.
+        arguments = {name: value for name, value in connect_args.items() if name not in url.query}
+        try:
+            self.engine = create_engine(
+                self.url,
+                poolclass=NullPool,
+                isolation_level="AUTOCOMMIT",
+                connect_args=arguments,
+                hide_parameters=True,
+                **engine_options,
+            )
+        except ModuleNotFoundError as error:
+            raise MissingExtra(self.extra, f"a {url.get_backend_name()}:// URL") from error
+        except (ArgumentError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"the URL of {self} has an option that cannot be used: {error}") from error
+
+    def __str__(self) -> str:
+        url = self.url
+        user = f"{url.username}@" if url.username else ""
+        return f"{self.product} database {user}{url.host or 'localhost'}:{url.port or self.default_port}/{url.database}"
+
+    @property
+    def identity(self) -> Hashable:
+        """The URL, with the driver and port spelled out; its str hides the password."""
+        return self.url.set(port=self.url.port or self.default_port)
+
+    @property
+    def sql(self) -> sqlalchemy.Dialect:
+        """SQLAlchemy's dialect, which statements are compiled for."""
+        return self.engine.dialect
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the driver raises, with and without SQLAlchemy around it."""
+        return (DBAPIError, self.engine.dialect.loaded_dbapi.Error)
+
+    def must_exist(self) -> None:
+        """Do nothing: connecting makes no database."""
+
+    def connect(self) -> Connection:
+        """Return a new connection in autocommit."""
+        return self.engine.connect()
+
+    def ping(self, connection: Connection) -> None:
+        """Ask the server for a sign of life."""
+        run(connection, "SELECT 1")
+
+    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        """Return the condition that the column is one of the list bound as `name`."""
+        return column.in_(bindparam(name, expanding=True))
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert every row."""
+        insert.change_many(connection, rows)
+
+    def begin(self, connection: Connection) -> None:
+        """Begin a transaction."""
+        run(connection, self.BEGIN)
+
+    def commit(self, connection: Connection) -> None:
+        """Commit; durable on return."""
+        run(connection, self.COMMIT)
+
+    def rollback(self, connection: Connection) -> None:
+        """Roll back."""
+        run(connection, self.ROLLBACK)
+
+    def set_savepoint(self, connection: Connection) -> None:
+        """Mark where `roll_back_to_savepoint` goes back to."""
+        run(connection, self.SAVEPOINT)
+
+    def roll_back_to_savepoint(self, connection: Connection) -> None:
+        """Undo what was done since the savepoint, which stays set."""
+        run(connection, self.ROLLBACK_TO)
+
+    def release_savepoint(self, connection: Connection) -> None:
+        """Forget the savepoint, keeping what was done since."""
+        if self.RELEASE:
+            run(connection, self.RELEASE)
+
+
+def run(connection: Connection, sql: str, *values: Any) -> list[Any]:  # noqa: ANN401
+    """Execute on the driver's own cursor and return the rows, if it gives any."""
+    cursor = connection.connection.cursor()
+    cursor.execute(sql, values)
+    rows = list(cursor.fetchall()) if cursor.description else []
+    cursor.close()
+    return rows
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the driver's error inside SQLAlchemy's."""
+    return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error

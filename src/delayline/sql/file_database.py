@@ -1,0 +1,195 @@
+"""A database in one file: reads side by side, writes one transaction at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from delayline.errors import BackendUnusable, NotStarted
+from delayline.sql.claimed_rows import ClaimedRows
+from delayline.sql.database import Database
+from delayline.sql.dialects.sqlite import Sqlite
+from delayline.sql.group_commit import GroupCommit, Write
+from delayline.sql.lane import Lane
+from delayline.sql.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import URL, Connection
+
+    from delayline.sql.dialects.sqlite_claims import Claims
+    from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.statements import StoreStatements
+
+Result = TypeVar("Result")
+READERS: Final = 2
+
+
+class FileDatabase(Database):
+    """An SQLite file: whoever writes has the lane, and the writes that wait for the same turn share a commit."""
+
+    locks_rows = False
+
+    def __init__(self, url: URL) -> None:
+        super().__init__()
+        self.dialect: Sqlite = Sqlite(url)
+        self.lane = Lane()
+        self._group = GroupCommit(self.dialect)
+        self._writer: Workers | None = None
+        self._readers: Workers | None = None
+        self._write_connection: Connection | None = None
+        self._read_connections: list[Connection] = []
+        self._thread = threading.local()
+        self._lost: list[Connection] | None = None
+
+    @property
+    def wake_ups(self) -> WakeUps:
+        """Pipes beside the file."""
+        return self.dialect.wake_ups
+
+    def claims(self, table: str) -> Claims:
+        """Byte-range locks beside the file."""
+        return self.dialect.claims(table)
+
+    def rows(self, statements: StoreStatements, tables: QueueTables) -> ClaimedRows:
+        """Rows stood for by claims."""
+        return ClaimedRows(self, statements, tables)
+
+    async def read(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on a reading connection."""
+        if self._readers is None:
+            raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
+        return await self._readers.run(lambda: self._translated(lambda: work(self._read_connection())))
+
+    async def hold(self) -> WriterHold:
+        """Wait for the lane."""
+        await self.lane.enter()
+        return WriterHold(self)
+
+    async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on the writing connection; only for whoever is in the lane."""
+        if self._writer is None:
+            raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
+        return await self._writer.run(lambda: self._translated(lambda: work(self._writing_connection())))
+
+    async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
+        """Commit the work with those of others that wait for the same turn; cancelled before it, it has no effect."""
+        del one_statement
+        write = Write(work)
+        self._group.add(write)
+        try:
+            await self.lane.enter()
+        except asyncio.CancelledError:
+            if not self._group.withdraw(write):
+                await self._until_committed()
+            raise
+        try:
+            if not write.finished:
+                group = self._group.take()
+                await self.on_writer(lambda connection: self._group.run(group, connection))
+        finally:
+            self.lane.leave()
+        return write.result()
+
+    async def _until_committed(self) -> None:
+        turn = asyncio.ensure_future(self.lane.enter())
+        while not turn.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([turn])
+        self.lane.leave()
+
+    def _connect(self) -> None:
+        if self._lost is not None:
+            raise BackendUnusable(
+                f"this process was forked in the middle of a transaction on {self.dialect}: "
+                "start endpoints after the fork, or use multiprocessing's spawn method"
+            )
+        connection = self._translated(lambda: self.dialect.connect(writing=True))
+        try:
+            self.dialect.opened()
+        except BaseException:
+            connection.close()
+            raise
+        self._write_connection = connection
+        self._writer = Workers("delayline writer", 1)
+        self._readers = Workers("delayline reader", READERS)
+
+    def _disconnect(self) -> None:
+        for workers in (self._writer, self._readers):
+            if workers is not None:
+                workers.stop()
+        self._writer = self._readers = None
+        self.dialect.closed()
+        self._close_connections()
+
+    def before_fork(self) -> None:
+        """Let the threads come to rest and disconnect: SQLite's connections must not be inherited.
+
+        In the middle of a transaction they are, and the child has to do without this database.
+        """
+        self._opening.acquire()
+        for workers in (self._writer, self._readers):
+            if workers is not None:
+                workers.pause()
+        writing = self._write_connection
+        if writing is not None and not self.dialect.in_transaction(writing):
+            self._close_connections()
+
+    def after_fork(self) -> None:
+        """Go on, in the parent: connections come back when they are needed."""
+        for workers in (self._writer, self._readers):
+            if workers is not None:
+                workers.resume()
+        self._opening.release()
+
+    def after_fork_in_child(self) -> None:
+        """Be as new: the threads, claims and pipes are the parent's."""
+        if self._write_connection is not None:
+            self._lost = [self._write_connection, *self._read_connections]  # for ever: closing them is not safe
+        self.dialect.forked()
+        self.lane = Lane()
+        self._group = GroupCommit(self.dialect)
+        self._users = 0
+        self._writer = self._readers = self._write_connection = None
+        self._read_connections = []
+        self._thread = threading.local()
+        self._opening = threading.Lock()
+
+    def _close_connections(self) -> None:
+        if self._write_connection is not None:
+            self._read_connections.append(self._write_connection)
+        for connection in self._read_connections:
+            connection.close()
+        self._read_connections, self._write_connection = [], None
+        self._thread = threading.local()
+
+    def _writing_connection(self) -> Connection:
+        if self._write_connection is None:  # since a fork
+            self._write_connection = self.dialect.connect(writing=True)
+        return self._write_connection
+
+    def _read_connection(self) -> Connection:
+        connection: Connection | None = getattr(self._thread, "connection", None)
+        if connection is None:
+            connection = self._thread.connection = self.dialect.connect(writing=False)
+            self._read_connections.append(connection)
+        return connection
+
+
+class WriterHold:
+    """The writing connection, for as long as one is in the lane."""
+
+    def __init__(self, database: FileDatabase) -> None:
+        self._database = database
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on the writing connection."""
+        return await self._database.on_writer(work)
+
+    def leave(self) -> None:
+        """Leave the lane."""
+        self._database.lane.leave()

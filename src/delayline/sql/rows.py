@@ -1,0 +1,52 @@
+"""Who may touch which row of a store's table: what the store asks, whichever way a database answers it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sqlalchemy import Connection
+
+    from delayline.delayed.store import Outcome
+    from delayline.message import DelayedMessage
+    from delayline.sql.forwarding import Moved
+    from delayline.transaction import Transaction
+
+Result = TypeVar("Result")
+
+
+class Rows(Protocol):
+    """The rows of one store's table."""
+
+    async def fetch(
+        self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return due messages: until the transaction ends, or until `change` or `release`."""
+        ...
+
+    async def change(
+        self,
+        work: Callable[[Connection], Result],
+        messages: Sequence[DelayedMessage],
+        transaction: Transaction | None = None,
+    ) -> Result:
+        """Run `work`, one statement on the messages' rows; without a transaction it unlocks them as well."""
+        ...
+
+    async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
+        """Run `work` unless somebody has the message."""
+        ...
+
+    async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
+        """Move due messages to their queues inside the database."""
+        ...
+
+    async def release(self, messages: Sequence[DelayedMessage]) -> None:
+        """Unlock the messages. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Unlock everything."""
+        ...

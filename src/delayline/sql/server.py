@@ -1,0 +1,66 @@
+"""What the SQL room asks of a database server beyond what it asks of every database."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from delayline.sql import dialect
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from delayline.sql.forwarding import Forwarding
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.statements import StoreStatements
+
+
+class WakeUps(dialect.WakeUps, Protocol):
+    """A server's way to tell who waits."""
+
+    def close(self) -> None:
+        """Stop listening; blocks until it has."""
+        ...
+
+
+class Claims(dialect.Claims, Protocol):
+    """Claims on the rows of one table, held by a connection."""
+
+    def close(self) -> None:
+        """Give up every claim."""
+        ...
+
+
+class Server(dialect.Dialect, Protocol):
+    """One database of a server."""
+
+    patience: float
+    """Seconds to wait for a connection."""
+
+    def check(self) -> None:
+        """Connect once and refuse what cannot work: an old version, missing rights. Raises BackendUnusable."""
+        ...
+
+    def connect(self) -> Connection:
+        """Return a new connection in autocommit."""
+        ...
+
+    def ping(self, connection: Connection) -> None:
+        """Ask the server for a sign of life; raises one of `errors`."""
+        ...
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Tell whether the error means that the connection is of no use any more."""
+        ...
+
+    def wake_ups(self, database: ServerDatabase) -> WakeUps:
+        """Return how writers tell who waits."""
+        ...
+
+    def claims(self, database: ServerDatabase, table: str) -> Claims:
+        """Return claims on the rows of that table."""
+        ...
+
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> Forwarding:
+        """Return how due messages move inside the server."""
+        ...

@@ -1,0 +1,250 @@
+"""A database on a server: statements side by side on connections of their own, locks on rows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from delayline.errors import BackendUnavailable, NotStarted
+from delayline.sql.database import Database
+from delayline.sql.lane import Lane
+from delayline.sql.locked_rows import LockedRows
+from delayline.sql.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.server import Claims, Server, WakeUps
+    from delayline.sql.statements import StoreStatements
+
+Result = TypeVar("Result")
+WORKERS: Final = 4
+TRANSACTIONS: Final = 8
+PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
+
+
+class ServerDatabase(Database):
+    """A server's database. Statements outside transactions run on a few connections, one a worker thread.
+
+    A transaction has a connection of its own; there are eight at a time, and who wants another one waits.
+    """
+
+    locks_rows = True
+    dialect: Server
+
+    def __init__(self, dialect: Server) -> None:
+        super().__init__()
+        self.dialect = dialect
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.lane = Lane(TRANSACTIONS)
+        self._workers: Workers | None = None
+        self._thread = threading.local()
+        self._all: set[Session] = set()
+        self._idle: list[Session] = []
+        self._generation = 0
+        self._wake_ups: WakeUps | None = None
+        self._claims: dict[str, Claims] = {}
+
+    @property
+    def wake_ups(self) -> WakeUps:
+        """The server's own where it has some."""
+        if self._wake_ups is None:
+            raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
+        return self._wake_ups
+
+    def claims(self, table: str) -> Claims:
+        """Locks that the server ends with the connection."""
+        with self._opening:
+            if table not in self._claims:
+                self._claims[table] = self.dialect.claims(self, table)
+            return self._claims[table]
+
+    def rows(self, statements: StoreStatements, tables: QueueTables) -> LockedRows:
+        """Rows locked by transactions."""
+        return LockedRows(self, statements, self.dialect.forwarding(statements, tables))
+
+    async def read(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on some connection, each of its statements by itself."""
+        return await self.run(lambda: self._own_session().run(work))
+
+    async def hold(self) -> SessionHold:
+        """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
+        try:
+            async with asyncio.timeout(self.dialect.patience):
+                await self.lane.enter()
+        except TimeoutError as error:
+            raise BackendUnavailable(
+                f"all {TRANSACTIONS} transactions on {self.dialect} have been busy for {self.dialect.patience:g} s: "
+                "end them sooner, or handle fewer messages at once"
+            ) from error
+        return SessionHold(self)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on a worker thread."""
+        if self._workers is None:
+            raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
+        return await self._workers.run(work)
+
+    def spawn(self, work: Callable[[], object]) -> None:
+        """Run `work` on a worker thread some time soon; nobody waits for it. Does nothing once closed."""
+        if self._workers is not None:
+            self._workers.spawn(work)
+
+    def session(self) -> Session:
+        """Return an idle connection, or a new one; on a worker thread."""
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        return self._new_session()
+
+    def give_back(self, session: Session) -> None:
+        """Keep the connection for the next transaction."""
+        self._idle.append(session)
+
+    def lost(self) -> None:
+        """Trust none of the connections there are: one of them has found the server gone."""
+        self._generation += 1
+
+    @property
+    def generation(self) -> int:
+        """Counts how often the server was found gone."""
+        return self._generation
+
+    async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
+        if one_statement:
+            return await self.read(work)
+        return await self.run(
+            lambda: self._own_session().run(lambda connection: self._in_transaction(work, connection))
+        )
+
+    def _in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        self.dialect.begin(connection)
+        try:
+            result = work(connection)
+            self.dialect.commit(connection)
+        except BaseException:
+            self.dialect.rollback(connection)
+            raise
+        return result
+
+    def _own_session(self) -> Session:
+        session: Session | None = getattr(self._thread, "session", None)
+        if session is None:
+            session = self._thread.session = self._new_session()
+        return session
+
+    def _new_session(self) -> Session:
+        session = Session(self)
+        self._all.add(session)
+        return session
+
+    def _connect(self) -> None:
+        self._translated(self.dialect.check)
+        self._workers = Workers("delayline SQL", WORKERS)
+        self._wake_ups = self.dialect.wake_ups(self)
+
+    def _disconnect(self) -> None:
+        if self._wake_ups is not None:
+            self._wake_ups.close()
+        for claims in self._claims.values():
+            claims.close()
+        if self._workers is not None:
+            self._workers.stop()
+        for session in self._all:
+            session.close()
+        self._begin_anew()
+
+    def before_fork(self) -> None:
+        """Let nobody open or close meanwhile."""
+        self._opening.acquire()
+
+    def after_fork(self) -> None:
+        """Go on, in the parent."""
+        self._opening.release()
+
+    def after_fork_in_child(self) -> None:
+        """Be as new; the parent's connections are kept for ever, as ending them would end the parent's."""
+        _inherited.append(self.__dict__.copy())
+        self._begin_anew()
+        self._users = 0
+        self._opening = threading.Lock()
+
+
+class Session:
+    """One connection, made when it is needed and again when the server has gone. Used by one thread at a time."""
+
+    def __init__(self, database: ServerDatabase) -> None:
+        self._database = database
+        self._dialect = database.dialect
+        self._connection: Connection | None = None
+        self._generation = 0
+        self._used = 0.0
+
+    def run(self, work: Callable[[Connection], Result], *, fresh: bool = True) -> Result:
+        """Run `work`; driver errors come out as delayline's. `fresh`: no transaction is open."""
+        try:
+            connection = self._trusted() if fresh or self._connection is None else self._connection
+            return work(connection)
+        except self._dialect.errors as error:
+            if self._dialect.is_disconnect(error):
+                self._database.lost()
+                self.close()
+            raise self._dialect.translated(error) from error
+        finally:
+            self._used = time.monotonic()
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(*self._dialect.errors):
+                connection.close()
+
+    def _trusted(self) -> Connection:
+        connection = self._connection
+        if connection is not None and self._generation != self._database.generation:
+            self.close()
+        elif connection is not None and time.monotonic() - self._used > PING_AFTER:
+            try:
+                self._dialect.ping(connection)
+            except self._dialect.errors:
+                self.close()
+        if self._connection is None:
+            self._generation = self._database.generation
+            self._connection = self._dialect.connect()
+        return self._connection
+
+
+class SessionHold:
+    """A connection for one transaction."""
+
+    def __init__(self, database: ServerDatabase) -> None:
+        self._database = database
+        self._session: Session | None = None
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on the connection."""
+        return await self._database.run(lambda: self._run(work))
+
+    def leave(self) -> None:
+        """Let the next transaction have it."""
+        if self._session is not None:
+            self._database.give_back(self._session)
+            self._session = None
+        self._database.lane.leave()
+
+    def _run(self, work: Callable[[Connection], Result]) -> Result:
+        fresh = self._session is None
+        if self._session is None:
+            self._session = self._database.session()
+        return self._session.run(work, fresh=fresh)
+
+
+_inherited: Final[list[object]] = []

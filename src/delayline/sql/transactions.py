@@ -1,0 +1,117 @@
+"""One transaction on a SQL database, shared by whatever store, transport and caller it is passed to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from delayline.errors import BackendUnavailable
+from delayline.transaction import Transaction
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Hashable
+
+    from sqlalchemy import Connection
+
+    from delayline.sql.dialect import Dialect
+
+Result = TypeVar("Result")
+
+
+class Hold(Protocol):
+    """Exclusive use of one connection, from its database's `hold` to `leave`."""
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on the connection, in a worker thread. Not cut short by cancellation."""
+        ...
+
+    def leave(self) -> None:
+        """Give the connection back."""
+        ...
+
+
+class Holding(Protocol):
+    """What a transaction asks of its database."""
+
+    dialect: Dialect
+
+    @property
+    def domain(self) -> Hashable:
+        """Equal for parts that can share a transaction."""
+        ...
+
+    async def hold(self) -> Hold:
+        """Wait for a connection of one's own."""
+        ...
+
+
+class SqlTransaction(Transaction):
+    """A transaction on one database; it begins with its first statement."""
+
+    def __init__(self, database: Holding) -> None:
+        super().__init__(database.domain)
+        self._database = database
+        self._dialect = database.dialect
+        self._hold: Hold | None = None
+        self._committed = False
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in this transaction."""
+        if self._hold is not None:
+            return await self._hold.run(work)
+        hold = await self._database.hold()
+        try:
+            return await hold.run(lambda connection: self._begin(hold, work, connection))
+        finally:
+            if self._hold is None:
+                hold.leave()
+
+    @contextlib.asynccontextmanager
+    async def savepoint(self) -> AsyncIterator[None]:
+        """Undo what is done inside when it raises; the transaction goes on."""
+        with self._undoing_callbacks():
+            await self.run(self._dialect.set_savepoint)
+            try:
+                yield
+            except BaseException:
+                await self.run(self._dialect.roll_back_to_savepoint)
+                raise
+            finally:
+                await self.run(self._dialect.release_savepoint)
+
+    def _begin(self, hold: Hold, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        self._dialect.begin(connection)
+        self._hold = hold
+        return work(connection)
+
+    async def _commit(self) -> None:
+        if self._hold is None:
+            return
+        try:
+            await self._end(self._hold, self._commit_or_roll_back)
+        except asyncio.CancelledError:
+            if self._committed:  # cancelled too late: the effect is there, and who waits for it is told
+                for callback in self._after_commit:
+                    callback()
+            raise
+
+    async def _rollback(self) -> None:
+        if self._hold is not None:
+            with contextlib.suppress(BackendUnavailable):  # then the database has done it, or does before the next one
+                await self._end(self._hold, self._dialect.rollback)
+
+    def _commit_or_roll_back(self, connection: Connection) -> None:
+        try:
+            self._dialect.commit(connection)
+        except BaseException:
+            self._dialect.rollback(connection)
+            raise
+        self._committed = True
+
+    async def _end(self, hold: Hold, how: Callable[[Connection], None]) -> None:
+        try:
+            await hold.run(how)
+        finally:
+            self._hold = None
+            hold.leave()

@@ -1,0 +1,44 @@
+"""Servers that tests share: one of each kind a test process, with a database of its own for each test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
+
+from tests.servers.postgresql import INSTALL as INSTALL_POSTGRESQL
+from tests.servers.postgresql import PostgresqlServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def not_installed(product: str, command: str) -> None:
+    """Skip on a laptop; fail where every service has to be there."""
+    reason = f"{product} is not installed: {command}"
+    if os.environ.get("DELAYLINE_REQUIRE_SERVICES") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresqlServer]:
+    """Provide a server whose commits survive its own death, not that of the machine."""
+    if not PostgresqlServer.installed():
+        not_installed("PostgreSQL", INSTALL_POSTGRESQL)
+    server = PostgresqlServer(settings=["fsync=off"])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def postgresql_url(postgresql: PostgresqlServer) -> Iterator[str]:
+    """Provide an empty database."""
+    url = postgresql.new_database()
+    yield url
+    postgresql.drop_database(url)

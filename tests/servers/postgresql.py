@@ -1,0 +1,125 @@
+"""A private PostgreSQL server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PATIENCE: Final = 30.0
+INSTALL: Final = "apt-get install postgresql"
+#: Where Debian keeps the server's programs, which are on nobody's PATH.
+DEBIAN: Final = Path("/usr/lib/postgresql")
+
+
+def program(name: str) -> str | None:
+    """Return the path of one of PostgreSQL's programs, or None."""
+    found = shutil.which(name)
+    newest = sorted(DEBIAN.glob(f"*/bin/{name}"), key=lambda path: int(path.parts[-3]))
+    return str(newest[-1]) if newest else found
+
+
+class PostgresqlServer:
+    """A server of its own on a free port, with a superuser `delayline` whom it trusts."""
+
+    product = "PostgreSQL"
+
+    def __init__(self, settings: Sequence[str] = ()) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="delayline-postgresql-"))
+        self.port = free_port()
+        self._settings = [
+            "listen_addresses=127.0.0.1",
+            f"port={self.port}",
+            f"unix_socket_directories={self.folder}",
+            "max_connections=200",
+            *settings,
+        ]
+        if os.geteuid() == 0:
+            shutil.chown(self.folder, "postgres")
+        self._run("initdb", "-D", str(self.data), "-U", "delayline", "-A", "trust", "-E", "UTF8", "--no-sync")
+        self.start()
+
+    @staticmethod
+    def installed() -> bool:
+        """Tell whether the server's programs are there."""
+        return program("initdb") is not None
+
+    @property
+    def data(self) -> Path:
+        """The folder with the databases."""
+        return self.folder / "data"
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        options = " ".join(f"-c {setting}" for setting in self._settings)
+        self._run("pg_ctl", "-D", str(self.data), "-l", str(self.folder / "log"), "-w", "-o", options, "start")
+
+    def stop(self, mode: str = "fast") -> None:
+        """Stop; `immediate` is a crash of every process."""
+        self._run("pg_ctl", "-D", str(self.data), "-m", mode, "-w", "stop")
+
+    def kill(self) -> None:
+        """End the postmaster the hard way; its children notice and end."""
+        pid = int((self.data / "postmaster.pid").read_text().splitlines()[0])
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while _answers(self.port) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Stop, and leave nothing behind."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self.stop("immediate")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def administrator(self, database: str = "postgres") -> Iterator[psycopg.Connection]:
+        """Connect as superuser, in autocommit."""
+        with psycopg.connect(
+            host="127.0.0.1", port=self.port, user="delayline", dbname=database, autocommit=True
+        ) as connection:
+            yield connection
+
+    def new_database(self) -> str:
+        """Create an empty database and return its URL."""
+        name = f"test_{uuid.uuid4().hex[:12]}"
+        with self.administrator() as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return f"postgresql://delayline@127.0.0.1:{self.port}/{name}"
+
+    def drop_database(self, url: str) -> None:
+        """Drop it, whoever is connected."""
+        with self.administrator() as connection:
+            connection.execute(f"DROP DATABASE IF EXISTS {url.rsplit('/', 1)[1]} WITH (FORCE)")
+
+    def _run(self, name: str, *arguments: str) -> None:
+        command = [program(name) or name, *arguments]
+        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+            command = ["runuser", "-u", "postgres", "--", *command]
+        with (self.folder / "commands.log").open("a") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log, cwd=self.folder)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
