@@ -1,19 +1,17 @@
 """Who may touch which row, on a server: whoever's transaction has locked it; everybody else skips it.
 
-Messages fetched in a transaction are locked by it. For those fetched without one a transaction of the store's own
-stays open, until they are removed, counted or released, or the connection ends with its process.
+Messages fetched in a transaction are locked by it. Those fetched without one are leased for a minute, by the server's
+clock, or until they are removed, counted or released.
 """
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from sqlalchemy import bindparam, func, select
+from sqlalchemy import bindparam, func, null, or_, select, update
 
 from delayline.delayed.store import Outcome
-from delayline.sql.forwarding import Moved
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -22,27 +20,34 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.message import DelayedMessage
-    from delayline.sql.forwarding import Forwarding
+    from delayline.sql.forwarding import Forwarding, Moved
+    from delayline.sql.server import Server
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
-    from delayline.sql.transactions import SqlTransaction
     from delayline.transaction import Transaction
 
 Result = TypeVar("Result")
+LEASE: Final = 60  # seconds; a dispatch takes less
 
 
 class LockStatements:
-    """How rows are locked and read."""
+    """How rows are locked, leased and read."""
 
-    def __init__(self, statements: StoreStatements) -> None:
-        columns, dialect = statements.table.c, statements.dialect
-        in_order, by_ids = (columns.due, columns.seq), dialect.one_of(columns.id, "keys")
-        due = select(columns.id, func.length(columns.headers) + func.length(columns.body))
+    def __init__(self, statements: StoreStatements, dialect: Server) -> None:
+        table, sql = statements.table, dialect.sql
+        columns, by_ids, by_id = table.c, dialect.one_of(table.c.id, "keys"), table.c.id == bindparam("key")
+        in_order = (columns.due, columns.seq)
+        free = or_(columns.leased_until.is_(None), columns.leased_until < dialect.in_seconds(0))
+        due = select(columns.id, func.length(columns.headers) + func.length(columns.body)).where(free)
         due = due.where(columns.due <= bindparam("until")).order_by(*in_order).limit(bindparam("number"))
-        some = select(columns.id).where(by_ids)
-        self.due = Prepared(due.with_for_update(skip_locked=True), dialect.sql, ["until", "number"])
-        self.some = Prepared(some.with_for_update(skip_locked=True), dialect.sql, ["keys"])
-        self.read = Prepared(statements.waiting.where(by_ids).order_by(*in_order), dialect.sql, ["keys"])
+        one = select(columns.id).where(by_id, free).with_for_update(skip_locked=True)
+        lease = update(table).where(by_ids).values(leased_until=dialect.in_seconds(LEASE))
+        self.due = Prepared(due.with_for_update(skip_locked=True), sql, ["until", "number"])
+        self.one = Prepared(one, sql, ["key"])
+        self.exists = Prepared(select(columns.id).where(by_id), sql, ["key"])
+        self.read = Prepared(statements.waiting.where(by_ids).order_by(*in_order), sql, ["keys"])
+        self.lease = Prepared(lease, sql, ["keys"])
+        self.release = Prepared(update(table).where(by_ids).values(leased_until=null()), sql, ["keys"])
 
 
 class LockedRows:
@@ -51,28 +56,18 @@ class LockedRows:
     def __init__(self, database: ServerDatabase, statements: StoreStatements, forwarding: Forwarding) -> None:
         self._database = database
         self._statements = statements
-        self._locks = LockStatements(statements)
+        self._locks = LockStatements(statements, database.dialect)
         self._forwarding = forwarding
-        self._batches: list[LockedBatch] = []
+        self._leased: set[str] = set()
 
     async def fetch(
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
     ) -> Sequence[DelayedMessage]:
         """Lock and return due messages."""
-        fetch = partial(self._fetch, until=until, limit=limit, max_bytes=max_bytes)
-        if transaction is not None:
-            return await self._database.write(fetch, transaction)
-        locked = LockedBatch(self._database.transaction())
-        try:
-            messages = await locked.transaction.run(fetch)
-        except BaseException:
-            await locked.end(committing=False)
-            raise
-        locked.ids = {message.id for message in messages}
-        if messages:
-            self._batches.append(locked)
-        else:
-            await locked.end(committing=False)
+        fetch = partial(self._fetch, until=until, limit=limit, max_bytes=max_bytes, leasing=transaction is None)
+        messages = await self._database.write(fetch, transaction)
+        if transaction is None:
+            self._leased.update(message.id for message in messages)
         return messages
 
     async def change(
@@ -81,25 +76,14 @@ class LockedRows:
         messages: Sequence[DelayedMessage],
         transaction: Transaction | None = None,
     ) -> Result:
-        """Run `work` on the messages' rows; without a transaction it ends the locks on them."""
-        ids = {message.id for message in messages}
-        batches = [batch for batch in self._batches if batch.ids & ids]
-        if transaction is not None or not batches:
-            return await self._database.write(work, transaction, one_statement=True)
-        locked, *others = batches
-        for other in others:  # one transaction cannot have the other's locks
-            await self._end(other, committing=False, but=other.ids - ids)
-        try:
-            result = await locked.transaction.run(work)
-        except BaseException:
-            await self._end(locked, committing=False)
-            raise
-        await self._end(locked, committing=True, but=locked.ids - ids)
+        """Run `work` on the messages' rows; it ends the leases on them."""
+        result = await self._database.write(work, transaction, one_statement=True)
+        self._leased.difference_update(message.id for message in messages)
         return result
 
     async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
         """Run `work` unless somebody has the message."""
-        return await self._database.write(partial(self._if_unlocked, message_id, work))
+        return await self._database.write(partial(self._if_free, message_id, work))
 
     async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
         """Move due messages to their queues inside the server."""
@@ -109,28 +93,21 @@ class LockedRows:
         )
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
-        """Give up the locks on the messages."""
-        ids = {message.id for message in messages}
-        for locked in [batch for batch in self._batches if batch.ids & ids]:
-            await self._end(locked, committing=False, but=locked.ids - ids)
+        """Give up the leases on the messages."""
+        await self._release({message.id for message in messages} & self._leased)
 
     async def close(self) -> None:
-        """Give up every lock."""
-        for locked in list(self._batches):
-            await self._end(locked, committing=False)
+        """Give up every lease."""
+        await self._release(self._leased)
 
-    async def _end(self, locked: LockedBatch, *, committing: bool, but: set[str] | None = None) -> None:
-        """End the batch's transaction; `but` these go on in a new one, unless somebody is quicker."""
-        self._batches.remove(locked)
-        await locked.end(committing=committing)
-        if but:
-            rest = LockedBatch(self._database.transaction())
-            again = list(but)
-            found = await rest.transaction.run(lambda connection: self._locks.some.rows(connection, again))
-            rest.ids = {message_id for (message_id,) in found}
-            self._batches.append(rest)
+    async def _release(self, ids: set[str]) -> None:
+        if ids:
+            await self._database.write(partial(self._locks.release.change_each, keys=list(ids)))
+            self._leased -= ids
 
-    def _fetch(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Sequence[DelayedMessage]:
+    def _fetch(
+        self, connection: Connection, *, until: object, limit: int, max_bytes: int, leasing: bool
+    ) -> Sequence[DelayedMessage]:
         chosen: list[str] = []
         for message_id, size in self._locks.due.rows(connection, until, limit):
             max_bytes -= size
@@ -139,32 +116,13 @@ class LockedRows:
             chosen.append(message_id)
         if not chosen:
             return []
+        if leasing:
+            self._locks.lease.change(connection, chosen)
         return [self._statements.message_of(row) for row in self._locks.read.rows(connection, chosen)]
 
-    def _if_unlocked(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
-        if self._locks.some.one(connection, [message_id]) is not None:
+    def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
+        if self._locks.one.one(connection, message_id) is not None:
             work(connection)
             return Outcome.DONE
-        exists = self._statements.number.one(connection, message_id) is not None
+        exists = self._locks.exists.one(connection, message_id) is not None
         return Outcome.DISPATCHING if exists else Outcome.NOT_PENDING
-
-
-class LockedBatch:
-    """Messages fetched without a transaction, and the one that holds their locks."""
-
-    def __init__(self, transaction: SqlTransaction) -> None:
-        self.transaction = transaction
-        self.ids: set[str] = set()
-
-    async def end(self, *, committing: bool) -> None:
-        """Commit or roll back."""
-        if committing:
-            async with self.transaction:
-                return
-        with contextlib.suppress(_Undone):
-            async with self.transaction:
-                raise _Undone
-
-
-class _Undone(Exception):
-    """Rolls a transaction back."""

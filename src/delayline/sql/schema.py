@@ -87,8 +87,11 @@ def queue_tables(schema: str | None = None) -> QueueTables:
     return QueueTables(schema)
 
 
-def timeouts_table(name: str, schema: str | None = None) -> Table:
-    """Return the logical table of a delayed message store (reference 1.12) under that name."""
+def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False) -> Table:
+    """Return the logical table of a delayed message store (reference 1.12) under that name.
+
+    leases: with a column that says until when a message is out without a transaction.
+    """
     return Table(
         name,
         MetaData(schema=schema),
@@ -99,6 +102,7 @@ def timeouts_table(name: str, schema: str | None = None) -> Table:
         Column("headers", CONTENT, nullable=False),
         Column("body", CONTENT, nullable=False),
         Column("retry_count", Integer, nullable=False, default=0),
+        *([Column("leased_until", DUE)] if leases else []),
         Index(_index_name(name), "due", "seq"),
         sqlite_autoincrement=True,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from delayline.sql import dialect
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
     from delayline.sql.forwarding import Forwarding
     from delayline.sql.schema import QueueTables
@@ -36,6 +36,10 @@ class Server(dialect.Dialect, Protocol):
 
     patience: float
     """Seconds to wait for a connection."""
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the server's time so many seconds from now, as the due column keeps times."""
+        ...
 
     def check(self) -> None:
         """Connect once and refuse what cannot work: an old version, missing rights. Raises BackendUnusable."""

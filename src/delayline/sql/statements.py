@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, func, insert, literal_column, select, update
+from sqlalchemy import bindparam, delete, func, insert, literal_column, null, select, update
 
 from delayline.errors import QueueNotFound
 from delayline.message import DelayedMessage, Message
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
 
 Values = tuple[Any, ...]
+INSERTED: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
 
 
 class StoreStatements:
@@ -36,8 +37,11 @@ class StoreStatements:
         numbers = select(columns.seq).where(is_due).order_by(*in_order)
         numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
         claimed = self.waiting.where(columns.seq == bindparam("sequence"), is_due)
-        failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"))
-        self.insert = Prepared(dialect.insert_new(table, "id"), sql, [*table.c.keys()[1:]])
+        unleased = {"leased_until": null()} if "leased_until" in columns else {}
+        failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"), **unleased)
+        self.insert = Prepared(
+            dialect.insert_new(table, "id"), sql, ["id", "destination", "due", "headers", "body", "retry_count"]
+        )
         due = self.waiting.where(is_due).order_by(*in_order).limit(bindparam("number"))
         self.due = Prepared(due, sql, ["until", "number"])
         self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
@@ -60,8 +64,9 @@ class StoreStatements:
         due = self._dialect.microseconds(columns.due)
         # Twice the remainder: SQL's has the sign of its left side, and due times before 1970 are negative.
         start = (due - (due % width + width) % width).label("start")
-        counts = select(start, columns.destination, func.count()).group_by(start, columns.destination)
-        return counts.order_by(start, columns.destination)
+        buckets = select(start, columns.destination).subquery().c
+        counts = select(buckets.start, buckets.destination, func.count()).group_by(buckets.start, buckets.destination)
+        return counts.order_by(buckets.start, buckets.destination)
 
     def row_of(self, message: DelayedMessage) -> Values:
         """Return what the insert statement takes."""
@@ -102,7 +107,6 @@ class QueueStatements:
         self.register = Prepared(dialect.insert_new(queues, "name"), sql, ["name"])
         self.put = Prepared(insert(queued), sql, ["queue", "id", "headers", "body"])
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
-        self.all_numbers = Prepared(select(columns.seq).where(of_queue), sql, ["name"])
         self.claimed = Prepared(kept.where(by_numbers), sql, ["numbers"])
         self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
         self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])

@@ -230,7 +230,7 @@ class SqlDelayedMessageStore:
                 f"the table name {name!r} is longer than the {longest} bytes that {self._database.dialect} allows: "
                 "give the endpoint a shorter name, or the store a table_name"
             )
-        return schema.timeouts_table(name, self._schema)
+        return schema.timeouts_table(name, self._schema, leases=self._database.locks_rows)
 
     def _due(self, kept: object) -> datetime | None:
         return None if kept is None else self._database.dialect.from_due(kept)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 ONE_SECOND: Final = timedelta(seconds=1)
+PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 
 
 class SqlTransport:
@@ -145,19 +146,25 @@ class SqlTransport:
             release()
 
     async def purge(self, queue: str) -> int:
-        """Remove every message that nobody is handling."""
-        free: list[int] = []
+        """Remove every message that nobody is handling, some at a time."""
+        await self._database.read(partial(self._statements.must_exist, queue=queue))
+        number, after = 0, 0
+        while True:
+            free: list[int] = []
+            try:
+                page, deleted = await self._database.write(partial(self._purge, queue=queue, after=after, free=free))
+            finally:
+                self._claims.release(free)  # after the commit: before it a receiver would still see the rows
+            number += deleted
+            if len(page) < PURGED_AT_ONCE:
+                return number
+            after = page[-1]
 
-        def purged(connection: Connection) -> int:
-            self._statements.must_exist(connection, queue)
-            numbers = [number for (number,) in self._statements.all_numbers.rows(connection, queue)]
-            free.extend(self._claims.take(numbers, len(numbers)))
-            return self._statements.delete.change_each(connection, keys=free)
-
-        try:
-            return await self._database.write(purged)
-        finally:
-            self._claims.release(free)  # after the commit: before it a receiver would still see the rows
+    def _purge(self, connection: Connection, queue: str, after: int, free: list[int]) -> tuple[list[int], int]:
+        rows = self._statements.numbers.rows(connection, queue, after, PURGED_AT_ONCE)
+        page = [number for (number,) in rows]
+        free.extend(self._claims.take(page, len(page)))
+        return page, self._statements.delete.change_each(connection, keys=free)
 
     @property
     def _claims(self) -> Claims:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, cast, extract
+from sqlalchemy import BigInteger, cast, extract, literal_column
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.expression import any_, bindparam
@@ -81,6 +81,10 @@ class Postgresql(ServerDialect):
     def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
         """Return the column as microseconds since 1970: exact, as `extract` is numeric."""
         return cast(extract("epoch", due) * 1_000_000, BigInteger)
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the server's time so many seconds from now."""
+        return literal_column(f"clock_timestamp() + interval '{seconds} seconds'")
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition with an array: one statement, and one plan, for lists of any length."""

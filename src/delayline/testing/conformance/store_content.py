@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from delayline.errors import ConfigurationError
 from delayline.message import DelayedMessage, Message
 from delayline.testing.conformance.messages import (
     AT,
@@ -35,6 +36,10 @@ INSTANTS = {
     "far past": datetime(1900, 1, 1, tzinfo=UTC),
 }
 END_OF_TIME = INSTANTS["the end of time"]
+
+
+#: Bytes that every back end has room for in an endpoint's name.
+SHORT_NAME: Final = 50
 
 
 class StoreContent(StoreRoom):
@@ -137,8 +142,13 @@ class StoreContent(StoreRoom):
 
     @pytest.mark.parametrize("name", HOSTILE_NAMES)
     async def test_hostile_endpoint_names(self, tmp_path: Path, name: str) -> None:
-        """Whatever the endpoint is called its store works: tables and folders are quoted, not pasted."""
-        store = await opened(await self.make_store(tmp_path), name)
+        """Whatever the endpoint is called its store works: names are quoted, not pasted, or refused when too long."""
+        try:
+            store = await opened(await self.make_store(tmp_path), name)
+        except ConfigurationError as error:
+            assert len(name.encode()) > SHORT_NAME, f"{name!r} is not long"
+            assert name in str(error)
+            return
         await store.store(delayed(f"of {len(name)}"))
         found = await store.fetch_next_due(AT)
         same(found, delayed(f"of {len(name)}"))

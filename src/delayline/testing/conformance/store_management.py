@@ -190,10 +190,10 @@ class StoreSignals(StoreRoom):
         """Not before: the poller would look, find nothing and sleep."""
         if not isinstance(waking, StoreTransactions):
             pytest.skip("not claimed: StoreTransactions")
-        woken = asyncio.Event()
-        stop = waking.on_stored(lambda due: woken.set())
+        woken, message = asyncio.Event(), delayed()
+        stop = waking.on_stored(lambda due: woken.set() if due == message.due else None)
         async with waking.transaction() as transaction:
-            await waking.store(delayed(), transaction)
+            await waking.store(message, transaction)
             await settle()
             assert not woken.is_set(), "woken before the commit"
         async with asyncio.timeout(PATIENCE):
