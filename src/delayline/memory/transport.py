@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from functools import partial
-from itertools import count, islice
+from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from delayline.errors import DispatchFailed, QueueNotFound
@@ -76,8 +77,10 @@ class MemoryTransport:
         return len(held.visible) + len(held.hidden)
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
-        """Return visible messages, oldest first."""
-        return [message for _, message in islice(self._queue(queue).visible, offset, offset + limit)]
+        """Return messages, oldest first, hidden ones included."""
+        held = self._queue(queue)
+        entries = sorted([*held.visible, *held.hidden.items()], key=itemgetter(0))
+        return [message for _, message in entries[offset : offset + limit]]
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest visible copy of the message."""
@@ -87,7 +90,10 @@ class MemoryTransport:
             return False
         held.visible.remove(found)
         if transaction is not None:
-            in_memory(transaction).on_rollback(lambda: held.give_back(*found))
+            sequence, message = found
+            held.hidden[sequence] = message
+            in_memory(transaction).on_commit(partial(held.hidden.__delitem__, sequence))
+            in_memory(transaction).on_rollback(partial(held.give_back, sequence))
         return True
 
     async def purge(self, queue: str) -> int:
@@ -104,11 +110,11 @@ class MemoryTransport:
 
 
 class MemoryQueue:
-    """Messages in the order they came, and those that a receiver holds."""
+    """Messages in the order they came, and those that a receiver or a transaction holds."""
 
     def __init__(self) -> None:
         self.visible: deque[tuple[int, Message]] = deque()
-        self.hidden: dict[Hashable, Message] = {}
+        self.hidden: dict[int, Message] = {}
         self.changed = asyncio.Event()
         self._sequence = count()
 
@@ -117,8 +123,9 @@ class MemoryQueue:
         self.visible.append((next(self._sequence), message))
         self.changed.set()
 
-    def give_back(self, sequence: int, message: Message) -> None:
-        """Return a message to its place in the order."""
+    def give_back(self, sequence: int) -> None:
+        """Return a hidden message to its place in the order."""
+        message = self.hidden.pop(sequence)
         position = next((i for i, (other, _) in enumerate(self.visible) if other > sequence), len(self.visible))
         self.visible.insert(position, (sequence, message))
         self.changed.set()
@@ -147,7 +154,7 @@ class MemoryReceiver:
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         """Forget the hidden message, now or at the commit."""
         hidden, sequence = self._queue.hidden, received.receipt
-        if sequence not in hidden:
+        if not isinstance(sequence, int) or sequence not in hidden:
             return False
         if transaction is None:
             del hidden[sequence]
@@ -159,7 +166,7 @@ class MemoryReceiver:
         """Put the hidden message back into its place."""
         sequence = received.receipt
         if isinstance(sequence, int) and sequence in self._queue.hidden:
-            self._queue.give_back(sequence, self._queue.hidden.pop(sequence))
+            self._queue.give_back(sequence)
 
     async def stop(self) -> None:
         """End a waiting receive."""

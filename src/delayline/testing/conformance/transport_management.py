@@ -42,6 +42,16 @@ class TransportManagement(TransportRoom):
         assert pages[0][0] == whole
         assert ids(await received(await managed.receiver("billing"), 5)) == ["m0", "m1", "m2", "m3", "m4"]
 
+    async def test_browse_shows_hidden_messages(self, managed: WithManagedQueues) -> None:
+        """In their places: what is being handled has not left the queue yet."""
+        await managed.dispatch([operation("billing", f"m{number}") for number in range(4)])
+        receiver = await managed.receiver("billing")
+        first, second = await received(receiver, 2)
+        assert [message.id for message in await managed.browse("billing", 3)] == ["m0", "m1", "m2"]
+        await receiver.release(second)
+        await receiver.acknowledge(first)
+        assert [message.id for message in await managed.browse("billing", 9)] == ["m1", "m2", "m3"]
+
     async def test_take_removes_one_copy(self, managed: WithManagedQueues) -> None:
         """One at a time, and False when none is left."""
         await managed.dispatch([operation("billing"), operation("billing", "other"), operation("billing")])
