@@ -352,7 +352,8 @@ async def test_what_stays_is_free_for_others_while_the_poller_waits(clock: Manua
     await house.endpoint.stop()
 
 
-async def test_a_release_that_fails_is_a_fault_of_the_storage(clock: ManualClock) -> None:
+async def test_a_release_that_fails_is_tried_again(clock: ManualClock) -> None:
+    # Given a message that is kept, and a store that fails to unlock it
     house = build(clock, shared=False)
     house.faults.always("dispatch", DOWN)
     house.faults.always("release", DOWN)
@@ -360,6 +361,11 @@ async def test_a_release_that_fails_is_a_fault_of_the_storage(clock: ManualClock
     await start(house)
     await clock.advance(1)
     assert house.critical == []
+    # When both work again
+    house.faults.heal()
+    await clock.advance(5)
+    # Then no lock is left over that keeps it where it is
+    assert (await house.ids("out"), await house.waiting()) == (["m"], [])
     await house.endpoint.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ from delayline.memory.transaction import MemoryTransaction
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
+    from datetime import datetime
 
-    from delayline import Transaction, TransportOperation
+    from delayline import DelayedMessage, Transaction, TransportOperation
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")
@@ -26,6 +28,17 @@ ERRORS = pytest.mark.parametrize("error", [BOOM, DOWN], ids=["unexpected", "outa
 
 class NoSavepoints(FaultyTransaction):
     savepoint = None  # type: ignore[assignment]
+
+
+class LostSavepoints(FaultyTransaction):
+    """A transaction whose savepoints cannot be gone back to: the database has forgotten them."""
+
+    @contextlib.asynccontextmanager
+    async def savepoint(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RuntimeError("no such savepoint") from error
 
 
 @pytest.fixture
@@ -156,6 +169,48 @@ async def test_without_savepoints_an_error_queue_that_fails_holds_nobody_up(
     house.faults.heal()
     await clock.advance(60)
     assert await house.ids("out") == ["good", "bad"]
+    await house.endpoint.stop()
+
+
+@ERRORS
+@pytest.mark.parametrize("step", ["dispatch", "move", "retry"])
+async def test_what_a_lost_savepoint_leaves_behind_is_not_committed(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
+) -> None:
+    # Given a step that fails half way, and a savepoint that is lost
+    house = build(clock, number_of_retries=5 if step == "retry" else 0)
+    monkeypatch.setattr(house.store, "transaction", lambda: LostSavepoints(house.faults))
+    assert isinstance(house.store, FaultyStore)
+    put, count = house.transport.dispatch, house.store.retry_many
+    failing = True
+
+    async def dispatch(operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        if not failing:
+            await put(operations, transaction)
+        elif operations[0].destination == "error" or step == "dispatch":
+            await put(operations, transaction)
+            raise error
+        else:
+            raise DispatchFailed({0: BOOM})
+
+    async def retry_many(
+        messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
+        counted = await count(messages, at, transaction)
+        if failing and step == "retry":
+            raise error
+        return counted
+
+    monkeypatch.setattr(house.transport, "dispatch", dispatch)
+    monkeypatch.setattr(house.store, "retry_many", retry_many)
+    await house.hold(delayed())
+    await start(house)
+    # When all works again
+    failing = False
+    await clock.advance(120)
+    # Then the message is in one place, once
+    assert len([*await house.ids("out"), *await house.ids("error")]) == 1
+    assert await house.waiting() == []
     await house.endpoint.stop()
 
 

@@ -55,6 +55,7 @@ class Mover:
         self._recovery = recovery
         self._batch_bytes = batch_bytes
         self._unremoved: list[DelayedMessage] = []
+        self._unreleased: list[DelayedMessage] = []
 
     @property
     def unremoved(self) -> Sequence[DelayedMessage]:
@@ -94,9 +95,12 @@ class Mover:
         self._unremoved = []
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
-        """Unlock messages that stay as they were; a transaction has done so by its end."""
-        if messages and self._scope.begin is None:
-            await self._store.release_many(messages)
+        """Unlock messages that stay as they were, and those for which it failed; a transaction unlocks at its end."""
+        if self._scope.begin is None:
+            self._unreleased += messages
+        if self._unreleased:
+            await self._store.release_many(self._unreleased)
+            self._unreleased = []
 
     async def _forward(self, batch: Batch, transaction: Transaction | None) -> None:
         operations = [TransportOperation(_as_sent(message.message), message.destination) for message in batch.messages]

@@ -11,7 +11,7 @@ from delayline.errors import BackendUnavailable
 from delayline.transaction import Savepoints, share_transactions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
 
     from delayline.delayed.store import DelayedMessageStore
@@ -50,13 +50,36 @@ def scope_between(store: DelayedMessageStore, transport: Transport) -> Scope:
     return Scope(None, shared=False)
 
 
-def savepoint(transaction: Transaction | None) -> AbstractAsyncContextManager[None]:
-    """Return a savepoint of the transaction, where there is one and it has them."""
-    return transaction.savepoint() if isinstance(transaction, Savepoints) else contextlib.nullcontext()
+class SavepointLost(Exception):
+    """A savepoint could not be set, undone or released: nobody knows what its transaction holds."""
+
+
+@contextlib.asynccontextmanager
+async def savepoint(transaction: Transaction | None) -> AsyncIterator[None]:
+    """Enter a savepoint of the transaction, where there is one and it has them.
+
+    Left with an error that is not of the savepoint's own making it has been undone; see `spoilt`.
+    """
+    if not isinstance(transaction, Savepoints):
+        yield
+        return
+    inside: list[Exception] = []
+    try:
+        async with transaction.savepoint():
+            try:
+                yield
+            except Exception as error:
+                inside.append(error)
+                raise
+    except Exception as error:
+        if error in inside or isinstance(error, BackendUnavailable):
+            raise
+        outage = next((one for one in inside if isinstance(one, BackendUnavailable)), None)
+        raise outage or SavepointLost(f"a part of the transaction could not be undone: {error}") from error
 
 
 def spoilt(transaction: Transaction | None, error: Exception) -> bool:
     """Tell whether the transaction cannot go on after `error` left a savepoint of it."""
     if transaction is None:
         return False
-    return isinstance(error, BackendUnavailable) or not isinstance(transaction, Savepoints)
+    return isinstance(error, BackendUnavailable | SavepointLost) or not isinstance(transaction, Savepoints)
