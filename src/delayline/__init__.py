@@ -7,12 +7,14 @@ from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import (
     BatchStore,
+    ClosableStore,
     DelayedMessageStore,
     DueCount,
     Forwarded,
     ForwardingStore,
     ManagedStore,
     Outcome,
+    StoreClock,
     StoreInfrastructure,
     StoreTransactions,
     StoreWakeUps,
@@ -40,7 +42,7 @@ from delayline.message import DelayedMessage, Headers, Message
 from delayline.pipeline import MessageContext
 from delayline.recoverability import Recoverability
 from delayline.sync import SyncEndpoint
-from delayline.transaction import Guarantee, Transaction, TransactionMode, guarantee
+from delayline.transaction import Guarantee, Savepoints, Transaction, TransactionMode, guarantee
 from delayline.transport import (
     ManagedQueues,
     ReceivedMessage,
@@ -71,6 +73,7 @@ __all__ = [
     "BackendUnusable",
     "BatchStore",
     "Clock",
+    "ClosableStore",
     "ConfigurationError",
     "CorruptHeaders",
     "DelayedDelivery",
@@ -102,9 +105,11 @@ __all__ = [
     "ReceivedMessage",
     "Receiver",
     "Recoverability",
+    "Savepoints",
     "SqlDelayedMessageStore",
     "SqlTransport",
     "StorageFull",
+    "StoreClock",
     "StoreInfrastructure",
     "StoreTransactions",
     "StoreWakeUps",

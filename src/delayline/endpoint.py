@@ -15,7 +15,7 @@ from delayline.checks import whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import DelayedDelivery
 from delayline.delayed.host import DeliveryHost
-from delayline.delayed.store import ManagedStore
+from delayline.delayed.store import managed
 from delayline.errors import ConfigurationError, DispatchFailed, NotStarted
 from delayline.events import Event, emit
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from delayline.clock import Clock
+    from delayline.delayed.store import ManagedStore
     from delayline.message import Body
     from delayline.transport import Transport
 
@@ -111,10 +112,7 @@ class Endpoint:
         """What waits: list, count, cancel, reschedule. Raises ConfigurationError where that is not supported."""
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: nothing waits")
-        store = getattr(self.delayed_delivery, "store", self.delayed_delivery)
-        if not isinstance(store, ManagedStore):
-            raise ConfigurationError(f"{type(store).__name__} cannot list, cancel or reschedule what waits")
-        return store
+        return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
 
     def handler(self, handle: Handler) -> Handler:
         """Register a coroutine function to run for every message; usable as a decorator. Several run in order."""

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from delayline.config import endpoint_from, in_memory, must_exist, store_from, transport_from
-from delayline.delayed.store import ManagedStore
+from delayline.delayed.store import ClosableStore
 from delayline.errors import ConfigurationError
 from delayline.transaction import TransactionMode
 from delayline.transport import ManagedQueues
@@ -40,9 +40,8 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     try:
         yield store
     finally:
-        close = getattr(store, "close", None)
-        if close is not None:
-            await close()
+        if isinstance(store, ClosableStore):
+            await store.close()
 
 
 @contextlib.asynccontextmanager
@@ -56,13 +55,6 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
         yield transport
     finally:
         await transport.stop()
-
-
-def managed(store: DelayedMessageStore) -> ManagedStore:
-    """Return the store as one that people can look into; raises ConfigurationError."""
-    if not isinstance(store, ManagedStore):
-        raise ConfigurationError(f"{type(store).__name__} cannot list, cancel or reschedule what waits")
-    return store
 
 
 def managed_queues(transport: Transport) -> ManagedQueues:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import managed, managed_queues, open_store, open_transport, refuse_memory
+from delayline.cli.connection import managed_queues, open_store, open_transport, refuse_memory
 from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
 from delayline.config import endpoint_from, examine, masked, must_exist, store_from, transport_from
+from delayline.delayed.store import managed
 from delayline.errors import DelaylineError, QueueNotFound
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delayline.cli.connection import managed, open_store
+from delayline.cli.connection import open_store
 from delayline.cli.due import delay_given, due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.cli.screen import bar, size
-from delayline.delayed.store import Outcome
+from delayline.delayed.store import Outcome, managed
 from delayline.outgoing import due_time
 
 if TYPE_CHECKING:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from delayline.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime, timedelta
@@ -233,3 +235,12 @@ class ManagedStore(Protocol):
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Return counts by destination and due bucket, earliest first; buckets are aligned to 1970 UTC."""
         ...
+
+
+def managed(store: object) -> ManagedStore:
+    """Return the store as one that people can look into; raises ConfigurationError."""
+    if not isinstance(store, ManagedStore):
+        raise ConfigurationError(
+            f"{type(store).__name__} cannot list, cancel or reschedule what waits: use a store that is a ManagedStore"
+        )
+    return store

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import IO, TYPE_CHECKING, Final
 
-from delayline.cli.connection import managed, managed_queues, open_store, open_transport
+from delayline.cli.connection import managed_queues, open_store, open_transport
 from delayline.cli.demo.reminders import DESTINATION
 from delayline.cli.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, JournalReader, Stage
 from delayline.clock import SystemClock, from_microseconds
 from delayline.config import endpoint_from
+from delayline.delayed.store import managed
 from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
