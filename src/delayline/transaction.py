@@ -103,7 +103,8 @@ class Savepoints(Protocol):
         """Return a part of the transaction: left with an exception it is undone, and the exception raised.
 
         Callbacks registered inside are undone too: those for the end run at once, those for the commit never.
-        Savepoints nest; the transaction stays usable, unless the back end has gone away.
+        Savepoints nest; the transaction stays usable, unless the back end has gone away. Any error other than the
+        one raised inside says that the part may not be undone: the whole transaction has to be.
         """
         ...
 

@@ -54,15 +54,14 @@ class SavepointLost(Exception):
     """A savepoint could not be set, undone or released: nobody knows what its transaction holds."""
 
 
-@contextlib.asynccontextmanager
-async def savepoint(transaction: Transaction | None) -> AsyncIterator[None]:
-    """Enter a savepoint of the transaction, where there is one and it has them.
+def savepoint(transaction: Transaction | None) -> AbstractAsyncContextManager[None]:
+    """Return a savepoint of the transaction, where there is one and it has them; raises SavepointLost."""
+    return _checked(transaction) if isinstance(transaction, Savepoints) else contextlib.nullcontext()
 
-    Left with an error that is not of the savepoint's own making it has been undone; see `spoilt`.
-    """
-    if not isinstance(transaction, Savepoints):
-        yield
-        return
+
+@contextlib.asynccontextmanager
+async def _checked(transaction: Savepoints) -> AsyncIterator[None]:
+    """Tell an error of the savepoint's own, after which nothing is certain, from one that it has undone."""
     inside: list[Exception] = []
     try:
         async with transaction.savepoint():
