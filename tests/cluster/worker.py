@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.forwarding import FileForwarding
+from delayline.sql.forwarding import FileForwarding, Moved
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
     dialect, run, moves = store._database.dialect, FileForwarding.run, [0]
     commit = dialect.commit
 
-    def counted(self: FileForwarding, connection: Connection, until: object, **bounds: int) -> tuple[int, set[str]]:
+    def counted(self: FileForwarding, connection: Connection, until: object, **bounds: int) -> Moved:
         moves[0] += 1
         if moves[0] == 2 and step == "before move":
             die()

@@ -6,6 +6,7 @@ are removed, counted, released, or the process ends.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -90,10 +91,10 @@ class ClaimedRows:
         self._claimed.clear()
 
     def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
-        number, names = 0, set[str]()
+        moved = Moved(0, set())
         if self._claims.nobody_holds_any():
-            number, names = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes)
-        return Moved(number, names, self._statements.next_due.one(connection), left=0)
+            moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes)
+        return replace(moved, next_due=self._statements.next_due.one(connection))
 
     def _fetch_unclaimed(
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]

@@ -23,12 +23,13 @@ MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How many messages moved, to which queues, when the next one is due, how many due ones were passed over."""
+    """How many messages moved, to which queues, and how many due ones were passed over."""
 
     number: int
     queues: set[str]
-    next_due: Any
-    left: int
+    left: int = 0
+    next_due: Any = None
+    """What the due column keeps of the earliest message left, or of an earlier instant; None where there is none."""
 
 
 class Forwarding(Protocol):
@@ -38,7 +39,7 @@ class Forwarding(Protocol):
     """Whether `run` is a single statement."""
 
     def run(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> Moved:
-        """Move messages and say what became of them.
+        """Move messages and say what became of them; `next_due` is `until` where more may be due, else None.
 
         Those that need more than moving are passed over: their queue does not exist, or their headers hold
         properties that are meant for the dispatch only.
@@ -73,8 +74,8 @@ class FileForwarding:
         *,
         limit: int,
         max_bytes: int,
-    ) -> tuple[int, set[str]]:
-        """Move messages and return how many, and to which queues.
+    ) -> Moved:
+        """Move messages and say what became of them.
 
         Stops before the first that needs more than moving: its queue does not exist, or its headers hold properties
         that are meant for the dispatch only.
@@ -89,9 +90,9 @@ class FileForwarding:
                 break
             number += 1
         if number == 0:
-            return 0, set()
+            return Moved(0, set())
         moved = self._move.change(connection, until, number)
         removed = self._remove.change(connection, until, number)
         if not moved == removed == number:
             raise RuntimeError(f"{number} messages were due, {moved} were moved and {removed} removed")
-        return number, {name for name, exists in known.items() if exists}
+        return Moved(number, {name for name, exists in known.items() if exists})

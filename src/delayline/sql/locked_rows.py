@@ -6,6 +6,7 @@ clock, or until they are removed, counted or released.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -87,10 +88,13 @@ class LockedRows:
 
     async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
         """Move due messages to their queues inside the server."""
-        return await self._database.write(
+        moved = await self._database.write(
             partial(self._forwarding.run, until=until, limit=limit, max_bytes=max_bytes),
             one_statement=self._forwarding.one_statement,
         )
+        if moved.next_due is None:
+            moved = replace(moved, next_due=await self._database.read(self._statements.next_due.one))
+        return moved
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
         """Give up the leases on the messages."""

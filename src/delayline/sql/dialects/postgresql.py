@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import BigInteger, cast, extract, literal_column
@@ -17,9 +18,12 @@ from delayline.sql.dialects.postgresql_wake_ups import Notifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.sql.dialect import Finding
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
@@ -94,6 +98,13 @@ class Postgresql(ServerDialect):
         """Return an insert that leaves a row with the same key as it is."""
         return insert(table).on_conflict_do_nothing(index_elements=[key])
 
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert every row in one statement."""
+        if len(rows) == 1:
+            insert.change(connection, *rows[0])
+        else:
+            run(connection, _from_arrays(insert.sql), *map(list, zip(*rows, strict=True)))
+
     def rollback(self, connection: Connection) -> None:
         """Roll back; a connection that is lost has been rolled back by the server."""
         if not _driver(connection).closed:
@@ -135,6 +146,16 @@ class Postgresql(ServerDialect):
             if sign in cause:
                 return BackendUnusable(f"cannot use {self}: {cause}. {remedy}")
         return BackendUnavailable(f"cannot reach {self}: {cause}. Check that the server runs and answers there")
+
+
+@lru_cache(maxsize=256)
+def _from_arrays(insert: str) -> str:
+    """Return the insert of one row as one of many: an array for each column, sent in binary."""
+    start, _, rest = insert.partition(" VALUES (")
+    values, _, end = rest.partition(")")
+    typed = [value if "::" in value else f"{value}::bytea" for value in values.split(", ")]
+    arrays = ", ".join(f"{value.replace('%s', '%b')}[]" for value in typed)
+    return f"{start} SELECT * FROM unnest({arrays}){end}"  # noqa: S608 - of SQLAlchemy's making
 
 
 def _driver(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extra
