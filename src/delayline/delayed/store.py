@@ -135,7 +135,7 @@ class Forwarded:
     number: int
     """How many messages moved."""
     next_due: datetime | None
-    """The earliest due time of all that is left in the store, or earlier; None when it is empty."""
+    """The earliest due time of all that is left in the store, or `at` where more may be due; None when it is empty."""
     left: int = 0
     """Due messages passed over because they need the poller's own hands, such as one whose queue does not exist."""
 

@@ -29,7 +29,7 @@ class Moved:
     queues: set[str]
     left: int = 0
     next_due: Any = None
-    """What the due column keeps of the earliest message left, or of an earlier instant; None where there is none."""
+    """What the due column keeps of the earliest message left, or `until` where more may be due; None for none left."""
 
 
 class Forwarding(Protocol):
