@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.conftest import START, SixVerbs, delayed
 
-from delayline import MemoryDelayedMessageStore
+from delayline import BackendUnavailable, MemoryDelayedMessageStore
 from delayline.delayed.one_at_a_time import OneAtATime, batches_of
 
 if TYPE_CHECKING:
@@ -63,3 +63,32 @@ async def test_a_message_that_backs_off_is_not_fetched_though_its_lease_ran_out(
     await clock.advance(2)
     (again,) = await batches.fetch_due(clock.now(), 1, max_bytes=1)
     assert (again.id, again.number_of_retries) == ("a", 1)
+
+
+async def test_a_failure_that_cannot_be_counted_holds_nobody_up(
+    batches: OneAtATime, store: SixVerbs, clock: ManualClock
+) -> None:
+    # Given a message that backs off, and a store that cannot count its failure
+    await batches.store_many([delayed("a")])
+    await batches.retry_many(await batches.fetch_due(START, 1, max_bytes=1), START + timedelta(seconds=1))
+    await batches.store_many([delayed("b")])
+    store.faults.always("increment", RuntimeError("cannot count"))
+    await clock.advance(1)
+    # When something is fetched, then it is the next one
+    assert await fetch(batches, 1) == ["b"]
+    # And the first comes back, once it can be counted
+    store.faults.heal()
+    await clock.advance(60)
+    assert await fetch(batches, 61) == ["a"]
+
+
+async def test_an_outage_while_a_failure_is_counted_is_one_of_the_fetch(
+    batches: OneAtATime, store: SixVerbs, clock: ManualClock
+) -> None:
+    await batches.store_many([delayed("a")])
+    await batches.retry_many(await batches.fetch_due(START, 1, max_bytes=1), START)
+    store.faults.always("increment", BackendUnavailable("down"))
+    with pytest.raises(BackendUnavailable):
+        await fetch(batches)
+    store.faults.heal()
+    assert await fetch(batches) == ["a"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol
 
+from delayline.delayed.recovery import LONGEST_BACK_OFF
 from delayline.delayed.store import BatchStore
+from delayline.errors import BackendUnavailable
+from delayline.events import Event, emit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +18,9 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DelayedMessageStore
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
+
+
+logger = logging.getLogger(__name__)
 
 
 class PolledStore(BatchStore, Protocol):
@@ -88,8 +95,31 @@ class OneAtATime:
     async def _end_back_off(self) -> None:
         while self._backing_off and self._backing_off[0][0] <= self._clock.now():
             _, message = self._backing_off[0]
-            await self._store.increment_failure_count(message)
+            counted = await self._count(message)
             del self._backing_off[0]
+            if not counted:
+                self._back_off([message], self._clock.now() + LONGEST_BACK_OFF)
+
+    async def _count(self, message: DelayedMessage) -> bool:
+        """Count a failed attempt; False where that fails for this one message, which must not hold up the others."""
+        try:
+            await self._store.increment_failure_count(message)
+        except BackendUnavailable:
+            raise
+        except Exception as error:
+            text = "Failed to count a failed attempt to forward delayed message %s: %s"
+            emit(
+                logger,
+                logging.ERROR,
+                Event.ERROR_MOVE_FAILED,
+                text,
+                message.id,
+                error,
+                exception=error,
+                message=message,
+            )
+            return False
+        return True
 
 
 def batches_of(store: DelayedMessageStore, clock: Clock) -> PolledStore:
