@@ -1,0 +1,92 @@
+"""Claims on queue rows that end with their holder's connection: locks of a session on names or numbers.
+
+A row lock would need a transaction that stays open while a handler runs, and an open transaction keeps the server from
+cleaning up behind every other one. A claim hides a message from other receivers; what makes its handling count once is
+the row, which can be deleted once only.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection
+
+    from delayline.sql.server_database import ServerDatabase
+
+
+class SessionClaims(ABC):
+    """This process's claims on the rows of one table. Safe to call from any thread; `take` blocks for a round trip."""
+
+    def __init__(self, database: ServerDatabase) -> None:
+        self._database = database
+        self._session = database.session()
+        self._held: set[int] = set()
+        self._released: list[int] = []
+        self._lock = threading.Lock()
+        self._locked_by: Connection | None = None
+
+    @abstractmethod
+    def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
+        """Lock those of the rows that nobody else has locked, without waiting, and return them."""
+
+    @abstractmethod
+    def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
+        """Unlock rows that this session has locked."""
+
+    def take(self, rows: Iterable[int], limit: int) -> list[int]:
+        """Claim up to `limit` of the rows, in their order, and return those; rows claimed by anybody are left out."""
+        with self._lock:
+            wanted = [row for row in rows if row not in self._held]
+            taken: list[int] = []
+            while wanted and len(taken) < limit:
+                some, wanted = wanted[: limit - len(taken)], wanted[limit - len(taken) :]
+                taken += self._session.run(partial(self._try, rows=some))
+            self._held.update(taken)
+            return taken
+
+    def release(self, rows: Iterable[int]) -> None:
+        """Give up claims: here at once, for everybody else with `flush`, which is not far."""
+        with self._lock:
+            known = self._held.intersection(rows)
+            self._held -= known
+            self._released += known
+        if known:
+            self._database.spawn(self.flush)
+
+    def flush(self) -> None:
+        """Let everybody have what was released; blocks for a round trip."""
+        with self._lock:
+            if self._released:
+                self._session.run(self._settle)
+
+    @property
+    def number_held(self) -> int:
+        """How many rows this process holds."""
+        return len(self._held)
+
+    def close(self) -> None:
+        """Give up every claim."""
+        with self._lock:
+            self._session.close()
+            self._held.clear()
+
+    def _try(self, connection: Connection, rows: list[int]) -> list[int]:
+        self._settle(connection)
+        locked = self.try_lock(connection, rows)
+        return [row for row in rows if row in locked]
+
+    def _settle(self, connection: Connection) -> None:
+        """Unlock what was released; after a lost connection lock again what is still free."""
+        if connection is not self._locked_by:
+            self._held = self.try_lock(connection, list(self._held)) if self._held else set()
+            self._released.clear()
+            self._locked_by = connection
+        if self._released:
+            self.unlock(connection, self._released)
+            self._released.clear()
