@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
+from delayline.header_xml import from_xml, is_xml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,7 +77,10 @@ class Message:
 
     @classmethod
     def from_encoded(cls, id: str, encoded_headers: bytes, body: bytes) -> Message:
-        """Return a message over headers as `encoded_headers` gave them; they are not read here."""
+        """Return a message over headers as `encoded_headers` gave them, or as NServiceBus writes them in XML.
+
+        They are not read here.
+        """
         message = cls.__new__(cls)
         message.id = id
         message.body = body
@@ -92,9 +97,12 @@ class Message:
 
     @property
     def encoded_headers(self) -> bytes:
-        """The headers as UTF-8 JSON: what stores and queues keep, opaque to them."""
+        """The headers as UTF-8 JSON: what stores and queues keep, opaque to them. Damaged ones are as they were."""
         if self._encoded is None:
             self._encoded = encode_headers(self._headers or {})
+        elif is_xml(self._encoded):
+            with contextlib.suppress(CorruptHeaders):
+                self._encoded = encode_headers(self.headers)
         return self._encoded
 
     def with_headers(self, added: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Message:
@@ -155,9 +163,11 @@ def encode_headers(headers: Mapping[str, str]) -> bytes:
 
 
 def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
-    """Return headers from their stored form; raises CorruptHeaders. Empty bytes are no headers."""
+    """Return headers from their stored form, JSON or XML; raises CorruptHeaders. Empty bytes are no headers."""
     if not encoded:
         return {}
+    if is_xml(encoded):
+        return from_xml(encoded, message_id)
     try:
         headers = json.loads(encoded.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,130 @@
+"""Headers in the XML form that NServiceBus keeps in MSMQ messages and in its SQL Server store (reference 1.13).
+
+Pure functions. What comes from a database is not trusted: no document type, so no entity can expand.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+from xml.parsers.expat import ExpatError, ParserCreate
+
+from delayline.errors import CorruptHeaders
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT: Final = "ArrayOfHeaderInfo"
+ITEM: Final = "HeaderInfo"
+END: Final = f"</{ROOT}>".encode()
+START: Final = (
+    f'<?xml version="1.0"?><{ROOT} xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance" '
+    'xmlns:xsd="http://www.w3.org/2001/XMLSchema">'
+)
+#: Every reader expects this entry. Without a value it is nobody's header, and is left out when read.
+CORRELATION_ID: Final = "CorrId"
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+
+#: Characters that XML 1.0 cannot hold, and the carriage return, which a reader would turn into a line feed.
+_INVALID: Final = "\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff"
+_TO_ESCAPE: Final = re.compile(f"[&<>\r{_INVALID}]")
+_NAMED: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+#: While expat reads, what it would refuse is spelled with this character of private use, and so is the character.
+_MARK: Final = "\uf8ff"
+_TO_SPELL: Final = re.compile(f"&#(?:x([0-9a-fA-F]{{1,8}})|([0-9]{{1,10}}));|[{_MARK}{_INVALID}]")
+_REFUSED: Final = re.compile(f"[{_MARK}{_INVALID}]")
+_SPELLED: Final = re.compile(f"{_MARK}([0-9a-f]+);")
+_HIGHEST: Final = 0x10FFFF
+
+
+def is_xml(encoded: bytes) -> bool:
+    """Tell whether stored headers are in the XML form; the other one, JSON, never begins like that."""
+    return encoded[:1] == b"<" or encoded[:4] == BYTE_ORDER_MARK + b"<"
+
+
+def to_xml(headers: Mapping[str, str]) -> bytes:
+    """Return the XML form of headers."""
+    items = [f"<{ITEM}><Key>{_text(key)}</Key><Value>{_text(value)}</Value></{ITEM}>" for key, value in headers.items()]
+    if CORRELATION_ID not in headers:
+        items.append(f"<{ITEM}><Key>{CORRELATION_ID}</Key></{ITEM}>")
+    return f"{START}{''.join(items)}</{ROOT}>".encode()
+
+
+def from_xml(encoded: bytes, message_id: str) -> dict[str, str]:
+    """Return headers from their XML form; raises CorruptHeaders. Bytes after the last end of the root are ignored."""
+    end = encoded.rfind(END)
+    reader = _Reader()
+    try:
+        text = encoded[: end + len(END) if end >= 0 else None].decode("utf-8-sig", "surrogatepass")
+        reader.read(_TO_SPELL.sub(_spell, text))
+    except (ExpatError, ValueError) as error:
+        raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {error}") from error
+    return reader.headers
+
+
+def _text(text: str) -> str:
+    return _TO_ESCAPE.sub(lambda found: _NAMED.get(found[0]) or f"&#x{ord(found[0]):X};", text)
+
+
+def _spell(found: re.Match[str]) -> str:
+    hexadecimal, decimal = found.groups()
+    if hexadecimal is None and decimal is None:
+        return f"{_MARK}{ord(found[0]):x};"
+    code = int(hexadecimal, 16) if hexadecimal else int(decimal)
+    if code > _HIGHEST or not _REFUSED.match(chr(code)):
+        return found[0]  # expat reads it, or says what is wrong with it
+    return f"{_MARK}{code:x};"
+
+
+class _Reader:
+    """Reads one document: a root, items, keys and values; whatever else is in there is passed over."""
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self._path: list[str] = []
+        self._fields: dict[str, str] = {}
+        self._pieces: list[str] | None = None
+
+    def read(self, text: str) -> None:
+        parser = ParserCreate(namespace_separator=" ")
+        parser.StartElementHandler = self._start
+        parser.EndElementHandler = self._end
+        parser.CharacterDataHandler = self._data
+        parser.StartDoctypeDeclHandler = _refuse_document_type
+        parser.Parse(text, True)
+
+    def _start(self, name: str, attributes: dict[str, str]) -> None:
+        self._path.append(name)
+        depth = len(self._path)
+        if depth == 1 and name != ROOT:
+            raise ValueError(f"the root is {name!r}, not {ROOT!r}")
+        if depth == 2:
+            self._fields = {}
+        null = attributes.get("http://www.w3.org/2001/XMLSchema-instance nil") in {"true", "1"}
+        self._pieces = [] if depth == 3 and self._path[1] == ITEM and not null else None
+
+    def _data(self, text: str) -> None:
+        if self._pieces is not None and len(self._path) == 3:
+            self._pieces.append(text)
+
+    def _end(self, name: str) -> None:
+        depth = len(self._path)
+        if depth == 3 and self._pieces is not None:
+            text = "".join(self._pieces)
+            self._fields[name] = _SPELLED.sub(lambda found: chr(int(found[1], 16)), text)
+            self._pieces = None
+        elif depth == 2 and self._path[1] == ITEM:
+            self._add()
+        self._path.pop()
+
+    def _add(self) -> None:
+        key, value = self._fields.get("Key"), self._fields.get("Value")
+        if key is None or (key == CORRELATION_ID and value is None):
+            return
+        if key in self.headers:
+            raise ValueError(f"the header {key!r} is there twice")
+        self.headers[key] = value or ""
+
+
+def _refuse_document_type(*_: object) -> None:
+    raise ValueError("a document type, which headers do not have")
