@@ -15,6 +15,7 @@ from delayline.sql.forwarding import FileForwarding, Moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from datetime import datetime
 
     from sqlalchemy import Connection
 
@@ -56,6 +57,14 @@ class ClaimedRows:
             raise
         self._claimed |= claimed
         return batch
+
+    async def next_due(self) -> int | None:
+        """Return the earliest due time of any message."""
+        due: int | None = await self._database.read(self._statements.next_due.one)
+        return due
+
+    def stored(self, due: datetime) -> None:
+        """Nothing to know: every look is at the whole table."""
 
     async def change(
         self,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection
 
+    from delayline.clock import Clock
     from delayline.sql.dialect import Claims, Dialect, WakeUps
     from delayline.sql.rows import Rows
     from delayline.sql.schema import QueueTables
@@ -113,6 +114,11 @@ class Database(ABC):
     @abstractmethod
     async def hold(self) -> Hold:
         """Wait for a connection of one's own, on which to begin a transaction."""
+
+    @property
+    @abstractmethod
+    def clock(self) -> Clock:
+        """The clock that decides what is due."""
 
     @property
     @abstractmethod

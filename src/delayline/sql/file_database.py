@@ -7,6 +7,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from delayline.clock import SystemClock
 from delayline.errors import BackendUnusable, NotStarted
 from delayline.sql.claimed_rows import ClaimedRows
 from delayline.sql.database import Database
@@ -45,6 +46,11 @@ class FileDatabase(Database):
         self._read_connections: list[Connection] = []
         self._thread = threading.local()
         self._lost: list[Connection] | None = None
+
+    @property
+    def clock(self) -> SystemClock:
+        """This machine's: a file has none of its own."""
+        return SystemClock()
 
     @property
     def wake_ups(self) -> WakeUps:

@@ -30,6 +30,8 @@ class Moved:
     left: int = 0
     next_due: Any = None
     """What the due column keeps of the earliest message left, or `until` where more may be due; None for none left."""
+    reached: Any = None
+    """What the due column keeps of a message such that nothing movable is due before it; None where unknown."""
 
 
 class Forwarding(Protocol):
@@ -38,8 +40,12 @@ class Forwarding(Protocol):
     one_statement: bool
     """Whether `run` is a single statement."""
 
-    def run(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> Moved:
-        """Move messages and say what became of them; `next_due` is `until` where more may be due, else None.
+    def run(
+        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+    ) -> Moved:
+        """Move messages due from `since` on, where given, and say what became of them.
+
+        `next_due` is `until` where more may be due, else None.
 
         Those that need more than moving are passed over: their queue does not exist, or their headers hold
         properties that are meant for the dispatch only.

@@ -6,17 +6,22 @@ clock, or until they are removed, counted or released.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import bindparam, func, null, or_, select, update
 
+from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
 from delayline.sql.prepared import Prepared
+from delayline.sql.statements import store_channel
+from delayline.sql.watermark import Watermark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import datetime
 
     from sqlalchemy import Connection
 
@@ -39,11 +44,17 @@ class LockStatements:
         columns, by_ids, by_id = table.c, dialect.one_of(table.c.id, "keys"), table.c.id == bindparam("key")
         in_order = (columns.due, columns.seq)
         free = or_(columns.leased_until.is_(None), columns.leased_until < dialect.in_seconds(0))
-        due = select(columns.id, func.length(columns.headers) + func.length(columns.body)).where(free)
-        due = due.where(columns.due <= bindparam("until")).order_by(*in_order).limit(bindparam("number"))
+        size = func.length(columns.headers) + func.length(columns.body)
+        is_due, since = columns.due <= bindparam("until"), columns.due >= bindparam("since")
+        due = select(columns.id, size, columns.due).where(is_due, free).order_by(*in_order).limit(bindparam("number"))
+        due = due.with_for_update(skip_locked=True)
+        next_due = select(func.min(columns.due), dialect.in_seconds(0))
         one = select(columns.id).where(by_id, free).with_for_update(skip_locked=True)
         lease = update(table).where(by_ids).values(leased_until=dialect.in_seconds(LEASE))
-        self.due = Prepared(due.with_for_update(skip_locked=True), sql, ["until", "number"])
+        self.due = Prepared(due, sql, ["until", "number"])
+        self.due_since = Prepared(due.where(since), sql, ["until", "since", "number"])
+        self.next_due = Prepared(next_due, sql, [])
+        self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
         self.one = Prepared(one, sql, ["key"])
         self.exists = Prepared(select(columns.id).where(by_id), sql, ["key"])
         self.read = Prepared(statements.waiting.where(by_ids).order_by(*in_order), sql, ["keys"])
@@ -59,7 +70,11 @@ class LockedRows:
         self._statements = statements
         self._locks = LockStatements(statements, database.dialect)
         self._forwarding = forwarding
+        self._from_due = database.dialect.from_due
+        self._channel = store_channel(statements.table)
+        database.wake_ups.knows(self._channel, statements.table.schema)
         self._leased: set[str] = set()
+        self._watermark = Watermark()
 
     async def fetch(
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
@@ -71,6 +86,17 @@ class LockedRows:
             self._leased.update(message.id for message in messages)
         return messages
 
+    async def next_due(self) -> Any:  # noqa: ANN401 - what the due column keeps
+        """Return the earliest due time of any message; others know from then on how long this process sleeps."""
+        return await self._database.read(self._next_due)
+
+    def stored(self, due: datetime) -> None:
+        """Look there again."""
+        if due == EPOCH:  # told by somebody who does not know
+            self._watermark.forget()
+        else:
+            self._watermark.lower(due)
+
     async def change(
         self,
         work: Callable[[Connection], Result],
@@ -79,6 +105,8 @@ class LockedRows:
     ) -> Result:
         """Run `work` on the messages' rows; it ends the leases on them."""
         result = await self._database.write(work, transaction, one_statement=True)
+        for message in messages:
+            self._watermark.lower(message.due)
         self._leased.difference_update(message.id for message in messages)
         return result
 
@@ -88,17 +116,15 @@ class LockedRows:
 
     async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
         """Move due messages to their queues inside the server."""
-        moved = await self._database.write(
-            partial(self._forwarding.run, until=until, limit=limit, max_bytes=max_bytes),
-            one_statement=self._forwarding.one_statement,
-        )
-        if moved.next_due is None:
-            moved = replace(moved, next_due=await self._database.read(self._statements.next_due.one))
-        return moved
+        forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes)
+        moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
+        return moved if moved.next_due is not None else replace(moved, next_due=await self.next_due())
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
         """Give up the leases on the messages."""
         await self._release({message.id for message in messages} & self._leased)
+        for message in messages:
+            self._watermark.lower(message.due)
 
     async def close(self) -> None:
         """Give up every lease."""
@@ -113,7 +139,7 @@ class LockedRows:
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, leasing: bool
     ) -> Sequence[DelayedMessage]:
         chosen: list[str] = []
-        for message_id, size in self._locks.due.rows(connection, until, limit):
+        for message_id, size, _ in self._lock_due(connection, until, limit):
             max_bytes -= size
             if chosen and max_bytes < 0:
                 break
@@ -123,6 +149,51 @@ class LockedRows:
         if leasing:
             self._locks.lease.change(connection, chosen)
         return [self._statements.message_of(row) for row in self._locks.read.rows(connection, chosen)]
+
+    def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
+        """Lock due rows from the watermark on; it rises by what was found, as their locks keep everybody else off."""
+        since = self._since()
+        started = time.monotonic()
+        if since is None:
+            rows = self._locks.due.rows(connection, until, limit)
+            self._watermark.looked(time.monotonic() - started)
+        else:
+            rows = self._locks.due_since.rows(connection, until, since, limit)
+        if rows:
+            self._watermark.reached(self._from_due(rows[0][2]))
+        return rows
+
+    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
+        since = self._since()
+        started = time.monotonic()
+        moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes, since=since)
+        if since is None:
+            self._watermark.looked(time.monotonic() - started)
+        if moved.reached is not None:
+            self._watermark.reached(self._from_due(moved.reached))
+        return moved
+
+    def _next_due(self, connection: Connection) -> Any:  # noqa: ANN401
+        """Look; where others have to know how long we sleep tell them, and look again: they may have come between."""
+        due = self._look(connection)
+        if self._database.wake_ups.sleeps(connection, self._channel, None if due is None else self._from_due(due)):
+            due = self._look(connection)
+        return due
+
+    def _look(self, connection: Connection) -> Any:  # noqa: ANN401
+        since = self._since()
+        started = time.monotonic()
+        if since is None:
+            ((due, now),) = self._locks.next_due.rows(connection)
+            self._watermark.looked(time.monotonic() - started)
+        else:
+            ((due, now),) = self._locks.next_due_since.rows(connection, since)
+        self._database.clock.hear(self._from_due(now))
+        return due
+
+    def _since(self) -> Any:  # noqa: ANN401
+        since = self._watermark.since()
+        return None if since is None else self._database.dialect.to_due(since)
 
     def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
         if self._locks.one.one(connection, message_id) is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import datetime
 
     from sqlalchemy import Connection
 
@@ -24,6 +25,14 @@ class Rows(Protocol):
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
     ) -> Sequence[DelayedMessage]:
         """Lock and return due messages: until the transaction ends, or until `change` or `release`."""
+        ...
+
+    async def next_due(self) -> Any:  # noqa: ANN401 - what the due column keeps
+        """Return the earliest due time of any message, or None."""
+        ...
+
+    def stored(self, due: datetime) -> None:
+        """Know that something due then was stored, by whichever process."""
         ...
 
     async def change(

@@ -39,6 +39,7 @@ DUE: Final = (
     .with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 )
 CONTENT: Final = LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
+MAXIMUM_CHANNEL_LENGTH: Final = 64
 LONGEST_INDEX_NAME: Final = 63  # bytes, PostgreSQL's
 
 
@@ -75,10 +76,23 @@ class QueueTables:
             sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
         )
 
+        self.sleeping = Table(
+            "delayline_sleeping",
+            metadata,
+            Column("channel", text(MAXIMUM_CHANNEL_LENGTH), primary_key=True),
+            Column("listener", text(MAXIMUM_CHANNEL_LENGTH), primary_key=True),
+            Column("until", DUE, nullable=False),
+            prefixes=["UNLOGGED"],  # worth nothing after a crash
+        )
+
     @property
     def all(self) -> list[Table]:
-        """Every one of them."""
+        """Every one of them that each database has."""
         return [self.versions, self.queues, self.queued]
+
+    def of(self, dialect: str) -> list[Table]:
+        """Every one of them that databases of that dialect have: who sleeps until when, where NOTIFY wakes."""
+        return [*self.all, self.sleeping] if dialect == "postgresql" else self.all
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +125,7 @@ def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False
 def set_up(connection: Connection, tables: QueueTables, *others: Table) -> None:
     """Create what is missing of the shared tables and `others`. Idempotent. Raises NewerSchema."""
     found = read_version(connection, tables)
-    for table in (*tables.all, *others):
+    for table in (*tables.of(connection.dialect.name), *others):
         table.create(connection, checkfirst=True)
     if found is None:
         connection.execute(insert(tables.versions).values(version=SCHEMA_VERSION))
@@ -121,7 +135,8 @@ def check(connection: Connection, tables: QueueTables, *others: Table) -> None:
     """Refuse a database that was never set up for these tables, or by a newer delayline."""
     found = read_version(connection, tables)
     names = inspect(connection).get_table_names(schema=tables.versions.schema)
-    missing = next((table.name for table in (*tables.all, *others) if table.name not in names), None)
+    wanted = [*tables.of(connection.dialect.name), *others]
+    missing = next((table.name for table in wanted if table.name not in names), None)
     if found is None or missing is not None:
         raise BackendUnusable(f"table {missing or tables.versions.name!r} does not exist: run `delayline setup` first")
 

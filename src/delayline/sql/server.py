@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from delayline.sql import dialect
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from sqlalchemy import ColumnElement, Connection
 
     from delayline.sql.forwarding import Forwarding
@@ -17,6 +19,18 @@ if TYPE_CHECKING:
 
 class WakeUps(dialect.WakeUps, Protocol):
     """A server's way to tell who waits."""
+
+    def knows(self, channel: str, schema: str | None) -> None:
+        """Learn in which schema the tables behind a store's channel are."""
+        ...
+
+    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
+        """Let everybody know how long the poller that listens to `channel` here is going to sleep, if they want to.
+
+        True says that this was news, so that the caller has to look once more: somebody may have stored something
+        earlier before they could know that it matters.
+        """
+        ...
 
     def close(self) -> None:
         """Stop listening; blocks until it has."""

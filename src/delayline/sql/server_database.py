@@ -8,10 +8,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from sqlalchemy import select
+
 from delayline.errors import BackendUnavailable, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.lane import Lane
 from delayline.sql.locked_rows import LockedRows
+from delayline.sql.prepared import Prepared
+from delayline.sql.server_clock import ServerClock
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
@@ -41,6 +45,8 @@ class ServerDatabase(Database):
     def __init__(self, dialect: Server) -> None:
         super().__init__()
         self.dialect = dialect
+        self._clock = ServerClock(lambda: self.spawn(self._ask_the_time))
+        self._now = Prepared(select(dialect.in_seconds(0)), dialect.sql, [])
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -52,6 +58,11 @@ class ServerDatabase(Database):
         self._generation = 0
         self._wake_ups: WakeUps | None = None
         self._claims: dict[str, Claims] = {}
+
+    @property
+    def clock(self) -> ServerClock:
+        """The server's."""
+        return self._clock
 
     @property
     def wake_ups(self) -> WakeUps:
@@ -145,8 +156,16 @@ class ServerDatabase(Database):
         self._all.add(session)
         return session
 
+    def _ask_the_time(self) -> None:
+        session = self.session()
+        try:
+            self._clock.hear(self.dialect.from_due(session.run(self._now.one)))
+        finally:
+            self.give_back(session)
+
     def _connect(self) -> None:
         self._translated(self.dialect.check)
+        self._ask_the_time()
         self._workers = Workers("delayline SQL", WORKERS)
         self._wake_ups = self.dialect.wake_ups(self)
 

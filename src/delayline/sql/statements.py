@@ -124,6 +124,11 @@ class QueueStatements:
             raise QueueNotFound(queue)
 
 
+def store_channel(table: Table) -> str:
+    """Return the name under which writers tell a store's poller that something came."""
+    return f"timeouts {table.fullname}"
+
+
 def queue_channel(queue: str) -> str:
     """Return the name under which writers tell a queue's receivers that something came."""
     return f"queue {queue}"

@@ -14,7 +14,7 @@ from delayline.message import in_utc
 from delayline.sql import schema
 from delayline.sql.database import Database
 from delayline.sql.schema import queue_tables
-from delayline.sql.statements import StoreStatements, queue_channel
+from delayline.sql.statements import StoreStatements, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Table
 
+    from delayline.clock import Clock
     from delayline.message import DelayedMessage
     from delayline.sql.rows import Rows
     from delayline.sql.transactions import SqlTransaction
@@ -57,6 +58,10 @@ class SqlDelayedMessageStore:
     def locks_rows(self) -> bool:
         """True on servers; in SQLite a transaction locks the whole file."""
         return self._database.locks_rows
+
+    def clock(self) -> Clock:
+        """Return the server's clock; for SQLite, which has none, this machine's."""
+        return self._database.clock
 
     def transaction(self) -> SqlTransaction:
         """Return a transaction that a SqlTransport on the same database can join."""
@@ -132,7 +137,7 @@ class SqlDelayedMessageStore:
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message."""
-        return self._due(await self._database.read(self._statements.next_due.one))
+        return self._due(await self._locking.next_due())
 
     async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
         """Delete the message."""
@@ -170,7 +175,14 @@ class SqlDelayedMessageStore:
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `callback` with the earliest due time after each commit, by whichever process."""
-        return self._database.wake_ups.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
+        rows = self._locking
+
+        def stored(microseconds: int) -> None:
+            due = from_microseconds(microseconds)
+            rows.stored(due)
+            callback(due)
+
+        return self._database.wake_ups.subscribe(self._channel, stored)
 
     async def cancel(self, message_id: str) -> Outcome:
         """Delete a waiting message."""
@@ -220,7 +232,7 @@ class SqlDelayedMessageStore:
 
     @property
     def _channel(self) -> str:
-        return f"timeouts {self._statements.table.fullname}"
+        return store_channel(self._statements.table)
 
     def _table(self, endpoint_name: str) -> Table:
         name = self._table_name or f"{endpoint_name}.timeouts"
@@ -236,5 +248,9 @@ class SqlDelayedMessageStore:
         return None if kept is None else self._database.dialect.from_due(kept)
 
     def _notify(self, due: datetime, transaction: Transaction | None) -> None:
-        tell = partial(self._database.wake_ups.notify, self._channel, to_microseconds(due))
+        tell = partial(self._tell, self._locking, self._channel, due)
         tell() if transaction is None else transaction.after_commit(tell)
+
+    def _tell(self, rows: Rows, channel: str, due: datetime) -> None:
+        rows.stored(due)
+        self._database.wake_ups.notify(channel, to_microseconds(due))

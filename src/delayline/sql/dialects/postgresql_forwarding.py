@@ -19,7 +19,7 @@ MOVE: Final = """
 WITH due AS MATERIALIZED (
   SELECT seq, due, destination, octet_length(headers) + octet_length(body) AS size,
     position(%s::bytea IN headers) = 0 AND EXISTS (SELECT FROM {queues} WHERE name = destination) AS movable
-  FROM {table} WHERE due <= %s AND (leased_until IS NULL OR leased_until < clock_timestamp())
+  FROM {table} WHERE due <= %s AND due >= %s AND (leased_until IS NULL OR leased_until < clock_timestamp())
   ORDER BY due, seq LIMIT %s FOR UPDATE SKIP LOCKED
 ), {chosen}, gone AS (
   DELETE FROM {table} WHERE seq = ANY (ARRAY(SELECT seq FROM chosen)) RETURNING seq, due, destination, id, headers, body
@@ -28,8 +28,9 @@ WITH due AS MATERIALIZED (
   SELECT destination, id, headers, body FROM gone ORDER BY due, seq
 )
 SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT destination FROM due WHERE movable),
-  (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable)
+  (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable), (SELECT max(due) FROM gone)
 """
+EVER: Final = "-infinity"
 ALL: Final = "chosen AS (SELECT seq FROM due WHERE movable AND (SELECT sum(size) FROM due) <= %s)"
 #: As many as fit, but at least one: sorting them once more costs a tenth of the whole move.
 SOME: Final = """
@@ -52,9 +53,13 @@ class PostgresqlForwarding:
         self._all = MOVE.format(chosen=ALL, **names)
         self._some = MOVE.format(chosen=SOME, **names)
 
-    def run(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> Moved:
-        """Move messages and say what became of them."""
-        moved, queues, due, left = run(connection, self._all, MARKER, until, limit, max_bytes)[0]
+    def run(
+        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+    ) -> Moved:
+        """Move messages due from `since` on, where given, and say what became of them."""
+        bounds = (MARKER, until, EVER if since is None else since, limit, max_bytes)
+        moved, queues, due, left, last = run(connection, self._all, *bounds)[0]
         if moved + left < due:
-            moved, queues, due, left = run(connection, self._some, MARKER, until, limit, max_bytes)[0]
-        return Moved(moved, set(queues), left, until if due == limit or moved + left < due else None)
+            moved, queues, due, left, last = run(connection, self._some, *bounds)[0]
+        more = due == limit or moved + left < due
+        return Moved(moved, set(queues), left, until if more else None, None if left else last)

@@ -10,15 +10,19 @@ import selectors
 import threading
 import time
 import uuid
+from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from delayline.clock import from_microseconds
 from delayline.events import Event, emit
 from delayline.sql.dialects.server import run
 from delayline.sql.listeners import Listeners
+from delayline.sql.schema import queue_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import datetime
 
     from sqlalchemy import Connection
 
@@ -32,8 +36,28 @@ PROBE_WITHIN: Final = 5.0
 POLL_EVERY: Final = 1.0  # seconds between looks while notifications do not come through
 
 
+#: A poller that sleeps shorter than this sees by itself what comes meanwhile.
+WORTH_TELLING: Final = timedelta(milliseconds=5)
+#: No poller sleeps longer (reference 1.8), and a look may take its time.
+LONGEST_SLEEP: Final = timedelta(seconds=65)
+
+TELL: Final = "SELECT pg_notify(%s, %s)"
+TELL_SLEEPERS: Final = """
+SELECT pg_notify(%s, %s) WHERE EXISTS (SELECT FROM {sleeping} WHERE channel = %s AND listener <> %s AND until > %s)
+"""
+SLEEP: Final = """
+INSERT INTO {sleeping} (channel, listener, until) VALUES (%s, %s, %s)
+ON CONFLICT (channel, listener) DO UPDATE SET until = EXCLUDED.until
+"""
+SWEEP: Final = "DELETE FROM {sleeping} WHERE until < clock_timestamp() - interval '1 day'"
+
+
 class Notifications:
-    """Tells listeners in this process at once, those in others by NOTIFY. Safe to call from any thread."""
+    """Tells listeners in this process at once, those in others by NOTIFY. Safe to call from any thread.
+
+    A NOTIFY serialises commits, so it is sent on a connection of its own after the commit, once for all that came
+    meanwhile, and to pollers only when one of them has said that it sleeps beyond the new due time.
+    """
 
     def __init__(self, database: ServerDatabase, dialect: Postgresql) -> None:
         self._database = database
@@ -42,6 +66,8 @@ class Notifications:
         self.me = uuid.uuid4().hex[:12]
         self._lock = threading.Lock()
         self._untold: dict[str, int] = {}
+        self._sleeping: dict[str, str] = {}
+        self._said: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
         self.wake, self._woken = os.pipe()
         self.closing = False
@@ -55,6 +81,32 @@ class Notifications:
                 self._thread.start()
         os.write(self._woken, b"s")
         return unsubscribe
+
+    def knows(self, channel: str, schema: str | None) -> None:
+        """Learn in which schema the tables behind a store's channel are."""
+        table = queue_tables(schema).sleeping
+        self._sleeping[channel] = self._dialect.sql.identifier_preparer.format_table(table).replace("%", "%%")
+
+    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
+        """Let everybody know how long the poller that listens here is going to sleep; True when it was news."""
+        if channel not in self.listeners.channels:
+            return False
+        now = self._database.clock.now()
+        latest = now + LONGEST_SLEEP
+        until = latest if until is None else min(until, latest)
+        said = self._said.get(channel)
+        if until - now < WORTH_TELLING or (said is not None and timedelta(0) <= said - until < WORTH_TELLING):
+            return False
+        name = channel_name(channel)
+        if said is None:
+            run(connection, SWEEP.format(sleeping=self._sleeping[channel]))
+        run(connection, SLEEP.format(sleeping=self._sleeping[channel]), name, self.me, until)
+        self._said[channel] = until
+        return True
+
+    def forget(self) -> None:
+        """Say once more how long anybody sleeps: the server may have lost it."""
+        self._said.clear()
 
     def notify(self, channel: str, at: int = 0) -> None:
         """Tell every listener of `channel`; other processes a moment later, once for all that came meanwhile."""
@@ -93,7 +145,12 @@ class Notifications:
 
     def _send(self, connection: Connection, untold: dict[str, int]) -> None:
         for channel, at in untold.items():
-            run(connection, "SELECT pg_notify(%s, %s)", channel_name(channel), f"{self.me} {at}")
+            name, payload, sleeping = channel_name(channel), f"{self.me} {at}", self._sleeping.get(channel)
+            if sleeping is None:
+                run(connection, TELL, name, payload)
+            else:
+                due = from_microseconds(at)
+                run(connection, TELL_SLEEPERS.format(sleeping=sleeping), name, payload, name, self.me, due)
 
     def _listen(self) -> None:
         while not self.closing:
@@ -144,6 +201,7 @@ class Listening:
                     self._probe()
 
     def _join(self) -> None:
+        self._owner.forget()
         for channel in self._owner.listeners.channels - self._channels:
             run(self._connection, f'LISTEN "{channel_name(channel)}"')
             self._channels.add(channel)
