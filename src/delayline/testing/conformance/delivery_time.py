@@ -157,10 +157,11 @@ class DeliveryInTime(DeliveryRoom):
             await parts.store.store(delayed("theirs", AT - HOUR, destination=ENDPOINT))
             assert await parts.store.fetch_next_due(AT - HOUR) is not None
             await endpoint.send(ENDPOINT, b"", message_id="mine", delay=SECOND)
-            before = parts.store.calls(*FETCH)
+            before, started = parts.store.calls(*FETCH), parts.clock.now()
             await parts.comes(Event.HANDLED)
             assert parts.handled_ids() == ["mine"]
-            assert parts.store.calls(*FETCH) - before < 50
+            seconds = (parts.clock.now() - started) / SECOND  # time goes on until a busy machine has handled it
+            assert parts.store.calls(*FETCH) - before < 50 * seconds
 
     async def test_headers_arrive_as_sent(self, parts: Parts) -> None:
         """Whatever they hold; those that NServiceBus keeps for itself in the store stay there (reference 1.8)."""
