@@ -154,9 +154,9 @@ class DeliveryInTime(DeliveryRoom):
         """The poller looks again now and then, not in a tight loop, and others arrive meanwhile (reference H5)."""
         async with parts.endpoint() as endpoint:
             await parts.poller_sleeps(AT + 60 * SECOND)
-            await parts.store.store(delayed("theirs", AT - HOUR, destination=ENDPOINT))
-            assert await parts.store.fetch_next_due(AT - HOUR) is not None
-            await endpoint.send(ENDPOINT, b"", message_id="mine", delay=SECOND)
+            await parts.store.store(delayed("theirs", AT + SECOND, destination=ENDPOINT))
+            assert await parts.store.fetch_next_due(AT + SECOND) is not None  # before the poller may
+            await endpoint.send(ENDPOINT, b"", message_id="mine", delay=2 * SECOND)
             before, started = parts.store.calls(*FETCH), parts.clock.now()
             await parts.comes(Event.HANDLED)
             assert parts.handled_ids() == ["mine"]
