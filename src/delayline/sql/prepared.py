@@ -23,7 +23,7 @@ LONGEST_LIST: Final = 500
 
 
 class Prepared:
-    """One statement, with its parameters in the order `names` gives.
+    """One statement, given its parameters in the order of `names`, whatever the order in its SQL.
 
     A parameter that SQLAlchemy expands (`column.in_(bindparam(..., expanding=True))`) takes a list that is not empty.
     """
@@ -32,17 +32,22 @@ class Prepared:
         compiled = statement.compile(dialect=dialect, column_keys=names if isinstance(statement, Insert) else None)
         self.sql = str(compiled)
         order = list(getattr(compiled, "positiontup", None) or [])
-        constants = order[len(names) :]
+        constants = [name for name in order if name not in names]
         self._constants = tuple(compiled.params[name] for name in constants)
-        if order[: len(names)] != list(names) or None in self._constants:
+        if not set(names) <= set(order) or None in self._constants:
             raise ValueError(f"the statement takes {order}, not {list(names)}: {self.sql}")
-        self._lists = [(names.index(name), f"__[POSTCOMPILE_{name}]") for name in names if f"E_{name}]" in self.sql]
+        #: Where in what the caller gives, with the constants behind it, each parameter is; None where it is in order.
+        places = [(*names, *constants).index(name) for name in order]
+        self._places = None if places == list(range(len(order))) else places
+        self._lists = [(order.index(name), f"__[POSTCOMPILE_{name}]") for name in order if f"E_{name}]" in self.sql]
         self._mark = "?" if dialect.paramstyle == "qmark" else "%s"
 
     def run(self, connection: Connection, *values: Any) -> DBAPICursor:  # noqa: ANN401 - what the columns take
         """Execute once; the caller reads the cursor to its end, or closes it."""
         cursor = connection.connection.cursor()
-        cursor.execute(self.text([len(values[position]) for position, _ in self._lists]), self._flat(values))
+        values = self._in_place(values)
+        sql = self.text([len(values[position]) for position, _ in self._lists]) if self._lists else self.sql
+        cursor.execute(sql, self._flat(values))
         return cursor
 
     def text(self, lengths: Sequence[int]) -> str:
@@ -57,10 +62,14 @@ class Prepared:
         """How many parameters are lists."""
         return len(self._lists)
 
+    def _in_place(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        values = values + self._constants
+        return values if self._places is None else tuple(values[place] for place in self._places)
+
     def _flat(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         for position, _ in reversed(self._lists):
             values = (*values[:position], *values[position], *values[position + 1 :])
-        return values + self._constants
+        return values
 
     def rows(self, connection: Connection, *values: Any) -> Sequence[Any]:  # noqa: ANN401
         """Execute once and return every row."""
@@ -94,10 +103,15 @@ class Prepared:
         chunks = [keys[first : first + LONGEST_LIST] for first in range(0, len(keys), LONGEST_LIST)]
         return sum(self.change(connection, *values, list(chunk)) for chunk in chunks)
 
+    def rows_each(self, connection: Connection, *values: Any, keys: Sequence[Any]) -> list[Any]:  # noqa: ANN401
+        """Execute for all keys of the last parameter, a list, some at a time; return every row."""
+        chunks = [keys[first : first + LONGEST_LIST] for first in range(0, len(keys), LONGEST_LIST)]
+        return [row for chunk in chunks for row in self.rows(connection, *values, list(chunk))]
+
     def change_many(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> int:
         """Execute for each row and return how many rows were affected in all."""
-        if self._constants:
-            rows = [row + self._constants for row in rows]
+        if self._constants or self._places:
+            rows = [self._in_place(row) for row in rows]
         cursor = connection.connection.cursor()
         cursor.executemany(self.sql, rows)
         affected: int = cursor.rowcount
