@@ -308,6 +308,22 @@ async def examine(url: str) -> Sequence[tuple[str, bool, str]]:
     return await urls.examine(url)
 
 
+async def planned_setup(settings: Settings, queues: Sequence[str]) -> Sequence[str]:
+    """Return the SQL that setting the endpoint up, with further queues, would run; nothing is made or changed."""
+    _must_be_sql(settings.where_queues_are, "transport")
+    _must_be_sql(settings.where_messages_wait, "delayed message store")
+    from delayline.sql import SqlDelayedMessageStore, SqlTransport
+
+    names = list(queues)
+    statements: list[str] = []
+    if settings.endpoint is not None:
+        names = [settings.endpoint, settings.error_queue, *names]
+        store = SqlDelayedMessageStore(settings.where_messages_wait, table_name=settings.table_name)
+        statements += await store.planned_infrastructure(settings.endpoint)
+    statements += await SqlTransport(settings.where_queues_are).planned_infrastructure(names)
+    return list(dict.fromkeys(statements)) if settings.where_queues_are == settings.where_messages_wait else statements
+
+
 def in_memory(url: str) -> bool:
     """Tell whether what is at `url` is gone with the process."""
     return _scheme_of(url) == MEMORY

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import json
 import os
+import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encod
 
 MAXIMUM_ID_LENGTH: Final = 250  # reference 1.12: Id nvarchar(250)
 MAXIMUM_DESTINATION_LENGTH: Final = 200  # reference 1.12: Destination nvarchar(200)
+TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,7}))?")
 WIRE_TIME_LENGTH: Final = 28  # reference 1.6: .NET accepts no other
 
 
@@ -41,6 +43,7 @@ class Headers:
     ORIGINATING_ENDPOINT: Final = "NServiceBus.OriginatingEndpoint"
     ORIGINATING_MACHINE: Final = "NServiceBus.OriginatingMachine"
     TIME_SENT: Final = "NServiceBus.TimeSent"
+    TIME_TO_BE_RECEIVED: Final = "NServiceBus.TimeToBeReceived"
     DELIVER_AT: Final = "NServiceBus.DeliverAt"
     RETRIES: Final = "NServiceBus.Retries"
     RETRIES_TIMESTAMP: Final = "NServiceBus.Retries.Timestamp"
@@ -104,6 +107,20 @@ class Message:
             with contextlib.suppress(CorruptHeaders):
                 self._encoded = encode_headers(self.headers)
         return self._encoded
+
+    @property
+    def time_to_be_received(self) -> timedelta | None:
+        """How long it may wait in a queue; None for ever, as one has that was received before, or is damaged."""
+        if self._headers is None and Headers.TIME_TO_BE_RECEIVED.encode() not in (self._encoded or b""):
+            return None
+        try:
+            headers = self.headers
+            span = headers.get(Headers.TIME_TO_BE_RECEIVED)
+            if span is None or Headers.FAILED_QUEUE in headers or Headers.RETRIES in headers:
+                return None
+            return from_time_span(span)
+        except ValueError:
+            return None
 
     def with_headers(self, added: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Message:
         """Return a copy with `added` set and every header that starts with one of `without` left out first."""
@@ -231,3 +248,15 @@ def from_wire_time(text: str) -> datetime:
         return datetime.strptime(text, "%Y-%m-%d %H:%M:%S:%f Z").replace(tzinfo=UTC)
     except ValueError as error:
         raise ValueError(f"String was not recognized as a valid DateTime: {text!r}") from error
+
+
+def from_time_span(text: str) -> timedelta:
+    """Return the length that .NET writes as `[d.]hh:mm:ss[.fffffff]`, rounded up to microseconds; raises ValueError."""
+    parts = TIME_SPAN.fullmatch(text)
+    if parts is None:
+        raise ValueError(f"String was not recognized as a valid TimeSpan: {text!r}")
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups()[:4])
+    if hours > 23 or minutes > 59 or seconds > 59:
+        raise ValueError(f"a part of the TimeSpan {text!r} is out of range")
+    ticks = int((parts[5] or "").ljust(7, "0"))
+    return timedelta(days, seconds, -(-ticks // 10), minutes=minutes, hours=hours)

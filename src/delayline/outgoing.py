@@ -16,6 +16,7 @@ from delayline.message import (
     Message,
     encode_body,
     encode_headers,
+    from_time_span,
     in_utc,
     new_message_id,
     to_wire_time,
@@ -189,6 +190,17 @@ def _checked(headers: HeaderMap) -> HeaderMap:
     for name, value in headers.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise InvalidMessage(f"header {name!r}: {value!r} must be str to str; convert it, as in str({value!r})")
+        if name == Headers.TIME_TO_BE_RECEIVED:
+            _check_time_span(value)
         if not name:
             raise InvalidMessage(f"a header with the value {value!r} has an empty name")
     return headers
+
+
+def _check_time_span(value: str) -> None:
+    try:
+        from_time_span(value)
+    except ValueError as error:
+        raise InvalidMessage(
+            f"header {Headers.TIME_TO_BE_RECEIVED!r} is {value!r}, not a time as in 00:05:00 or 1.00:00:00 (a day)"
+        ) from error

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delayline.cli.connection import open_transport, refuse_memory
+from delayline.cli.connection import refuse_memory
 from delayline.cli.options import PLACES, examples, json_option, settings_options
-from delayline.config import endpoint_from, masked
+from delayline.config import endpoint_from, masked, planned_setup, transport_from
 
 if TYPE_CHECKING:
     from delayline.cli.screen import Screen
@@ -20,19 +20,26 @@ if TYPE_CHECKING:
     epilog=examples(
         "delayline setup --endpoint sales",
         "delayline setup --endpoint sales --url sqlite:///orders.db --queue billing --queue shipping",
+        "delayline setup --endpoint sales --dry-run",
     )
 )
 @click.option("--queue", "queues", multiple=True, metavar="NAME", help="A further queue to create; repeatable.")
+@click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and run none of it.")
 @settings_options(*PLACES)
 @json_option
-def setup(settings: Settings, screen: Screen, queues: tuple[str, ...]) -> None:
-    """Create the queues and the table of an endpoint, or further queues only.
+def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: bool) -> None:
+    """Create or upgrade the queues and the table of an endpoint, or further queues only.
 
     Safe to repeat and to run beside running endpoints. Without an endpoint only the --queue ones are created.
     """
     refuse_memory(settings)
     if settings.endpoint is None and not queues:
         _ = settings.named_endpoint  # says how to name one
+    if dry_run:
+        statements = asyncio.run(planned_setup(settings, queues))
+        screen.tell("\n".join(f"{statement};" for statement in statements) or "nothing to do")
+        screen.document({"statements": list(statements)})
+        return
     asyncio.run(_setup(settings, queues))
     created = list(queues)
     if settings.endpoint is not None:
@@ -46,5 +53,4 @@ async def _setup(settings: Settings, queues: tuple[str, ...]) -> None:
     if settings.endpoint is not None:
         await endpoint_from(settings).setup()
     if queues:
-        async with open_transport(settings) as transport:
-            await transport.setup_infrastructure(queues)
+        await transport_from(settings.where_queues_are).setup_infrastructure(queues)

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections import deque
 from functools import partial
 from itertools import count
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from delayline.clock import SystemClock
 from delayline.errors import DispatchFailed, QueueNotFound
+from delayline.events import Event, emit
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
+    from datetime import datetime
 
+    from delayline.clock import Clock
     from delayline.message import Message
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
 
-class MemoryTransport:
-    """Moves messages between queues in memory; endpoints that talk to each other share one instance."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self) -> None:
+
+class MemoryTransport:
+    """Moves messages between queues in memory; endpoints that talk to each other share one instance.
+
+    clock: says when a message has waited for longer than its time to be received.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._queues: dict[str, MemoryQueue] = {}
 
     @property
@@ -45,7 +58,7 @@ class MemoryTransport:
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
         """Create the queues that do not exist yet."""
         for name in queues:
-            self._queues.setdefault(name, MemoryQueue())
+            self._queues.setdefault(name, MemoryQueue(self._clock))
 
     async def start(self) -> None:
         """Do nothing: memory is always connected."""
@@ -88,11 +101,13 @@ class MemoryTransport:
         found = next((entry for entry in held.visible if entry[1].id == message_id), None)
         if found is None:
             return False
+        sequence, message = found
         held.visible.remove(found)
-        if transaction is not None:
-            sequence, message = found
-            held.hidden[sequence] = message
-            in_memory(transaction).on_commit(partial(held.hidden.__delitem__, sequence))
+        held.hidden[sequence] = message
+        if transaction is None:
+            held.drop(sequence)
+        else:
+            in_memory(transaction).on_commit(partial(held.drop, sequence))
             in_memory(transaction).on_rollback(partial(held.give_back, sequence))
         return True
 
@@ -100,6 +115,7 @@ class MemoryTransport:
         """Remove every visible message."""
         visible = self._queue(queue).visible
         number = len(visible)
+        self._queue(queue).forget(sequence for sequence, _ in visible)
         visible.clear()
         return number
 
@@ -112,7 +128,9 @@ class MemoryTransport:
 class MemoryQueue:
     """Messages in the order they came, and those that a receiver or a transaction holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._expiry: dict[int, datetime] = {}
         self.visible: deque[tuple[int, Message]] = deque()
         self.hidden: dict[int, Message] = {}
         self.changed = asyncio.Event()
@@ -120,8 +138,27 @@ class MemoryQueue:
 
     def put(self, message: Message) -> None:
         """Append the message and wake receivers."""
-        self.visible.append((next(self._sequence), message))
+        sequence, span = next(self._sequence), message.time_to_be_received
+        if span is not None:
+            with contextlib.suppress(OverflowError):  # beyond year 9999: never
+                self._expiry[sequence] = self._clock.now() + span
+        self.visible.append((sequence, message))
         self.changed.set()
+
+    def expired(self, sequence: int) -> bool:
+        """Tell whether the message has waited for longer than its time to be received."""
+        expiry = self._expiry.get(sequence)
+        return expiry is not None and expiry <= self._clock.now()
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Forget the expiry of messages that are gone."""
+        for sequence in sequences:
+            self._expiry.pop(sequence, None)
+
+    def drop(self, sequence: int) -> None:
+        """Forget a hidden message for good."""
+        del self.hidden[sequence]
+        self.forget([sequence])
 
     def give_back(self, sequence: int) -> None:
         """Return a hidden message to its place in the order."""
@@ -141,14 +178,20 @@ class MemoryReceiver:
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and hide up to `limit` of them."""
         queue = self._queue
-        while not queue.visible and not self._stopped:
-            queue.changed.clear()
-            await queue.changed.wait()
         batch: list[ReceivedMessage] = []
-        while queue.visible and len(batch) < limit and not self._stopped:
-            sequence, message = queue.visible.popleft()
-            queue.hidden[sequence] = message
-            batch.append(ReceivedMessage(message, sequence))
+        while not batch and not self._stopped:
+            if not queue.visible:
+                queue.changed.clear()
+                await queue.changed.wait()
+            while queue.visible and len(batch) < limit and not self._stopped:
+                sequence, message = queue.visible.popleft()
+                if queue.expired(sequence):
+                    queue.forget([sequence])
+                    text = "Deleted message %s, which nobody received in time"
+                    emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
+                    continue
+                queue.hidden[sequence] = message
+                batch.append(ReceivedMessage(message, sequence))
         return batch
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
@@ -157,9 +200,9 @@ class MemoryReceiver:
         if not isinstance(sequence, int) or sequence not in hidden:
             return False
         if transaction is None:
-            del hidden[sequence]
+            self._queue.drop(sequence)
         else:
-            in_memory(transaction).on_commit(partial(hidden.__delitem__, sequence))
+            in_memory(transaction).on_commit(partial(self._queue.drop, sequence))
         return True
 
     async def release(self, received: ReceivedMessage) -> None:

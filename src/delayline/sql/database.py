@@ -85,6 +85,15 @@ class Database(ABC):
         else:  # the interpreter ends, as in atexit: no thread can be started any more
             self._close()
 
+    async def look(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on a connection of its own that changes nothing; the database need not be open."""
+
+        def looked() -> Result:
+            with self.dialect.look() as connection:
+                return work(connection)
+
+        return await asyncio.to_thread(self._translated, looked)
+
     @abstractmethod
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on a reading connection; it sees what is committed. Not cut short by cancellation."""

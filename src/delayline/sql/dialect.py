@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
+    from contextlib import AbstractContextManager
     from datetime import datetime
 
     import sqlalchemy
@@ -76,12 +77,24 @@ class Dialect(Protocol):
         """Raise BackendUnusable where there is no database yet and connecting would make an empty one."""
         ...
 
+    def look(self) -> AbstractContextManager[Connection]:
+        """Return a connection to look around with: nothing is made or changed, not even by opening it."""
+        ...
+
+    def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
+        """Let one process at a time create tables, in the transaction that is open."""
+        ...
+
     def findings(self, connection: Connection) -> list[Finding]:
         """Return what can be told of the database, for `delayline doctor`."""
         ...
 
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        ...
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the database's time so many seconds from now, as the due column keeps times."""
         ...
 
     def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
 
-#: Headers with this in them need more than moving.
+#: Headers with one of these in them need more than moving.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
+EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Forwarding(Protocol):
         `next_due` is `until` where more may be due, else None.
 
         Those that need more than moving are passed over: their queue does not exist, or their headers hold
-        properties that are meant for the dispatch only.
+        properties that are meant for the dispatch only, or a time to be received.
         """
         ...
 
@@ -64,12 +65,12 @@ class FileForwarding:
             return due.order_by(columns.due, columns.seq).limit(bindparam("number"))
 
         size = func.length(columns.headers) + func.length(columns.body)
-        marked = func.instr(columns.headers, bindparam("marker"))
+        marked = func.instr(columns.headers, bindparam("marker")) + func.instr(columns.headers, bindparam("expiry"))
         moved = first(columns.destination, columns.id, columns.headers, columns.body)
         move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved)
         remove = delete(table).where(columns.seq.in_(first(columns.seq)))
         self._queues = QueueStatements(tables, dialect)
-        self._heads = Prepared(first(columns.destination, size, marked), sql, ["marker", "until", "number"])
+        self._heads = Prepared(first(columns.destination, size, marked), sql, ["marker", "expiry", "until", "number"])
         self._move = Prepared(move, sql, ["until", "number"])
         self._remove = Prepared(remove, sql, ["until", "number"])
 
@@ -84,11 +85,11 @@ class FileForwarding:
         """Move messages and say what became of them.
 
         Stops before the first that needs more than moving: its queue does not exist, or its headers hold properties
-        that are meant for the dispatch only.
+        that are meant for the dispatch only, or a time to be received.
         """
         known: dict[str, bool] = {}
         number, size = 0, 0
-        for destination, length, marked in self._heads.stream(connection, MARKER, until, limit):
+        for destination, length, marked in self._heads.stream(connection, MARKER, EXPIRY_MARKER, until, limit):
             size += length
             if destination not in known:
                 known[destination] = not self._queues.missing(connection, [destination])

@@ -1,4 +1,4 @@
-"""The tables, and the version that says which delayline made them."""
+"""The tables."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
-    insert,
-    inspect,
-    select,
 )
 from sqlalchemy.dialects import mysql, postgresql
 
-from delayline.errors import BackendUnusable, NewerSchema
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
     from sqlalchemy.types import TypeEngine
 
-SCHEMA_VERSION: Final = 1
 #: Row numbers: on SQLite only INTEGER counts up by itself.
 SEQUENCE: Final = BigInteger().with_variant(Integer, "sqlite")
 #: Due times: microseconds since 1970 where there is no type that keeps both the instant and the microsecond.
@@ -59,7 +53,10 @@ class QueueTables:
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
         self.versions = Table(
-            "delayline_schema", metadata, Column("version", Integer, primary_key=True, autoincrement=False)
+            "delayline_schema",
+            metadata,
+            Column("version", Integer, primary_key=True, autoincrement=False),  # who knows this one can use the tables
+            Column("revision", Integer),  # the tables' own; since version 2
         )
         self.queues = Table(
             "delayline_queues", metadata, Column("name", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True)
@@ -72,6 +69,7 @@ class QueueTables:
             Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
             Column("headers", CONTENT, nullable=False),
             Column("body", CONTENT, nullable=False),
+            Column("expires", DUE),  # since version 2
             Index("delayline_messages_order", "queue", "seq"),
             sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
         )
@@ -120,39 +118,6 @@ def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False
         Index(_index_name(name), "due", "seq"),
         sqlite_autoincrement=True,
     )
-
-
-def set_up(connection: Connection, tables: QueueTables, *others: Table) -> None:
-    """Create what is missing of the shared tables and `others`. Idempotent. Raises NewerSchema."""
-    found = read_version(connection, tables)
-    for table in (*tables.of(connection.dialect.name), *others):
-        table.create(connection, checkfirst=True)
-    if found is None:
-        connection.execute(insert(tables.versions).values(version=SCHEMA_VERSION))
-
-
-def check(connection: Connection, tables: QueueTables, *others: Table) -> None:
-    """Refuse a database that was never set up for these tables, or by a newer delayline."""
-    found = read_version(connection, tables)
-    names = inspect(connection).get_table_names(schema=tables.versions.schema)
-    wanted = [*tables.of(connection.dialect.name), *others]
-    missing = next((table.name for table in wanted if table.name not in names), None)
-    if found is None or missing is not None:
-        raise BackendUnusable(f"table {missing or tables.versions.name!r} does not exist: run `delayline setup` first")
-
-
-def read_version(connection: Connection, tables: QueueTables) -> int | None:
-    """Return the schema's version, None where there is none. Raises NewerSchema."""
-    versions = tables.versions
-    if not inspect(connection).has_table(versions.name, schema=versions.schema):
-        return None
-    found = connection.execute(select(versions.c.version)).scalar()
-    if found is not None and found > SCHEMA_VERSION:
-        raise NewerSchema(
-            f"the database has schema version {found}, this delayline knows up to {SCHEMA_VERSION}: "
-            "upgrade it with `pip install --upgrade delayline`"
-        )
-    return found
 
 
 def _sequence(*, primary_key: bool) -> Column[int]:

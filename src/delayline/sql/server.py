@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from delayline.sql import dialect
 
@@ -50,10 +50,6 @@ class Server(dialect.Dialect, Protocol):
 
     patience: float
     """Seconds to wait for a connection."""
-
-    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return the server's time so many seconds from now, as the due column keeps times."""
-        ...
 
     def check(self) -> None:
         """Connect once and refuse what cannot work: an old version, missing rights. Raises BackendUnusable."""

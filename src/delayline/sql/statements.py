@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, delete, func, insert, literal_column, null, select, update
+from sqlalchemy import bindparam, case, delete, func, insert, literal_column, null, select, update
 
 from delayline.errors import QueueNotFound
 from delayline.message import DelayedMessage, Message
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
 
 Values = tuple[Any, ...]
+PUT: Final = ["queue", "id", "headers", "body"]
 INSERTED: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
 
 
@@ -105,9 +106,12 @@ class QueueStatements:
         page = kept.where(of_queue).limit(bindparam("number")).offset(bindparam("skip"))
         self.known = Prepared(select(queues.c.name).where(dialect.one_of(queues.c.name, "names")), sql, ["names"])
         self.register = Prepared(dialect.insert_new(queues, "name"), sql, ["name"])
-        self.put = Prepared(insert(queued), sql, ["queue", "id", "headers", "body"])
+        expired = case((columns.expires <= dialect.in_seconds(0), literal_column("1")), else_=literal_column("0"))
+        self.put = Prepared(insert(queued), sql, PUT)
+        self.put_expiring = Prepared(insert(queued), sql, [*PUT, "expires"])
+        self.now = Prepared(select(dialect.in_seconds(0)), sql, [])
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
-        self.claimed = Prepared(kept.where(by_numbers), sql, ["numbers"])
+        self.claimed = Prepared(kept.add_columns(expired).where(by_numbers), sql, ["numbers"])
         self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
         self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])
         self.copies = Prepared(copies, sql, ["name", "key"])

@@ -11,7 +11,7 @@ from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.store import DueCount, Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
-from delayline.sql import schema
+from delayline.sql import schema, setup
 from delayline.sql.database import Database
 from delayline.sql.schema import queue_tables
 from delayline.sql.statements import StoreStatements, queue_channel, store_channel
@@ -72,9 +72,17 @@ class SqlDelayedMessageStore:
         table = self._table(endpoint_name)
         await self._database.open()
         try:
-            await self._database.write(lambda connection: schema.set_up(connection, self._tables, table))
+            dialect = self._database.dialect
+            await self._database.write(lambda connection: setup.set_up(connection, dialect, self._tables, table))
         finally:
             await self._database.close()
+
+    async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
+        """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
+        table = self._table(endpoint_name)
+        return await self._database.look(
+            lambda connection: setup.texts(setup.plan(connection, self._tables, table), self._database.dialect)
+        )
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
         """Open the database and check that the endpoint's table is there."""
@@ -84,7 +92,7 @@ class SqlDelayedMessageStore:
         table = self._table(endpoint_name)
         await self._database.open()
         try:
-            await self._database.read(lambda connection: schema.check(connection, self._tables, table))
+            await self._database.read(lambda connection: setup.check(connection, self._tables, table))
         except BaseException:
             await self._database.close()
             raise

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from datetime import timedelta
+import logging
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import select
+from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
 from delayline.errors import DispatchFailed, QueueNotFound
+from delayline.events import Event, emit
 from delayline.message import Message
-from delayline.sql import schema
+from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.schema import queue_tables
 from delayline.sql.statements import QueueStatements, queue_channel
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
+
+logger = logging.getLogger(__name__)
 
 ONE_SECOND: Final = timedelta(seconds=1)
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
@@ -48,6 +52,7 @@ class SqlTransport:
         self._schema = schema
         self._tables = queue_tables(schema)
         self._statements = QueueStatements(self._tables, self._database.dialect)
+        self._checked = False
 
     @property
     def transaction_domain(self) -> Hashable:
@@ -75,6 +80,10 @@ class SqlTransport:
         finally:
             await self._database.close()
 
+    async def planned_infrastructure(self, queues: Sequence[str]) -> Sequence[str]:
+        """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
+        return await self._database.look(partial(self._planned, names=queues))
+
     async def start(self) -> None:
         """Open the database."""
         await self._database.open()
@@ -99,7 +108,8 @@ class SqlTransport:
             )
 
     async def receiver(self, queue: str) -> SqlReceiver:
-        """Return a receiver on the queue."""
+        """Return a receiver on the queue. Raises BackendUnusable for tables of an older delayline."""
+        await self._database.read(self._check)
         await self._database.read(partial(self._statements.must_exist, queue=queue))
         return SqlReceiver(self._database, self._statements, self._claims, queue, self._poll_interval)
 
@@ -170,21 +180,50 @@ class SqlTransport:
     def _claims(self) -> Claims:
         return self._database.claims(self._tables.queued.fullname)
 
+    def _planned(self, connection: Connection, names: Sequence[str]) -> list[str]:
+        steps, dialect, registry = setup.plan(connection, self._tables), self._database.dialect, self._tables.queues
+        known: set[str] = set()
+        if inspect(connection).has_table(registry.name, schema=registry.schema):
+            known = set(connection.execute(select(registry.c.name)).scalars())
+        steps += [dialect.insert_new(registry, "name").values(name=name) for name in names if name not in known]
+        return setup.texts(steps, dialect)
+
+    def _check(self, connection: Connection) -> None:
+        """Look once whether the tables are what they should be: `start` is too early, `setup` starts as well."""
+        if not self._checked:
+            setup.check_upgraded(connection, self._tables)
+            self._checked = True
+
     def _set_up(self, connection: Connection, names: Sequence[str]) -> None:
-        schema.set_up(connection, self._tables)
+        setup.set_up(connection, self._database.dialect, self._tables)
         self._statements.register.change_many(connection, [(name,) for name in names])
 
     def _put(self, connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:
         """Insert the messages whose queues exist and return the names of those that do not."""
+        self._check(connection)
         missing = self._statements.missing(connection, (operation.destination for operation in operations))
         rows = [
             (operation.destination, operation.message.id, operation.message.encoded_headers, operation.message.body)
             for operation in operations
             if operation.destination not in missing
         ]
-        if rows:
-            self._database.dialect.insert_rows(connection, self._statements.put, rows)
+        if not rows:
+            return missing
+        spans = [one.message.time_to_be_received for one in operations if one.destination not in missing]
+        insert_rows, statements = self._database.dialect.insert_rows, self._statements
+        if any(span is not None for span in spans):
+            expiry = self._expiry(connection, spans)
+            insert_rows(connection, statements.put_expiring, [(*row, at) for row, at in zip(rows, expiry, strict=True)])
+        else:
+            insert_rows(connection, statements.put, rows)
         return missing
+
+    def _expiry(self, connection: Connection, spans: Sequence[timedelta | None]) -> list[object]:
+        """Return when messages that may wait for so long expire, by the database's clock; None for never."""
+        dialect = self._database.dialect
+        now = dialect.from_due(self._statements.now.one(connection))
+        latest = datetime.max.replace(tzinfo=UTC) - now
+        return [None if span is None or span > latest else dialect.to_due(now + span) for span in spans]
 
     def _notify(self, names: set[str]) -> None:
         for name in names:
@@ -211,15 +250,18 @@ class SqlReceiver:
         while not self._stopped:
             self._news.clear()
             batch: list[ReceivedMessage] = []
+            expired: list[ReceivedMessage] = []
             try:
-                await self._database.read(partial(self._claim, limit=limit, batch=batch))
+                await self._database.read(partial(self._claim, limit=limit, batch=batch, expired=expired))
+                await self._discard(expired)
             except BaseException:
-                self._claims.release(_number(received) for received in batch)  # nobody will ever know of them
+                self._claims.release(_number(received) for received in batch + expired)  # nobody will ever know of them
                 raise
             if batch:
                 return batch
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), self._poll_interval)
+            if not expired:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), self._poll_interval)
         return []
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
@@ -243,17 +285,21 @@ class SqlReceiver:
         self._unsubscribe()
         self._news.set()
 
-    def _claim(self, connection: Connection, limit: int, batch: list[ReceivedMessage]) -> None:
+    def _claim(
+        self, connection: Connection, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
+    ) -> None:
         """Claim rows page by page until there are enough; read those that are still there."""
         after, size = 0, limit + self._claims.number_held
-        while len(batch) < limit:
+        while len(batch) + len(expired) < limit:
             page = [number for (number,) in self._statements.numbers.rows(connection, self._queue, after, size)]
-            batch += self._read(connection, self._claims.take(page, limit - len(batch)))
+            wanted = limit - len(batch) - len(expired)
+            for received, is_expired in self._read(connection, self._claims.take(page, wanted)):
+                (expired if is_expired else batch).append(received)
             if len(page) < size:
                 return
             after = page[-1]
 
-    def _read(self, connection: Connection, numbers: list[int]) -> list[ReceivedMessage]:
+    def _read(self, connection: Connection, numbers: list[int]) -> list[tuple[ReceivedMessage, bool]]:
         if not numbers:
             return []
         try:
@@ -262,7 +308,17 @@ class SqlReceiver:
             self._claims.release(numbers)
             raise
         self._claims.release(set(numbers) - {row[0] for row in rows})
-        return [ReceivedMessage(Message.from_encoded(*row[1:]), row[0]) for row in rows]
+        return [(ReceivedMessage(Message.from_encoded(*row[1:4]), row[0]), bool(row[4])) for row in rows]
+
+    async def _discard(self, expired: list[ReceivedMessage]) -> None:
+        """Delete messages that nobody received in time."""
+        if expired:
+            numbers = [_number(received) for received in expired]
+            await self._database.write(partial(self._statements.delete.change_each, keys=numbers), one_statement=True)
+            self._claims.release(numbers)
+            for received in expired:
+                text = "Deleted message %s, which nobody received in time"
+                emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)
 
 
 def _number(received: ReceivedMessage) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from delayline.sql.database import Database
-from delayline.sql.schema import SCHEMA_VERSION, queue_tables, read_version
+from delayline.sql.schema import queue_tables
+from delayline.sql.setup import SCHEMA_VERSION, read_versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,10 @@ async def examine(url: str) -> Sequence[Finding]:
 
 
 def _schema(connection: Connection) -> list[Finding]:
-    version = read_version(connection, queue_tables())
-    found = "none: run `delayline setup`" if version is None else str(version)
-    return [("schema version", version is not None, f"{found} (this delayline writes {SCHEMA_VERSION})")]
+    found = read_versions(connection, queue_tables())
+    if found is None:
+        text, good = "none: run `delayline setup`", False
+    else:
+        text, good = str(found.revision), found.revision >= SCHEMA_VERSION
+        text += "" if good else ": run `delayline setup`"
+    return [("schema version", good, f"{text} (this delayline writes {SCHEMA_VERSION})")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from delayline.sql.dialects.postgresql_wake_ups import Notifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from delayline.sql.statements import StoreStatements
 
 OLDEST: Final = 13
+SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 CONNECT_TIMEOUT: Final = 10  # seconds
 #: A server that does not answer any more is noticed within half a minute, however long its statements may take.
 CONNECT_ARGS: Final = {
@@ -61,6 +63,12 @@ class Postgresql(ServerDialect):
             version = int(run(connection, "SHOW server_version_num")[0][0])
         if version // 10_000 < OLDEST:
             raise BackendUnusable(f"{self} is version {version // 10_000}; delayline needs {OLDEST} or newer")
+
+    @contextlib.contextmanager
+    def setting_up(self, connection: Connection) -> Iterator[None]:
+        """Let one process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""
+        run(connection, "SELECT pg_advisory_xact_lock(%s)", SETUP_LOCK)
+        yield
 
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, how durable a commit is, and how far this machine's clock is off."""
@@ -132,7 +140,7 @@ class Postgresql(ServerDialect):
         state, cause = _state(error), str(cause_of(error)).strip()
         for prefix, (kind, text) in TRANSLATIONS.items():
             if state.startswith(prefix):
-                return kind(text.format(place=self, cause=cause))
+                return kind(text.format(place=self, cause=cause, rights=RIGHTS))
         if _is_operational(error):
             return self._not_reached(cause)
         if "invalid connection option" in cause or "invalid URI" in cause:
@@ -171,6 +179,7 @@ def _is_operational(error: BaseException) -> bool:
     return bool(names & {"OperationalError", "InterfaceError"})
 
 
+RIGHTS: Final = "USAGE on the schema, CREATE on it for setup, and SELECT, INSERT, UPDATE and DELETE on the tables"
 #: What libpq says before there is a connection: it gives no SQLSTATE then.
 UNUSABLE: Final = {
     "authentication failed": "Check the user and the password",
@@ -189,7 +198,10 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),
     "3F000": (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
     "40": (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
-    "42501": (BackendUnusable, "{place} does not allow this user that: {cause}. Grant it"),
+    "42501": (
+        BackendUnusable,
+        "{place}: {cause}. As its owner, GRANT this user what is missing: delayline needs {rights}",
+    ),
     "42P01": (BackendUnusable, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
     "42703": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
     "42804": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from delayline.sql.dialects.server import run
-from delayline.sql.forwarding import MARKER, Moved
+from delayline.sql.forwarding import EXPIRY_MARKER, MARKER, Moved
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 MOVE: Final = """
 WITH due AS MATERIALIZED (
   SELECT seq, due, destination, octet_length(headers) + octet_length(body) AS size,
-    position(%s::bytea IN headers) = 0 AND EXISTS (SELECT FROM {queues} WHERE name = destination) AS movable
+    position(%s::bytea IN headers) = 0 AND position(%s::bytea IN headers) = 0
+      AND EXISTS (SELECT FROM {queues} WHERE name = destination) AS movable
   FROM {table} WHERE due <= %s AND due >= %s AND (leased_until IS NULL OR leased_until < clock_timestamp())
   ORDER BY due, seq LIMIT %s FOR UPDATE SKIP LOCKED
 ), {chosen}, gone AS (
@@ -57,7 +58,7 @@ class PostgresqlForwarding:
         self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
     ) -> Moved:
         """Move messages due from `since` on, where given, and say what became of them."""
-        bounds = (MARKER, until, EVER if since is None else since, limit, max_bytes)
+        bounds = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes)
         moved, queues, due, left, last = run(connection, self._all, *bounds)[0]
         if moved + left < due:
             moved, queues, due, left, last = run(connection, self._some, *bounds)[0]

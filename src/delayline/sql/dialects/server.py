@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sqlalchemy import URL, bindparam, create_engine
@@ -12,6 +13,7 @@ from delayline.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import sqlalchemy
     from sqlalchemy import ColumnElement, Connection
@@ -80,6 +82,15 @@ class ServerDialect:
 
     def must_exist(self) -> None:
         """Do nothing: connecting makes no database."""
+
+    def look(self) -> Connection:
+        """Return a connection: being connected changes nothing on a server."""
+        return self.connect()
+
+    def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
+        """Trust the server to create a table once only."""
+        del connection
+        return contextlib.nullcontext()
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, create_engine
+from sqlalchemy import bindparam, create_engine, literal_column
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -20,7 +21,8 @@ from delayline.sql.dialects.sqlite_claims import Claims
 from delayline.sql.dialects.sqlite_wake_ups import WakeUps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from datetime import datetime
 
     from sqlalchemy import URL, ColumnElement, Connection, Dialect, Insert, Table
@@ -123,6 +125,10 @@ class Sqlite:
         """Insert every row."""
         insert.change_many(connection, rows)
 
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return this machine's time so many seconds from now, to the millisecond."""
+        return literal_column(f"CAST((julianday('now') - 2440587.5) * 86400000 + {seconds * 1000} AS INTEGER) * 1000")
+
     def to_due(self, due: datetime) -> int:
         """Return microseconds since 1970 UTC."""
         return to_microseconds(due)
@@ -192,6 +198,25 @@ class Sqlite:
                 f"there is no file {self.path.name} in {self.path.parent}. "
                 "Check --url, or create it with: delayline setup"
             )
+
+    @contextlib.contextmanager
+    def look(self) -> Iterator[Connection]:
+        """Read the file as it is; where there is none, one in memory stands for it."""
+        exists = self.path.exists()
+
+        def open_it() -> DBAPIConnection:
+            place = f"{self.path.as_uri()}?mode=ro" if exists else ":memory:"
+            return sqlite3.connect(place, uri=exists, timeout=self._timeout)  # type: ignore[return-value]  # as below
+
+        self._check_path()
+        engine = create_engine("sqlite://", creator=open_it, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            yield connection
+
+    def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
+        """Do nothing: who has begun a transaction is the only one to write."""
+        del connection
+        return contextlib.nullcontext()
 
     def findings(self, connection: Connection) -> list[Finding]:
         """Return how durable the file is."""

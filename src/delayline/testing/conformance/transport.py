@@ -1,11 +1,14 @@
 """The whole transport suite in one class."""
 
+from delayline.testing.conformance.transport_expiry import TransportExpiry
 from delayline.testing.conformance.transport_management import TransportManagement
 from delayline.testing.conformance.transport_queues import TransportContent, TransportQueues
 from delayline.testing.conformance.transport_transactions import TransportTransactionality
 
 
-class TransportConformance(TransportQueues, TransportContent, TransportTransactionality, TransportManagement):
+class TransportConformance(
+    TransportQueues, TransportContent, TransportExpiry, TransportTransactionality, TransportManagement
+):
     """What makes a class a transport: subclass it, override `make_transport`, run pytest.
 
     Capabilities are found as the endpoint finds them, with `isinstance`; tests of one that the transport does not
