@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 from click.testing import CliRunner
 
@@ -249,10 +250,8 @@ def test_several_processes_set_up_at_once(url: str) -> None:
 async def change(url: str, statement: str) -> None:
     """Change what is in the database, as nobody should."""
     if url.startswith("sqlite"):
-        with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection, connection:
-            connection.execute(statement)
+        with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as file, file:
+            file.execute(statement)
     else:
-        import psycopg
-
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(statement.encode())

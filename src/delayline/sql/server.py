@@ -9,7 +9,7 @@ from delayline.sql import dialect
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import Connection
 
     from delayline.sql.forwarding import Forwarding
     from delayline.sql.schema import QueueTables
