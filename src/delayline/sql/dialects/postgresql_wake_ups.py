@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.clock import from_microseconds
+from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.events import Event, emit
 from delayline.sql.dialects.server import run
 from delayline.sql.listeners import Listeners
@@ -49,6 +50,7 @@ SLEEP: Final = """
 INSERT INTO {sleeping} (channel, listener, until) VALUES (%s, %s, %s)
 ON CONFLICT (channel, listener) DO UPDATE SET until = EXCLUDED.until
 """
+AWAKE: Final = "DELETE FROM {sleeping} WHERE listener = %s"
 SWEEP: Final = "DELETE FROM {sleeping} WHERE until < clock_timestamp() - interval '1 day'"
 
 
@@ -123,8 +125,19 @@ class Notifications:
         os.write(self._woken, b"c")
         if self._thread is not None:
             self._thread.join()
+        with contextlib.suppress(BackendUnavailable, BackendUnusable):
+            self._wake_for_good()
         os.close(self.wake)
         os.close(self._woken)
+
+    def _wake_for_good(self) -> None:
+        session = self._database.session()
+        session.run(self._wake)
+        session.close()
+
+    def _wake(self, connection: Connection) -> None:
+        for sleeping in {self._sleeping[channel] for channel in self.listeners.channels & self._sleeping.keys()}:
+            run(connection, AWAKE.format(sleeping=sleeping), self.me)
 
     def spawn_probe(self) -> None:
         """Notify ourselves, to see whether it comes."""

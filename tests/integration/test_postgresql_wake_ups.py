@@ -1,0 +1,132 @@
+"""Wake-ups between processes on PostgreSQL: only to pollers that would sleep too long; by looking where they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from delayline import Endpoint, StoredDelivery
+from delayline.events import Event
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.dialects.postgresql_wake_ups import channel_name
+from delayline.testing import Signals
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from delayline import Message, MessageContext
+
+PATIENCE = 20.0
+SEND = """
+import asyncio, sys
+from datetime import timedelta
+from delayline import Endpoint, StoredDelivery
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+
+async def main(url, *delays):
+    delivery = StoredDelivery(SqlDelayedMessageStore(url), polling=False)
+    async with Endpoint("orders", transport=SqlTransport(url), delayed_delivery=delivery) as endpoint:
+        for delay in delays:
+            await endpoint.send("orders", b"", message_id=delay, delay=timedelta(seconds=float(delay)))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def send(url: str, *delays: str) -> None:
+    """Send from another process."""
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", SEND, url, *delays], check=True, timeout=60)
+
+
+def endpoint_at(url: str) -> Endpoint:
+    endpoint = Endpoint(
+        "orders",
+        transport=SqlTransport(url),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)),
+    )
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        pass
+
+    return endpoint
+
+
+@pytest.fixture
+async def notified(postgresql_url: str) -> AsyncIterator[list[str]]:
+    """Provide the notifications that go over the channel of the store's pollers."""
+    heard: list[str] = []
+    async with await psycopg.AsyncConnection.connect(postgresql_url, autocommit=True) as connection:
+        await connection.execute(f'LISTEN "{channel_name("timeouts orders.timeouts")}"')
+
+        async def listen() -> None:
+            async for notification in connection.notifies():
+                heard.append(notification.payload)  # noqa: PERF401 - it never ends
+
+        listening = asyncio.create_task(listen())
+        yield heard
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+async def test_a_poller_is_woken_by_another_process(postgresql_url: str, notified: list[str]) -> None:
+    # Given a poller that sleeps for a minute
+    with Signals() as signals:
+        async with endpoint_at(postgresql_url):
+            await signals.wait_for(Event.SLEEPS)
+            # When another process stores something for the next second
+            await send(postgresql_url, "0.5")
+            # Then it is woken by one notification, and in time
+            [record] = await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
+            assert vars(record)["facts"]["message"].id == "0.5"
+    assert len(notified) == 1
+
+
+async def test_a_poller_that_wakes_in_time_is_not_told(postgresql_url: str, notified: list[str]) -> None:
+    # Given a poller that sleeps until a message of its own is due
+    endpoint = endpoint_at(postgresql_url)
+    with Signals() as signals:
+        async with endpoint:
+            due = datetime.now(UTC) + timedelta(seconds=30)
+            await endpoint.send("orders", b"", deliver_at=due)
+            await signals.wait_for(Event.SLEEPS, where=lambda record: vars(record)["facts"]["until"] <= due)
+            # When others store what is due later, and in the end something that is not
+            await send(postgresql_url, "40", "3600", "100000", "0.5")
+            await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
+    # Then only that was worth a notification
+    assert len(notified) == 1
+
+
+async def test_nobody_sleeps_nobody_is_told(postgresql_url: str, notified: list[str]) -> None:
+    # Given no poller at all, but the tables
+    async with endpoint_at(postgresql_url):
+        pass
+    # When something is stored
+    await send(postgresql_url, "100", "0.2")
+    # Then nothing is sent that would serialise commits
+    assert notified == []
+
+
+async def test_where_listening_ends_it_begins_again(postgresql_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    # Given a poller asleep
+    caplog.set_level(logging.WARNING)
+    with Signals() as signals:
+        async with endpoint_at(postgresql_url):
+            await signals.wait_for(Event.SLEEPS)
+            # When the connection that listens is ended
+            async with await psycopg.AsyncConnection.connect(postgresql_url, autocommit=True) as other:
+                await other.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE query LIKE 'LISTEN%' AND pid <> pg_backend_pid()"
+                )
+            await signals.wait_for(Event.LISTENING_LOST, timeout=PATIENCE)
+            # Then what others store arrives all the same
+            await send(postgresql_url, "0.1")
+            await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
