@@ -2,6 +2,7 @@
 
 import typing
 
+from delayline.callers import Caller, JoinsCallers
 from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
 from delayline.delayed.host import DeliveryHost
@@ -72,6 +73,7 @@ __all__ = [
     "BackendUnavailable",
     "BackendUnusable",
     "BatchStore",
+    "Caller",
     "Clock",
     "ClosableStore",
     "ConfigurationError",
@@ -91,6 +93,7 @@ __all__ = [
     "Headers",
     "InvalidDueTime",
     "InvalidMessage",
+    "JoinsCallers",
     "ManagedQueues",
     "ManagedStore",
     "MemoryDelayedMessageStore",

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
+from delayline.callers import Caller, JoinsCallers
 from delayline.checks import whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import DelayedDelivery
@@ -21,15 +22,24 @@ from delayline.events import Event, emit
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
 from delayline.recoverability import Recoverability
-from delayline.transaction import Guarantee, TransactionMode, guarantee, strongest_mode
+from delayline.transaction import (
+    Guarantee,
+    Transaction,
+    TransactionMode,
+    guarantee,
+    share_transactions,
+    strongest_mode,
+)
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
+    from delayline.callers import CallersConnection
     from delayline.clock import Clock
     from delayline.delayed.store import ManagedStore
     from delayline.message import Body
+    from delayline.outgoing import Outgoing
     from delayline.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -176,23 +186,31 @@ class Endpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
+        transaction: CallersConnection | Caller | Transaction | None = None,
     ) -> str:
         """Send a message, due now, after `delay` or at `deliver_at` (aware); return its id once it is durable.
 
+        transaction: your own, on the database of the queues or of the store: a connection or session of SQLAlchemy,
+        a connection of psycopg or sqlite3. The message exists if and only if you commit it.
+
         Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
         delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
-        InvalidDueTime, NotStarted, QueueNotFound (an immediate send to a missing queue) or BackendUnavailable.
+        InvalidDueTime, NotStarted, QueueNotFound (an immediate send to a missing queue), BackendUnavailable, or, for
+        a transaction that it cannot be part of, ConfigurationError.
         """
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
         outgoing = self._composer.compose(
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )
+        if transaction is not None and not isinstance(transaction, Transaction):
+            caller = transaction if isinstance(transaction, Caller) else Caller(transaction)
+            outgoing, transaction = await self._join(caller, outgoing)
         try:
             if outgoing.due is None:
-                await self.transport.dispatch([outgoing.operation])
+                await self.transport.dispatch([outgoing.operation], transaction)
             elif self.delayed_delivery is not None:
-                await self.delayed_delivery.defer(outgoing.operation, outgoing.due)
+                await self.delayed_delivery.defer(outgoing.operation, outgoing.due, transaction)
             else:
                 raise ConfigurationError(
                     f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
@@ -209,6 +227,23 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    async def _join(self, caller: Caller, outgoing: Outgoing) -> tuple[Outgoing, Transaction]:
+        """Return the caller's transaction, and what to send in it.
+
+        A message for a queue that the transaction does not reach waits in the store, due at once.
+        """
+        delivery = self.delayed_delivery
+        if outgoing.due is not None:
+            return outgoing, await _joined(caller, delivery)
+        try:
+            return outgoing, await _joined(caller, self.transport)
+        except ConfigurationError:
+            if delivery is None or share_transactions(self.transport, delivery):
+                raise
+            with contextlib.suppress(ConfigurationError):
+                return outgoing._replace(due=self._clock.now()), await _joined(caller, delivery)
+            raise
 
     async def _start_parts(self) -> None:
         await self.transport.start()
@@ -278,6 +313,15 @@ class Endpoint:
                 self.name,
                 exception=error,
             )
+
+
+async def _joined(caller: Caller, part: object) -> Transaction:
+    if isinstance(part, JoinsCallers):
+        return await part.join(caller)
+    raise ConfigurationError(
+        f"{type(part).__name__} cannot take part in a caller's transaction: use a SqlTransport and a "
+        "SqlDelayedMessageStore, or send without transaction="
+    )
 
 
 def _mode(mode: TransactionMode | None, transport: Transport, delivery: DelayedDelivery | None) -> TransactionMode:

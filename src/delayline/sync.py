@@ -6,13 +6,16 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from delayline.callers import Caller, WaitingThread
 from delayline.errors import ConfigurationError, NotStarted
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from concurrent.futures import Future
     from datetime import datetime, timedelta
     from types import TracebackType
 
+    from delayline.callers import CallersConnection
     from delayline.endpoint import Endpoint
     from delayline.message import Body
     from delayline.outgoing import HeaderMap
@@ -63,16 +66,26 @@ class SyncEndpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
+        transaction: CallersConnection | None = None,
     ) -> str:
-        """Like `Endpoint.send`, blocking until the message is durable."""
-        return self.run(
-            self.endpoint.send(
-                destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
-            )
+        """Like `Endpoint.send`, blocking until the message is durable; a connection is used on the calling thread."""
+        thread = WaitingThread()
+        work = self.endpoint.send(
+            destination,
+            body,
+            headers=headers,
+            message_id=message_id,
+            delay=delay,
+            deliver_at=deliver_at,
+            transaction=None if transaction is None else Caller(transaction, thread),
         )
+        return thread.wait_for(self._start(work))
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run any of the endpoint's coroutines, as in `sync.run(endpoint.delayed.cancel(message_id))`."""
+        return self._start(work).result()
+
+    def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         loop = self._loop
         if loop is None:
             work.close()
@@ -80,7 +93,7 @@ class SyncEndpoint:
         if threading.current_thread() is self._thread:
             work.close()
             raise ConfigurationError("a SyncEndpoint would wait for itself here: in a handler, await context.send(...)")
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
+        return asyncio.run_coroutine_threadsafe(work, loop)
 
     def __enter__(self) -> Self:
         self.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
+from delayline.callers import JoinsCallers
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
 from delayline.delayed.batch import Mover
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
     from datetime import datetime
 
+    from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.scope import Scope
@@ -179,11 +181,23 @@ class StoredDelivery:
             if isinstance(self.store, ClosableStore):
                 await self.store.close()
 
+    async def join(self, caller: Caller) -> Transaction:
+        """Return the caller's transaction as one that deferring can be part of. Raises ConfigurationError."""
+        if isinstance(self.store, JoinsCallers):
+            return await self.store.join(caller)
+        raise ConfigurationError(
+            f"{type(self.store).__name__} cannot take part in a caller's transaction: use a SqlDelayedMessageStore, "
+            "or send without transaction="
+        )
+
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
-        """Store the operation until `due`; what is due already goes straight to the transport (reference 1.7)."""
+        """Store the operation until `due`; what is due already goes straight to the transport (reference 1.7).
+
+        Unless it cannot go there in `transaction`: then it is stored too, and the poller takes it at once.
+        """
         if self._group is None:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
-        if due <= self.host.clock.now():
+        if due <= self.host.clock.now() and self._reaches_transport(transaction):
             await self.host.transport.dispatch([operation], transaction)
             return
         message = DelayedMessage(operation.message, operation.destination, due)
@@ -193,6 +207,9 @@ class StoredDelivery:
         else:
             await self.store.store(message, transaction)
             transaction.after_commit(lambda: self._signal(due))
+
+    def _reaches_transport(self, transaction: Transaction | None) -> bool:
+        return transaction is None or transaction.domain == self.host.transport.transaction_domain
 
     def _signal(self, due: datetime) -> None:
         if self._poller is not None:

@@ -6,22 +6,27 @@ import asyncio
 import os
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
-from delayline.sql.transactions import SqlTransaction
+from delayline.sql.callers import hold_of
+from delayline.sql.transactions import JoinedTransaction, SqlTransaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Mapping
 
-    from sqlalchemy import URL, Connection
+    from sqlalchemy import URL, Connection, Table
 
+    from delayline.callers import Caller
     from delayline.clock import Clock
-    from delayline.sql.dialect import Claims, Dialect, WakeUps
+    from delayline.sql.dialect import Claims, Dialect, Place, WakeUps
     from delayline.sql.rows import Rows
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
 
 Result = TypeVar("Result")
+#: What is due later than that is seen in time without being told of: no poller sleeps longer than a minute.
+SOON: Final = timedelta(hours=1)
 
 
 class Database(ABC):
@@ -112,13 +119,54 @@ class Database(ABC):
         """
         if transaction is None:
             return await self._write_alone(work, one_statement=one_statement)
-        if isinstance(transaction, SqlTransaction) and transaction.domain == self.domain:
+        if isinstance(transaction, SqlTransaction | JoinedTransaction) and transaction.domain == self.domain:
             return await transaction.run(work)
         raise TypeError(f"a transaction on {transaction.domain} cannot span {self.dialect}")
 
     def transaction(self) -> SqlTransaction:
         """Return a new transaction."""
         return SqlTransaction(self)
+
+    async def join(self, caller: Caller, table: Table) -> JoinedTransaction:
+        """Return the caller's transaction as one on this database; `table` is one that it will write to.
+
+        Raises ConfigurationError for a transaction on another database, or none; TypeError for what is no connection.
+        """
+        joined = JoinedTransaction(self.domain, await hold_of(caller), self.dialect)
+        theirs = await joined.run(partial(self._theirs, table=table))
+        ours = await self.read(partial(self.dialect.place, table=table))
+        if theirs.database != ours.database:
+            raise ConfigurationError(
+                f"transaction= is on the {theirs.name}, and the messages are in the {self.dialect}: "
+                "begin it on a connection to that one"
+            )
+        if theirs.table != ours.table:
+            raise ConfigurationError(
+                f"on the connection of transaction= the name {table.fullname!r} does not mean delayline's table: "
+                "begin it with the same search_path, or name the schema to delayline's parts, as in schema='public'"
+            )
+        return joined
+
+    async def tell(self, news: Mapping[str, int], transaction: Transaction | None = None) -> None:
+        """Tell the listeners of each channel from when on there is something: after the commit, never before."""
+        if isinstance(transaction, JoinedTransaction):
+            soon = to_microseconds(self.clock.now() + SOON)
+            news = {channel: at for channel, at in news.items() if at < soon}
+            if news:
+                await self.tell_at_commit(news, transaction)
+        elif transaction is not None:
+            transaction.after_commit(partial(self.notify, news))
+        else:
+            self.notify(news)
+
+    def notify(self, news: Mapping[str, int]) -> None:
+        """Tell the listeners of each channel now."""
+        for channel, at in news.items():
+            self.wake_ups.notify(channel, at)
+
+    @abstractmethod
+    async def tell_at_commit(self, news: Mapping[str, int], transaction: JoinedTransaction) -> None:
+        """Have the listeners told when the caller has committed."""
 
     @abstractmethod
     async def hold(self) -> Hold:
@@ -162,6 +210,15 @@ class Database(ABC):
 
     @abstractmethod
     def _disconnect(self) -> None: ...
+
+    def _theirs(self, connection: Connection, table: Table) -> Place:
+        product = getattr(connection, "product", "")
+        if product != self.dialect.sql.name:
+            raise ConfigurationError(
+                f"transaction= is a connection to {product}, and the messages are in the {self.dialect}: "
+                "begin it on a connection to that one"
+            )
+        return self.dialect.place(connection, table)
 
     def _open(self) -> None:
         with self._opening:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 
 #: What was looked at, whether it is as it should be, and what it is.
 Finding = tuple[str, bool, str]
+
+
+class Place(NamedTuple):
+    """What the name of a table means on one connection."""
+
+    name: str
+    """The database, for people."""
+    database: Hashable
+    """Equal on two connections to one database, and only there."""
+    table: Hashable
+    """Which of the database's tables it is; None for none."""
 
 
 class WakeUps(Protocol):
@@ -95,6 +106,10 @@ class Dialect(Protocol):
 
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
         """Return the database's time so many seconds from now, as the due column keeps times."""
+        ...
+
+    def place(self, connection: Connection, table: Table) -> Place:
+        """Return where the table is, seen from any connection to this product; uses cursors only."""
         ...
 
     def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes

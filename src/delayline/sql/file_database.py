@@ -12,12 +12,13 @@ from delayline.errors import BackendUnusable, NotStarted
 from delayline.sql.claimed_rows import ClaimedRows
 from delayline.sql.database import Database
 from delayline.sql.dialects.sqlite import Sqlite
+from delayline.sql.dialects.sqlite_commits import CommitWatch
 from delayline.sql.group_commit import GroupCommit, Write
 from delayline.sql.lane import Lane
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from sqlalchemy import URL, Connection
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialects.sqlite_wake_ups import WakeUps
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
+    from delayline.sql.transactions import JoinedTransaction
 
 Result = TypeVar("Result")
 READERS: Final = 2
@@ -46,6 +48,7 @@ class FileDatabase(Database):
         self._read_connections: list[Connection] = []
         self._thread = threading.local()
         self._lost: list[Connection] | None = None
+        self._commits = self._new_commit_watch()
 
     @property
     def clock(self) -> SystemClock:
@@ -56,6 +59,11 @@ class FileDatabase(Database):
     def wake_ups(self) -> WakeUps:
         """Pipes beside the file."""
         return self.dialect.wake_ups
+
+    async def tell_at_commit(self, news: Mapping[str, int], transaction: JoinedTransaction) -> None:
+        """Watch the file for the commit: SQLite tells nobody."""
+        del transaction
+        await self.read(lambda _: self._commits.expect(news))
 
     def claims(self, table: str) -> Claims:
         """Byte-range locks beside the file."""
@@ -129,6 +137,7 @@ class FileDatabase(Database):
             if workers is not None:
                 workers.stop()
         self._writer = self._readers = None
+        self._commits.close()
         self.dialect.closed()
         self._close_connections()
 
@@ -141,6 +150,7 @@ class FileDatabase(Database):
         for workers in (self._writer, self._readers):
             if workers is not None:
                 workers.pause()
+        self._commits.pause()
         writing = self._write_connection
         if writing is not None and not self.dialect.in_transaction(writing):
             self._close_connections()
@@ -150,6 +160,7 @@ class FileDatabase(Database):
         for workers in (self._writer, self._readers):
             if workers is not None:
                 workers.resume()
+        self._commits.resume()
         self._opening.release()
 
     def after_fork_in_child(self) -> None:
@@ -157,6 +168,7 @@ class FileDatabase(Database):
         if self._write_connection is not None:
             self._lost = [self._write_connection, *self._read_connections]  # for ever: closing them is not safe
         self.dialect.forked()
+        self._commits = self._new_commit_watch()
         self.lane = Lane()
         self._group = GroupCommit(self.dialect)
         self._users = 0
@@ -164,6 +176,9 @@ class FileDatabase(Database):
         self._read_connections = []
         self._thread = threading.local()
         self._opening = threading.Lock()
+
+    def _new_commit_watch(self) -> CommitWatch:
+        return CommitWatch(lambda: self.dialect.connect(writing=False), self.notify)
 
     def _close_connections(self) -> None:
         if self._write_connection is not None:

@@ -32,6 +32,10 @@ class WakeUps(dialect.WakeUps, Protocol):
         """
         ...
 
+    def notify_in(self, connection: Connection, channel: str, at: int) -> None:
+        """Let the server tell every listener when the transaction on the connection commits, where it can."""
+        ...
+
     def close(self) -> None:
         """Stop listening; blocks until it has."""
         ...

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from sqlalchemy import select
@@ -19,13 +20,14 @@ from delayline.sql.server_clock import ServerClock
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from sqlalchemy import Connection
 
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Claims, Server, WakeUps
     from delayline.sql.statements import StoreStatements
+    from delayline.sql.transactions import JoinedTransaction
 
 Result = TypeVar("Result")
 WORKERS: Final = 4
@@ -70,6 +72,11 @@ class ServerDatabase(Database):
         if self._wake_ups is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return self._wake_ups
+
+    async def tell_at_commit(self, news: Mapping[str, int], transaction: JoinedTransaction) -> None:
+        """Leave it to the server where it can."""
+        for channel, at in news.items():
+            await transaction.run(partial(self.wake_ups.notify_in, channel=channel, at=at))
 
     def claims(self, table: str) -> Claims:
         """Locks that the server ends with the connection."""

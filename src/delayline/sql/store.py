@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Table
 
+    from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.message import DelayedMessage
     from delayline.sql.rows import Rows
-    from delayline.sql.transactions import SqlTransaction
+    from delayline.sql.transactions import JoinedTransaction, SqlTransaction
     from delayline.transaction import Transaction, TransactionMode
 
 MICROSECOND: Final = timedelta(microseconds=1)
@@ -66,6 +67,10 @@ class SqlDelayedMessageStore:
     def transaction(self) -> SqlTransaction:
         """Return a transaction that a SqlTransport on the same database can join."""
         return self._database.transaction()
+
+    async def join(self, caller: Caller) -> JoinedTransaction:
+        """Return the caller's transaction as one that storing can be part of."""
+        return await self._database.join(caller, self._statements.table)
 
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the endpoint's table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
@@ -118,7 +123,7 @@ class SqlDelayedMessageStore:
         rows = [statements.row_of(message) for message in messages]
         insert = partial(self._database.dialect.insert_rows, insert=statements.insert, rows=rows)
         await self._database.write(insert, transaction, one_statement=len(rows) == 1)
-        self._notify(min(message.due for message in messages), transaction)
+        await self._notify(min(message.due for message in messages), transaction)
 
     async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
         """Lock and return the earliest due message."""
@@ -139,8 +144,7 @@ class SqlDelayedMessageStore:
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
         """Move due messages to their queues inside the database."""
         moved = await self._locking.forward(self._database.dialect.to_due(at), limit, max_bytes=max_bytes)
-        for name in moved.queues:
-            self._database.wake_ups.notify(queue_channel(name))
+        self._database.notify({queue_channel(name): 0 for name in moved.queues})
         return Forwarded(moved.number, self._due(moved.next_due), moved.left)
 
     async def next_due(self) -> datetime | None:
@@ -174,7 +178,7 @@ class SqlDelayedMessageStore:
         counted = await self._locking.change(
             lambda connection: retry.change_each(connection, due, keys=ids), messages, transaction
         )
-        self._notify(at, transaction)
+        await self._notify(at, transaction)
         return counted
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
@@ -203,7 +207,7 @@ class SqlDelayedMessageStore:
         at, move = self._database.dialect.to_due(due), self._statements.move
         outcome = await self._locking.manage(message_id, lambda connection: move.change(connection, at, [message_id]))
         if outcome is Outcome.DONE:
-            self._notify(due, None)
+            await self._notify(due)
         return outcome
 
     async def pending(
@@ -255,10 +259,7 @@ class SqlDelayedMessageStore:
     def _due(self, kept: object) -> datetime | None:
         return None if kept is None else self._database.dialect.from_due(kept)
 
-    def _notify(self, due: datetime, transaction: Transaction | None) -> None:
-        tell = partial(self._tell, self._locking, self._channel, due)
-        tell() if transaction is None else transaction.after_commit(tell)
-
-    def _tell(self, rows: Rows, channel: str, due: datetime) -> None:
-        rows.stored(due)
-        self._database.wake_ups.notify(channel, to_microseconds(due))
+    async def _notify(self, due: datetime, transaction: Transaction | None = None) -> None:
+        stored = partial(self._locking.stored, due)
+        stored() if transaction is None else transaction.after_commit(stored)
+        await self._database.tell({self._channel: to_microseconds(due)}, transaction)

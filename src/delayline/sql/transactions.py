@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.sql.callers import Hold as CallersHold
     from delayline.sql.dialect import Dialect
 
 Result = TypeVar("Result")
@@ -44,6 +45,29 @@ class Holding(Protocol):
     async def hold(self) -> Hold:
         """Wait for a connection of one's own."""
         ...
+
+
+class JoinedTransaction(Transaction):
+    """A caller's transaction on one database, which the caller commits or rolls back."""
+
+    def __init__(self, domain: Hashable, hold: CallersHold, dialect: Dialect) -> None:
+        super().__init__(domain)
+        self._hold = hold
+        self._dialect = dialect
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in the transaction; of the connection it may use cursors only."""
+        try:
+            return await self._hold.run(work)
+        except self._dialect.errors as error:
+            raise self._dialect.translated(error) from error
+
+    def after_commit(self, callback: Callable[[], None]) -> None:
+        """Do nothing: nobody tells us of the commit. Listeners are told of it by `Database.tell`."""
+
+    def after_end(self, callback: Callable[[], None]) -> None:
+        """Refuse: nobody tells us of the end."""
+        raise TypeError("nothing can be tied to the end of a caller's transaction")
 
 
 class SqlTransaction(Transaction):

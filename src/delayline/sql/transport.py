@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.callers import Caller
     from delayline.sql.dialect import Claims
-    from delayline.sql.transactions import SqlTransaction
+    from delayline.sql.transactions import JoinedTransaction, SqlTransaction
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -72,6 +73,10 @@ class SqlTransport:
         """Return a transaction that a SqlDelayedMessageStore on the same database can join."""
         return self._database.transaction()
 
+    async def join(self, caller: Caller) -> JoinedTransaction:
+        """Return the caller's transaction as one that sending can be part of."""
+        return await self._database.join(caller, self._tables.queued)
+
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
         """Create the tables and register the queues."""
         await self._database.open()
@@ -96,8 +101,7 @@ class SqlTransport:
         """Insert every message whose queue exists, in one transaction."""
         missing = await self._database.write(partial(self._put, operations=operations), transaction)
         reached = {operation.destination for operation in operations} - missing
-        tell = partial(self._notify, reached)
-        tell() if transaction is None else transaction.after_commit(tell)
+        await self._database.tell({queue_channel(name): 0 for name in reached}, transaction)
         if missing:
             raise DispatchFailed(
                 {
@@ -224,10 +228,6 @@ class SqlTransport:
         now = dialect.from_due(self._statements.now.one(connection))
         latest = datetime.max.replace(tzinfo=UTC) - now
         return [None if span is None or span > latest else dialect.to_due(now + span) for span in spans]
-
-    def _notify(self, names: set[str]) -> None:
-        for name in names:
-            self._database.wake_ups.notify(queue_channel(name))
 
 
 class SqlReceiver:

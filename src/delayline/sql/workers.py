@@ -43,14 +43,7 @@ class Workers:
             if self._stopped:
                 raise NotStarted("the database was closed meanwhile: start the endpoint first")
             self._jobs.put(job)
-        try:
-            return await job.outcome
-        except asyncio.CancelledError:
-            while not job.finished:
-                job.afterwards = asyncio.get_running_loop().create_future()
-                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the effect is still uncertain
-                    await asyncio.wait([job.afterwards])
-            raise
+        return await job.end()
 
     def spawn(self, work: Callable[[], object]) -> None:
         """Run `work` some time soon; nobody waits for it, and what it raises is dropped. Does nothing once stopped."""
@@ -108,6 +101,17 @@ class Job(Generic[Result]):
         self.finished = False
         self.afterwards: asyncio.Future[None] | None = None
 
+    async def end(self) -> Result:
+        """Wait for the end of the work and return or raise what it does; cancelled, raise that when it has ended."""
+        try:
+            return await self.outcome
+        except asyncio.CancelledError:
+            while not self.finished:
+                self.afterwards = asyncio.get_running_loop().create_future()
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the effect is still uncertain
+                    await asyncio.wait([self.afterwards])
+            raise
+
     def run(self) -> None:
         """Do the work, on a worker thread."""
         result: Result | None = None
@@ -129,3 +133,10 @@ class Job(Generic[Result]):
                 self.outcome.set_exception(error)
         if self.afterwards is not None and not self.afterwards.done():
             self.afterwards.set_result(None)
+
+
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Run `work` to its end on a thread of its own, for work that may wait for other work of its kind."""
+    job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
+    threading.Thread(target=job.run, name="delayline caller", daemon=True).start()
+    return await job.end()

@@ -13,6 +13,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.expression import any_, bindparam
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
+from delayline.sql.dialect import Place
 from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
 from delayline.sql.dialects.postgresql_wake_ups import Notifications
@@ -43,6 +44,14 @@ CONNECT_ARGS: Final = {
     "options": "-c timezone=UTC",
     "prepare_threshold": 2,
 }
+
+
+#: A copy of a server has its identifier, but was not started at the same microsecond.
+PLACE: Final = """
+SELECT current_database(), to_regclass(%s)::oid::text, d.oid::text, c.system_identifier::text,
+  extract(epoch FROM pg_postmaster_start_time())::text
+FROM pg_database AS d, pg_control_system() AS c WHERE d.datname = current_database()
+"""
 
 
 class Postgresql(ServerDialect):
@@ -81,6 +90,12 @@ class Postgresql(ServerDialect):
             ("synchronous_commit", durable != "off", f"{durable}"),
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
+
+    def place(self, connection: Connection, table: Table) -> Place:
+        """Return the server, the database and the table that the search path leads to."""
+        name = self.sql.identifier_preparer.format_table(table)
+        database, found, *server = run(connection, PLACE, name)[0]
+        return Place(f"PostgreSQL database {database}", tuple(server), found)
 
     def to_due(self, due: datetime) -> datetime:
         """Return the instant: timestamptz keeps microseconds."""

@@ -119,6 +119,10 @@ class Notifications:
         if first:
             self._database.spawn(self._tell_others)
 
+    def notify_in(self, connection: Connection, channel: str, at: int) -> None:
+        """Tell every listener, in this process too, when the transaction on the connection commits."""
+        run(connection, TELL, channel_name(channel), f"caller {at}")
+
     def close(self) -> None:
         """Stop listening."""
         self.closing = True

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import sqlalchemy
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import ColumnElement, Connection, Table
 
+    from delayline.sql.dialect import Place
     from delayline.sql.prepared import Prepared
 
 
@@ -99,6 +100,10 @@ class ServerDialect:
     def ping(self, connection: Connection) -> None:
         """Ask the server for a sign of life."""
         run(connection, "SELECT 1")
+
+    def place(self, connection: Connection, table: Table) -> Place:
+        """Refuse, where nobody has said how to tell."""
+        raise ConfigurationError(f"{self} cannot take part in a caller's transaction yet: send without transaction=")
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition that the column is one of the list bound as `name`."""

@@ -17,6 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
+from delayline.sql.dialect import Place
 from delayline.sql.dialects.sqlite_claims import Claims
 from delayline.sql.dialects.sqlite_wake_ups import WakeUps
 
@@ -128,6 +129,14 @@ class Sqlite:
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
         """Return this machine's time so many seconds from now, to the millisecond."""
         return literal_column(f"CAST((julianday('now') - 2440587.5) * 86400000 + {seconds * 1000} AS INTEGER) * 1000")
+
+    def place(self, connection: Connection, table: Table) -> Place:
+        """Return the main file, whatever its path is called."""
+        cursor = connection.connection.cursor()
+        cursor.execute("PRAGMA database_list")
+        file = next((path for _, name, path in cursor.fetchall() if name == "main"), "")
+        cursor.close()
+        return Place(f"SQLite file {file}" if file else "SQLite in memory", file and _identity(file), table.name)
 
     def to_due(self, due: datetime) -> int:
         """Return microseconds since 1970 UTC."""
@@ -265,7 +274,7 @@ class Sqlite:
             raise BackendUnusable(f"the folder of {self.path} does not exist: create {self.path.parent}")
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path | str) -> tuple[int, int] | None:
     try:
         found = os.stat(path)  # noqa: PTH116 - before every transaction: half the time of Path.stat
     except OSError:

@@ -1,0 +1,295 @@
+"""The connections and sessions on which callers have transactions, as something that the SQL room's work runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import sys
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+
+from delayline.errors import ConfigurationError
+from delayline.sql.workers import in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from psycopg import AsyncConnection, AsyncCursor
+    from sqlalchemy import Connection
+
+    from delayline.callers import Caller
+
+Result = TypeVar("Result")
+#: Before 3.12 sqlite3 knew nothing else.
+LEGACY_AUTOCOMMIT: Final = getattr(sqlite3, "LEGACY_TRANSACTION_CONTROL", -1)
+
+
+class Hold(Protocol):
+    """A caller's connection, with the transaction that is open on it, or begins with the first statement."""
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on the connection, where its thread rules allow."""
+        ...
+
+
+class Borrowed:
+    """What work is given of a caller's connection: cursors that return tuples, and the product's name."""
+
+    def __init__(self, product: str, cursor: Callable[[], object]) -> None:
+        self.product = product
+        self.cursor = cursor
+
+    @property
+    def connection(self) -> Borrowed:
+        """Where SQLAlchemy's connections keep the driver's."""
+        return self
+
+
+async def hold_of(caller: Caller) -> Hold:
+    """Return the hold on what the caller has passed. Raises TypeError for what cannot be used."""
+    given: Any = caller.connection
+    if _is(given, "sqlalchemy.orm", "scoped_session") or _is(given, "sqlalchemy.ext.asyncio", "async_scoped_session"):
+        given = given() if caller.thread is None else await caller.thread.run(given)
+    for module, name, borrow in SYNCHRONOUS:
+        if _is(given, module, name):
+            return SyncHold(caller, given, borrow)
+    for module, name, kind in ASYNCHRONOUS:
+        if _is(given, module, name):
+            if caller.thread is not None:
+                raise TypeError(
+                    f"transaction= is an {name}, which belongs to its event loop: await Endpoint.send(...) there, "
+                    "or give SyncEndpoint a synchronous connection"
+                )
+            return kind(given)
+    raise TypeError(
+        "transaction= takes a SQLAlchemy Connection, AsyncConnection, Session or AsyncSession, a psycopg Connection or "
+        f"AsyncConnection, a sqlite3.Connection, or a delayline Transaction; not a {type(given).__name__}"
+    )
+
+
+class SyncHold:
+    """A connection whose methods block: used on its caller's waiting thread, or else on a thread of its own.
+
+    An SQLite connection that is bound to the event loop's thread is used there.
+    """
+
+    def __init__(
+        self, caller: Caller, connection: object, borrow: Callable[[Any], AbstractContextManager[Borrowed]]
+    ) -> None:
+        self._thread = caller.thread
+        self._connection = connection
+        self._borrow = borrow
+        self._bound = False
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work`."""
+        if self._thread is not None:
+            return await self._thread.run(lambda: self._work(work))
+        if not self._bound:
+            try:
+                return await in_thread(lambda: self._work(work))
+            except sqlite3.ProgrammingError as error:
+                if "thread" not in str(error):
+                    raise
+                self._bound = True
+        return self._work(work)
+
+    def _work(self, work: Callable[[Connection], Result]) -> Result:
+        with self._borrow(self._connection) as borrowed:
+            return work(cast("Connection", borrowed))  # of a connection, work uses the cursors only
+
+
+class SqlAlchemyAsyncHold:
+    """An AsyncConnection or AsyncSession, on its event loop."""
+
+    def __init__(self, connection: Any) -> None:  # noqa: ANN401 - either of two
+        self._connection = connection
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` as SQLAlchemy runs synchronous code on asynchronous drivers."""
+        result: Result = await self._connection.run_sync(self._work, work)
+        return result
+
+    @staticmethod
+    def _work(connection: Any, work: Callable[[Connection], Result]) -> Result:  # noqa: ANN401
+        borrow = borrow_session if hasattr(connection, "get_bind") else borrow_connection
+        with borrow(connection) as borrowed:
+            return work(cast("Connection", borrowed))
+
+
+class PsycopgAsyncHold:
+    """A psycopg AsyncConnection: work waits on a thread of its own while statements run on the event loop."""
+
+    def __init__(self, connection: AsyncConnection[Any]) -> None:
+        self._connection = connection
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work`."""
+        from psycopg import AsyncCursor
+        from psycopg.rows import tuple_row
+
+        _refuse_psycopg_autocommit(self._connection)
+        loop, connection = asyncio.get_running_loop(), self._connection
+        borrowed = Borrowed("postgresql", lambda: LoopCursor(AsyncCursor(connection, row_factory=tuple_row), loop))
+        return await in_thread(lambda: work(cast("Connection", borrowed)))
+
+
+class LoopCursor:
+    """An asynchronous cursor for a thread that waits for each of its answers."""
+
+    def __init__(self, cursor: AsyncCursor[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._cursor = cursor
+        self._loop = loop
+
+    @property
+    def rowcount(self) -> int:
+        """How many rows were affected."""
+        return self._cursor.rowcount
+
+    @property
+    def description(self) -> object:
+        """None where there are no rows to fetch."""
+        return self._cursor.description
+
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
+        """Execute once."""
+        self._wait(self._execute(sql, values))
+
+    def executemany(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Execute for each row."""
+        self._wait(self._cursor.executemany(cast("Any", sql), rows))
+
+    def fetchone(self) -> Any:  # noqa: ANN401 - what the columns hold
+        """Return the next row, or None."""
+        return self._wait(self._cursor.fetchone())
+
+    def fetchall(self) -> list[Any]:
+        """Return the rows that are left."""
+        return self._wait(self._cursor.fetchall())
+
+    def close(self) -> None:
+        """Let go of the result."""
+        self._wait(self._cursor.close())
+
+    async def _execute(self, sql: str, values: Sequence[Any]) -> None:
+        await self._cursor.execute(cast("Any", sql), values)  # psycopg wants literals; ours are SQLAlchemy's
+
+    def _wait(self, answer: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+
+
+class NumberedCursor:
+    """A cursor of a driver that numbers its parameters, asyncpg, given statements that mark them with %s."""
+
+    def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - SQLAlchemy's adapter of the driver
+        self._cursor = cursor
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._cursor, name)
+
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
+        """Execute once."""
+        first, *others = sql.replace("%b", "%s").split("%s")
+        numbered = first + "".join(f"${number}{text}" for number, text in enumerate(others, 1))
+        self._cursor.execute(numbered.replace("%%", "%"), values)
+
+
+@contextlib.contextmanager
+def borrow_sqlite(connection: sqlite3.Connection) -> Iterator[Borrowed]:
+    """Borrow a sqlite3 connection, whatever its rows and texts look like."""
+    if not connection.in_transaction and not _begins_by_itself(connection):
+        raise _autocommit("open it without isolation_level=None and autocommit=True, or execute BEGIN first")
+
+    def cursor() -> sqlite3.Cursor:
+        plain = connection.cursor(sqlite3.Cursor)
+        plain.row_factory = None
+        return plain
+
+    texts, connection.text_factory = connection.text_factory, str
+    try:
+        yield Borrowed("sqlite", cursor)
+    finally:
+        connection.text_factory = texts
+
+
+@contextlib.contextmanager
+def borrow_psycopg(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - psycopg is an extra
+    """Borrow a psycopg connection, whatever its rows look like."""
+    from psycopg import Cursor
+    from psycopg.rows import tuple_row
+
+    _refuse_psycopg_autocommit(connection)
+    yield Borrowed("postgresql", lambda: Cursor(connection, row_factory=tuple_row))
+
+
+@contextlib.contextmanager
+def borrow_session(session: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - sqlalchemy.orm is loaded by those who use it
+    """Borrow the connection of a SQLAlchemy session, which begins where it has not."""
+    with borrow_connection(session.connection()) as borrowed:
+        yield borrowed
+
+
+@contextlib.contextmanager
+def borrow_connection(connection: Connection) -> Iterator[Borrowed]:
+    """Borrow a SQLAlchemy connection, which begins where it has not, as with its first statement."""
+    begun = None if connection.in_transaction() else connection.begin()
+    try:
+        _refuse_unusable(connection)
+    except ConfigurationError:
+        if begun is not None:
+            begun.rollback()
+        raise
+    cursor: Callable[[], object] = connection.connection.cursor
+    if connection.dialect.paramstyle == "numeric_dollar":
+        yield Borrowed(connection.dialect.name, lambda: NumberedCursor(cursor()))
+    else:
+        yield Borrowed(connection.dialect.name, cursor)
+
+
+def _refuse_unusable(connection: Connection) -> None:
+    if getattr(connection.get_transaction(), "xid", None) is not None:
+        raise ConfigurationError(
+            "transaction= is a two-phase transaction, in which nobody can be told of the commit: "
+            "send in a transaction without two phases"
+        )
+    dbapi, driver = connection.connection.dbapi_connection, connection.connection.driver_connection
+    with contextlib.suppress(NotImplementedError):  # a driver whose autocommit SQLAlchemy cannot tell
+        open_already = getattr(driver, "in_transaction", False)
+        if dbapi is not None and connection.dialect.detect_autocommit_setting(dbapi) and not open_already:
+            raise _autocommit('use an engine or connection without isolation_level="AUTOCOMMIT"')
+
+
+def _begins_by_itself(connection: sqlite3.Connection) -> bool:
+    mode = getattr(connection, "autocommit", LEGACY_AUTOCOMMIT)
+    return connection.isolation_level is not None if mode == LEGACY_AUTOCOMMIT else not mode
+
+
+def _refuse_psycopg_autocommit(connection: Any) -> None:  # noqa: ANN401
+    if connection.autocommit and connection.info.transaction_status == 0:  # psycopg.pq.TransactionStatus.IDLE
+        raise _autocommit("set autocommit = False, or send inside `with connection.transaction():`")
+
+
+def _autocommit(remedy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"transaction= is a connection in autocommit, on which every statement commits by itself: {remedy}"
+    )
+
+
+def _is(connection: object, module: str, name: str) -> bool:
+    """Tell whether the connection is of that class; a module that is not loaded has made none."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(connection, getattr(loaded, name))
+
+
+SYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], AbstractContextManager[Borrowed]]], ...]] = (
+    ("sqlite3", "Connection", borrow_sqlite),
+    ("psycopg", "Connection", borrow_psycopg),
+    ("sqlalchemy", "Connection", borrow_connection),
+    ("sqlalchemy.orm", "Session", borrow_session),
+)
+ASYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], Hold]], ...]] = (
+    ("sqlalchemy.ext.asyncio", "AsyncConnection", SqlAlchemyAsyncHold),
+    ("sqlalchemy.ext.asyncio", "AsyncSession", SqlAlchemyAsyncHold),
+    ("psycopg", "AsyncConnection", PsycopgAsyncHold),
+)

@@ -1,0 +1,279 @@
+"""A caller's transaction that messages cannot be part of is refused; one that reaches only the store is enough."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sqlite3
+import threading
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, event
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.pool import NullPool
+
+from delayline import (
+    ConfigurationError,
+    Endpoint,
+    MemoryDelayedMessageStore,
+    MemoryTransport,
+    Message,
+    MessageContext,
+    StoredDelivery,
+    SyncEndpoint,
+)
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.servers.postgresql import PostgresqlServer
+
+LATER = timedelta(days=1)
+SELDOM = timedelta(seconds=30)
+
+
+def shop_in(url: str, queues: str | None = None) -> Endpoint:
+    delivery = StoredDelivery(SqlDelayedMessageStore(url))
+    return Endpoint("shop", transport=SqlTransport(queues or url, poll_interval=SELDOM), delayed_delivery=delivery)
+
+
+def noting(endpoint: Endpoint) -> Callable[[], bool]:
+    """Let the endpoint handle; return how to wait, on any thread, until it has."""
+    handled = threading.Event()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled.set()
+
+    return partial(handled.wait, 10)
+
+
+async def test_another_sqlite_file_is_refused(tmp_path: Path) -> None:
+    """Given the messages in one file, when a transaction is on another, or in memory, then it is refused, and named."""
+    async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop:
+        for file, named in ((tmp_path / "other.db", "SQLite file .*other.db"), (":memory:", "SQLite in memory")):
+            with contextlib.closing(sqlite3.connect(file)) as connection:
+                with pytest.raises(ConfigurationError, match=f"is on the {named}, .* SQLite file .*shop.db: begin it"):
+                    await shop.send("shop", "", delay=LATER, transaction=connection)
+                with pytest.raises(ConfigurationError, match="begin it on a connection to that one"):
+                    await shop.send("shop", "", transaction=connection)
+
+
+async def test_one_file_under_two_names_is_one_database(tmp_path: Path) -> None:
+    """Given a symbolic link to the file, when a transaction is on the link's name, then it is the same database."""
+    (tmp_path / "link.db").symlink_to(tmp_path / "shop.db")
+    async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop:
+        with contextlib.closing(sqlite3.connect(tmp_path / "link.db")) as connection, connection:
+            await shop.send("shop", "", delay=LATER, transaction=connection)
+        assert len(await shop.delayed.pending()) == 1
+
+
+async def test_another_product_is_refused_unasked(tmp_path: Path, postgresql_url: str) -> None:
+    """Given the messages in SQLite, when a transaction is on PostgreSQL, then it is refused, and can go on."""
+    async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop:
+        with psycopg.connect(postgresql_url) as connection:
+            connection.execute("SELECT 1")
+            with pytest.raises(ConfigurationError, match=r"a connection to postgresql, .* in the SQLite file"):
+                await shop.send("shop", "", transaction=connection)
+            connection.execute("SELECT 1")
+
+
+async def test_another_database_of_the_server_is_refused(postgresql: PostgresqlServer, postgresql_url: str) -> None:
+    """Given the messages in one database, when a transaction is on the one beside it, then it is refused."""
+    other = postgresql.new_database()
+    async with shop_in(other), shop_in(postgresql_url) as shop:
+        with psycopg.connect(other) as connection:
+            with pytest.raises(ConfigurationError, match=r"is on the PostgreSQL database test_\w+, .*: begin it"):
+                await shop.send("shop", "", delay=LATER, transaction=connection)
+            connection.execute("SELECT 1")
+    postgresql.drop_database(other)
+
+
+async def test_another_schema_is_refused(postgresql_url: str) -> None:
+    """Given a connection whose search path leads elsewhere, when it sends, then that is refused."""
+    async with shop_in(postgresql_url) as shop:
+        with psycopg.connect(postgresql_url, options="-c search_path=pg_catalog") as connection:
+            with pytest.raises(
+                ConfigurationError, match=r"'shop.timeouts' does not mean delayline's table.*search_path"
+            ):
+                await shop.send("shop", "", delay=LATER, transaction=connection)
+            connection.execute("SELECT 1")
+
+
+async def test_plain_users_may_send(postgresql: PostgresqlServer, postgresql_url: str) -> None:
+    """Given a user with rights on the tables only, on the server's socket, when it sends, then it may."""
+    async with shop_in(postgresql_url) as shop:
+        with postgresql.administrator(postgresql_url.rsplit("/", 1)[1]) as administrator:
+            administrator.execute("DROP ROLE IF EXISTS plain")
+            administrator.execute("CREATE ROLE plain LOGIN")
+            administrator.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO plain")
+        options: dict[str, Any] = {"host": str(postgresql.folder), "port": postgresql.port, "user": "plain"}
+        with psycopg.connect(dbname=postgresql_url.rsplit("/", 1)[1], **options) as connection:
+            await shop.send("shop", "", delay=LATER, transaction=connection)
+        assert len(await shop.delayed.pending()) == 1
+        with postgresql.administrator(postgresql_url.rsplit("/", 1)[1]) as administrator:
+            administrator.execute("DROP OWNED BY plain")
+            administrator.execute("DROP ROLE plain")
+
+
+async def test_autocommit_is_refused_on_sqlite(tmp_path: Path) -> None:
+    """Given connections in autocommit, when they send, then each is refused with the remedy, which works."""
+    url, file = f"sqlite:///{tmp_path}/shop.db", tmp_path / "shop.db"
+    async with shop_in(url) as shop:
+        with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as connection:
+            with pytest.raises(ConfigurationError, match=r"in autocommit.* or execute BEGIN first"):
+                await shop.send("shop", "", delay=LATER, transaction=connection)
+            connection.execute("BEGIN")
+            await shop.send("shop", "", delay=LATER, transaction=connection)
+            connection.execute("COMMIT")
+        engine = create_engine(url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        with engine.connect() as autocommit:
+            with pytest.raises(ConfigurationError, match='without isolation_level="AUTOCOMMIT"'):
+                await shop.send("shop", "", delay=LATER, transaction=autocommit)
+            assert not autocommit.in_transaction()
+        asynchronous = create_async_engine(f"sqlite+aiosqlite:///{file}", isolation_level="AUTOCOMMIT")
+        async with asynchronous.connect() as autocommitting:
+            with pytest.raises(ConfigurationError, match="in autocommit"):
+                await shop.send("shop", "", delay=LATER, transaction=autocommitting)
+        await asynchronous.dispose()
+        assert len(await shop.delayed.pending()) == 1
+
+
+async def test_sqlalchemys_recipe_for_real_transactions_is_no_autocommit(tmp_path: Path) -> None:
+    """Given an engine that begins by statement, as SQLAlchemy advises for SQLite, when it sends, then that works."""
+    engine = create_engine(f"sqlite:///{tmp_path}/shop.db", poolclass=NullPool)
+    event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop:
+        with engine.begin() as connection, connection.begin_nested() as part:
+            await shop.send("shop", "", delay=LATER, transaction=connection)
+            part.rollback()
+        assert await shop.delayed.pending() == []
+
+
+async def test_autocommit_is_refused_on_postgresql(postgresql_url: str) -> None:
+    """Given connections in autocommit, when they send, then each is refused with the remedy."""
+    url = postgresql_url.replace("postgresql:", "postgresql+psycopg:")
+    async with shop_in(postgresql_url) as shop:
+        remedy = pytest.raises(ConfigurationError, match="set autocommit = False, or send inside")
+        with psycopg.connect(postgresql_url, autocommit=True) as connection, remedy:
+            await shop.send("shop", "", transaction=connection)
+        async with await psycopg.AsyncConnection.connect(postgresql_url, autocommit=True) as asynchronous:
+            with pytest.raises(ConfigurationError, match="set autocommit = False, or send inside"):
+                await shop.send("shop", "", transaction=asynchronous)
+        engine = create_engine(url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        with engine.connect() as autocommit, pytest.raises(ConfigurationError, match="in autocommit"):
+            await shop.send("shop", "", transaction=autocommit)
+        with Session(engine) as session, pytest.raises(ConfigurationError, match="in autocommit"):
+            await shop.send("shop", "", transaction=session)
+        for driver in ("psycopg", "asyncpg"):
+            name = url.replace("psycopg", driver)
+            async with create_async_engine(name, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as other:
+                with pytest.raises(ConfigurationError, match="in autocommit"):
+                    await shop.send("shop", "", transaction=other)
+
+
+async def test_a_transaction_of_two_phases_is_refused(postgresql_url: str) -> None:
+    """Given a session with two-phase transactions, when it sends, then it is refused: PostgreSQL would, at the end."""
+    engine = create_engine(postgresql_url.replace("postgresql:", "postgresql+psycopg:"), poolclass=NullPool)
+    async with shop_in(postgresql_url) as shop:
+        with Session(engine, twophase=True) as session, pytest.raises(ConfigurationError, match="two-phase"):
+            await shop.send("shop", "", delay=LATER, transaction=session)
+
+
+async def test_what_is_no_connection_is_refused(tmp_path: Path) -> None:
+    """Given anything else, when it is passed as a transaction, then the error says what may be."""
+    wrong: Any = create_engine(f"sqlite:///{tmp_path}/shop.db")
+    async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop:
+        with pytest.raises(TypeError, match=r"takes a SQLAlchemy Connection, .* not a Engine"):
+            await shop.send("shop", "", transaction=wrong)
+
+
+async def test_what_has_no_database_says_so(tmp_path: Path) -> None:
+    """Given queues and store in memory, when somebody sends in a transaction, then the error says what to use."""
+    delivery = StoredDelivery(MemoryDelayedMessageStore())
+    async with Endpoint("shop", transport=MemoryTransport(), delayed_delivery=delivery) as shop:
+        with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+            with pytest.raises(ConfigurationError, match=r"MemoryTransport cannot take part .* use a SqlTransport"):
+                await shop.send("shop", "", transaction=connection)
+            with pytest.raises(ConfigurationError, match="MemoryDelayedMessageStore cannot take part"):
+                await shop.send("shop", "", delay=LATER, transaction=connection)
+
+
+async def test_delaylines_own_transactions_work_as_well(tmp_path: Path) -> None:
+    """Given a transaction of the transport's, when messages are sent in it, then they exist at its commit."""
+    shop = shop_in(f"sqlite:///{tmp_path}/shop.db")
+    async with shop:
+        transport = shop.transport
+        assert isinstance(transport, SqlTransport)
+        async with transport.transaction() as transaction:
+            await shop.send("shop", "now", transaction=transaction)
+            await shop.send("shop", "later", delay=LATER, transaction=transaction)
+            assert await transport.count("shop") == 0
+        assert await transport.count("shop") == 1
+        assert len(await shop.delayed.pending()) == 1
+
+
+async def test_a_message_for_a_queue_elsewhere_waits_in_the_store(tmp_path: Path) -> None:
+    """Given queues in memory and a store in the caller's database, when it sends at once, then the store takes it."""
+    delivery = StoredDelivery(SqlDelayedMessageStore(f"sqlite:///{tmp_path}/shop.db"))
+    shop = Endpoint("shop", transport=MemoryTransport(), delayed_delivery=delivery)
+    handled = noting(shop)
+    async with shop:
+        with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection, connection:
+            await shop.send("shop", "", transaction=connection)
+            assert await shop.delayed.pending() == []
+        assert await asyncio.to_thread(handled)
+
+
+@pytest.mark.parametrize("kind", ["sqlite3", "Connection", "Session", "scoped_session"])
+def test_threads_send_in_their_own_transactions(kind: str, tmp_path: Path) -> None:
+    """Given an SQLite connection that belongs to this thread, when it sends synchronously, then it is used here."""
+    url, shop = f"sqlite:///{tmp_path}/shop.db", shop_in(f"sqlite:///{tmp_path}/shop.db")
+    handled, engine = noting(shop), create_engine(url, poolclass=NullPool)
+    kinds: dict[str, Callable[[], Any]] = {
+        "sqlite3": lambda: contextlib.closing(sqlite3.connect(tmp_path / "shop.db")),
+        "Connection": engine.connect,
+        "Session": lambda: Session(engine),
+        "scoped_session": lambda: contextlib.nullcontext(scoped_session(sessionmaker(engine))),
+    }
+    with SyncEndpoint(shop) as sync, kinds[kind]() as connection:
+        sync.send("shop", "undone", transaction=connection)
+        connection.rollback()
+        sync.send("shop", "kept", transaction=connection)
+        connection.commit()
+        assert handled()
+        if kind == "scoped_session":
+            connection.remove()
+        assert sync.run(shop.delayed.pending()) == []
+
+
+async def test_a_connection_of_another_event_loop_is_refused(tmp_path: Path) -> None:
+    """Given an AsyncConnection, when it is passed to a SyncEndpoint, then that says where it belongs."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/shop.db", poolclass=NullPool)
+    with SyncEndpoint(shop_in(f"sqlite:///{tmp_path}/shop.db")) as sync:
+        async with engine.connect() as connection:
+            with pytest.raises(TypeError, match="an AsyncConnection, which belongs to its event loop"):
+                sync.send("shop", "", transaction=connection)
+
+
+def test_a_process_forks_while_a_caller_has_a_transaction(tmp_path: Path) -> None:
+    """Given a send in an open transaction, when the process forks before the commit, then the wake-up still comes."""
+    shop = shop_in(f"sqlite:///{tmp_path}/shop.db")
+    handled = noting(shop)
+    with SyncEndpoint(shop) as sync, contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+        sync.send("shop", "", transaction=connection)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        connection.commit()
+        assert handled()
