@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.servers.sqlite import database_of
 
+from delayline.sql.claimed_rows import NumberStatements
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables, timeouts_table
 from delayline.sql.setup import set_up
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 TABLE = "orders.timeouts"
 
 
-def statements(owner: StoreStatements | QueueStatements) -> dict[str, str]:
+def statements(owner: StoreStatements | NumberStatements | QueueStatements) -> dict[str, str]:
     return {name: value.text([3] * value.lists) for name, value in vars(owner).items() if isinstance(value, Prepared)}
 
 
@@ -72,9 +73,9 @@ def test_no_statement_scans_or_sorts(connection: sqlite3.Connection, file: Path,
         connection.execute("ANALYZE")
     dialect = dialect_at(file)
     # When SQLite is asked how it would run each statement
-    found = statements(StoreStatements(timeouts_table(TABLE), dialect)) | statements(
-        QueueStatements(queue_tables(), dialect)
-    )
+    store = StoreStatements(timeouts_table(TABLE), dialect)
+    found = statements(store) | statements(NumberStatements(store))
+    found |= statements(QueueStatements(queue_tables(), dialect))
     # Then each searches an index
     assert {"due", "due_numbers", "next_due", "insert", "delete", "known", "put", "numbers"} <= set(found)
     for name, sql in found.items():

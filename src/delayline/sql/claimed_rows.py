@@ -10,8 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from sqlalchemy import bindparam, select
+
 from delayline.delayed.store import Outcome
 from delayline.sql.forwarding import FileForwarding, Moved
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +33,27 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+class NumberStatements:
+    """The statements by row number, which SQLite's tables have."""
+
+    def __init__(self, statements: StoreStatements) -> None:
+        columns, sql = statements.table.c, statements.dialect.sql
+        is_due = columns.due <= bindparam("until")
+        numbers = select(columns.seq).where(is_due).order_by(*in_order(statements.table))
+        numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
+        claimed = statements.waiting.where(columns.seq == bindparam("sequence"), is_due)
+        self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
+        self.claimed_row = Prepared(claimed, sql, ["sequence", "until"])
+        self.number = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
+
+
 class ClaimedRows:
     """The rows of one store's table in an SQLite file."""
 
     def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
         self._statements = statements
+        self._numbers = NumberStatements(statements)
         self._claims: Claims = database.claims(statements.table.name)
         self._claimed: dict[str, int] = {}
         self._forwarding = FileForwarding(statements.table, tables, database.dialect)
@@ -120,12 +139,12 @@ class ClaimedRows:
         batch: list[DelayedMessage] = []
         statements, size, skip = self._statements, 0, 0
         while len(batch) < limit and size < max_bytes:
-            page = statements.due_numbers.rows(connection, until, limit, skip)
+            page = self._numbers.due_numbers.rows(connection, until, limit, skip)
             for (number,) in page:
                 if len(batch) == limit or size >= max_bytes:
                     break
                 if self._claims.take([number], 1):
-                    row = statements.claimed.run(connection, number, until).fetchone()
+                    row = self._numbers.claimed_row.run(connection, number, until).fetchone()
                     if row is None or (batch and size + len(row[3]) + len(row[4]) > max_bytes):
                         self._claims.release([number])
                         size = size if row is None else max_bytes
@@ -146,7 +165,7 @@ class ClaimedRows:
     def _if_unclaimed(
         self, message_id: str, work: Callable[[Connection], object], taken: list[int], connection: Connection
     ) -> Outcome:
-        number = self._statements.number.one(connection, message_id)
+        number = self._numbers.number.one(connection, message_id)
         if number is None:
             return Outcome.NOT_PENDING
         taken += self._claims.take([number], 1)

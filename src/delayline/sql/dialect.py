@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     import sqlalchemy
-    from sqlalchemy import ColumnElement, Connection, Insert, Table
+    from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
 
+    from delayline.message import Message
     from delayline.sql.prepared import Prepared
 
 
@@ -84,12 +85,24 @@ class Dialect(Protocol):
         """What the driver raises, with and without SQLAlchemy around it."""
         ...
 
+    def schema_of(self, schema: str | None) -> str | None:
+        """Return the schema that the user has named, or the one to use, None for the connection's own."""
+        ...
+
+    def timeouts_table(self, name: str, schema: str | None) -> Table:
+        """Return the table of a delayed message store, whose columns have the names that `schema` gives them."""
+        ...
+
     def must_exist(self) -> None:
         """Raise BackendUnusable where there is no database yet and connecting would make an empty one."""
         ...
 
     def look(self) -> AbstractContextManager[Connection]:
         """Return a connection to look around with: nothing is made or changed, not even by opening it."""
+        ...
+
+    def make(self, connection: Connection, step: Executable) -> None:
+        """Run a statement that creates or changes a table; somebody else may just have made the same."""
         ...
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
@@ -114,6 +127,14 @@ class Dialect(Protocol):
 
     def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
         """Return what the due column keeps: never earlier than `due`."""
+        ...
+
+    def to_until(self, at: datetime) -> Any:  # noqa: ANN401 - as above
+        """Return what due times are compared with: never later than `at`."""
+        ...
+
+    def headers_of(self, message: Message) -> bytes:
+        """Return a message's headers as the store's table keeps them."""
         ...
 
     def from_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives

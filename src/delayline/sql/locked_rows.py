@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import bindparam, func, null, or_, select, update
+from sqlalchemy import bindparam, func, select
 
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
 from delayline.sql.prepared import Prepared
+from delayline.sql.schema import in_order
 from delayline.sql.statements import store_channel
 from delayline.sql.watermark import Watermark
 
@@ -26,50 +27,53 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.message import DelayedMessage
-    from delayline.sql.forwarding import Forwarding, Moved
+    from delayline.sql.forwarding import Moved
+    from delayline.sql.leases import Leases
+    from delayline.sql.schema import QueueTables
     from delayline.sql.server import Server
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
     from delayline.transaction import Transaction
 
 Result = TypeVar("Result")
-LEASE: Final = 60  # seconds; a dispatch takes less
 
 
 class LockStatements:
     """How rows are locked, leased and read."""
 
-    def __init__(self, statements: StoreStatements, dialect: Server) -> None:
+    def __init__(self, statements: StoreStatements, dialect: Server, leases: Leases) -> None:
         table, sql = statements.table, dialect.sql
         columns, by_ids, by_id = table.c, dialect.one_of(table.c.id, "keys"), table.c.id == bindparam("key")
-        in_order = (columns.due, columns.seq)
-        free = or_(columns.leased_until.is_(None), columns.leased_until < dialect.in_seconds(0))
         size = func.length(columns.headers) + func.length(columns.body)
         is_due, since = columns.due <= bindparam("until"), columns.due >= bindparam("since")
-        due = select(columns.id, size, columns.due).where(is_due, free).order_by(*in_order).limit(bindparam("number"))
+        due = (
+            select(columns.id, size, columns.due)
+            .where(is_due, leases.free)
+            .order_by(*in_order(table))
+            .limit(bindparam("number"))
+        )
         due = due.with_for_update(skip_locked=True)
         next_due = select(func.min(columns.due), dialect.in_seconds(0))
-        one = select(columns.id).where(by_id, free).with_for_update(skip_locked=True)
-        lease = update(table).where(by_ids).values(leased_until=dialect.in_seconds(LEASE))
+        one = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
+        read = statements.waiting.where(by_ids).order_by(*in_order(table))
         self.due = Prepared(due, sql, ["until", "number"])
         self.due_since = Prepared(due.where(since), sql, ["until", "since", "number"])
         self.next_due = Prepared(next_due, sql, [])
         self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
         self.one = Prepared(one, sql, ["key"])
         self.exists = Prepared(select(columns.id).where(by_id), sql, ["key"])
-        self.read = Prepared(statements.waiting.where(by_ids).order_by(*in_order), sql, ["keys"])
-        self.lease = Prepared(lease, sql, ["keys"])
-        self.release = Prepared(update(table).where(by_ids).values(leased_until=null()), sql, ["keys"])
+        self.read = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
 
 
 class LockedRows:
     """The rows of one store's table on a server."""
 
-    def __init__(self, database: ServerDatabase, statements: StoreStatements, forwarding: Forwarding) -> None:
+    def __init__(self, database: ServerDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
         self._statements = statements
-        self._locks = LockStatements(statements, database.dialect)
-        self._forwarding = forwarding
+        self._leases = database.dialect.leases(statements, tables)
+        self._locks = LockStatements(statements, database.dialect, self._leases)
+        self._forwarding = database.dialect.forwarding(statements, tables)
         self._from_due = database.dialect.from_due
         self._channel = store_channel(statements.table)
         database.wake_ups.knows(self._channel, statements.table.schema)
@@ -104,7 +108,10 @@ class LockedRows:
         transaction: Transaction | None = None,
     ) -> Result:
         """Run `work` on the messages' rows; it ends the leases on them."""
-        result = await self._database.write(work, transaction, one_statement=True)
+        leased = [message.id for message in messages if message.id in self._leased]
+        if leased and not self._leases.in_row:
+            work = partial(self._and_end, work, leased)
+        result = await self._database.write(work, transaction, one_statement=self._leases.in_row or not leased)
         for message in messages:
             self._watermark.lower(message.due)
         self._leased.difference_update(message.id for message in messages)
@@ -132,7 +139,7 @@ class LockedRows:
 
     async def _release(self, ids: set[str]) -> None:
         if ids:
-            await self._database.write(partial(self._locks.release.change_each, keys=list(ids)))
+            await self._database.write(partial(self._leases.end, ids=list(ids)))
             self._leased -= ids
 
     def _fetch(
@@ -146,9 +153,16 @@ class LockedRows:
             chosen.append(message_id)
         if not chosen:
             return []
+        rows = self._locks.read.rows_each(connection, keys=chosen)
         if leasing:
-            self._locks.lease.change(connection, chosen)
-        return [self._statements.message_of(row) for row in self._locks.read.rows(connection, chosen)]
+            taken = set(self._leases.take(connection, [row[0] for row in rows]))
+            rows = [row for row in rows if row[0] in taken]
+        return [self._statements.message_of(row) for row in rows]
+
+    def _and_end(self, work: Callable[[Connection], Result], leased: Sequence[str], connection: Connection) -> Result:
+        result = work(connection)
+        self._leases.end(connection, leased)
+        return result
 
     def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
         """Lock due rows from the watermark on; it rises by what was found, as their locks keep everybody else off."""

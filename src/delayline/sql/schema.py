@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
     BigInteger,
@@ -17,13 +17,14 @@ from sqlalchemy import (
     String,
     Table,
 )
-from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.dialects import mssql, mysql, postgresql
 
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 
 if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
+untyped: Final[Any] = mssql  # some of its types have constructors without annotations
 #: Row numbers: on SQLite only INTEGER counts up by itself.
 SEQUENCE: Final = BigInteger().with_variant(Integer, "sqlite")
 #: Due times: microseconds since 1970 where there is no type that keeps both the instant and the microsecond.
@@ -31,9 +32,14 @@ DUE: Final = (
     BigInteger()
     .with_variant(postgresql.TIMESTAMP(timezone=True), "postgresql")
     .with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+    .with_variant(untyped.DATETIME2(6), "mssql")
 )
-CONTENT: Final = LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
+CONTENT: Final = (
+    LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb").with_variant(untyped.VARBINARY("max"), "mssql")
+)
 MAXIMUM_CHANNEL_LENGTH: Final = 64
+MAXIMUM_TABLE_NAME_LENGTH: Final = 128
+BINARY: Final = "Latin1_General_100_BIN2"  # SQL Server's collation of names that are equal only when the same
 LONGEST_INDEX_NAME: Final = 63  # bytes, PostgreSQL's
 
 
@@ -44,6 +50,7 @@ def text(length: int) -> TypeEngine[str]:
         .with_variant(String(length, collation="C"), "postgresql")
         .with_variant(mysql.VARCHAR(length, collation="utf8mb4_0900_bin"), "mysql")
         .with_variant(mysql.VARCHAR(length, collation="utf8mb4_nopad_bin"), "mariadb")
+        .with_variant(mssql.NVARCHAR(length, collation=BINARY), "mssql")
     )
 
 
@@ -82,6 +89,13 @@ class QueueTables:
             Column("until", DUE, nullable=False),
             prefixes=["UNLOGGED"],  # worth nothing after a crash
         )
+        self.leases = Table(
+            "delayline_leases",
+            metadata,
+            Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), primary_key=True),
+            Column("id", text(MAXIMUM_ID_LENGTH), primary_key=True),
+            Column("until", DUE, nullable=False),
+        )
 
     @property
     def all(self) -> list[Table]:
@@ -89,8 +103,11 @@ class QueueTables:
         return [self.versions, self.queues, self.queued]
 
     def of(self, dialect: str) -> list[Table]:
-        """Every one of them that databases of that dialect have: who sleeps until when, where NOTIFY wakes."""
-        return [*self.all, self.sleeping] if dialect == "postgresql" else self.all
+        """Every one of them that databases of that dialect have.
+
+        Who sleeps until when, where NOTIFY wakes; who has what, where the store's table has no column for it.
+        """
+        return self.all + {"postgresql": [self.sleeping], "mssql": [self.leases]}.get(dialect, [])
 
 
 @lru_cache(maxsize=64)
@@ -118,6 +135,11 @@ def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False
         Index(_index_name(name), "due", "seq"),
         sqlite_autoincrement=True,
     )
+
+
+def in_order(table: Table) -> tuple[Column[Any], Column[Any]]:
+    """Return what a store's messages are ordered by; where rows have no numbers, ties are in the order of their ids."""
+    return table.c.due, table.c.seq if "seq" in table.c else table.c.id
 
 
 def _sequence(*, primary_key: bool) -> Column[int]:

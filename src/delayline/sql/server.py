@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.forwarding import Forwarding
+    from delayline.sql.leases import Leases
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
@@ -77,6 +78,10 @@ class Server(dialect.Dialect, Protocol):
 
     def claims(self, database: ServerDatabase, table: str) -> Claims:
         """Return claims on the rows of that table."""
+        ...
+
+    def leases(self, statements: StoreStatements, tables: QueueTables) -> Leases:
+        """Return how messages are leased that are fetched without a transaction."""
         ...
 
     def forwarding(self, statements: StoreStatements, tables: QueueTables) -> Forwarding:

@@ -87,7 +87,7 @@ class ServerDatabase(Database):
 
     def rows(self, statements: StoreStatements, tables: QueueTables) -> LockedRows:
         """Rows locked by transactions."""
-        return LockedRows(self, statements, self.dialect.forwarding(statements, tables))
+        return LockedRows(self, statements, tables)
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on some connection, each of its statements by itself."""

@@ -57,7 +57,7 @@ def set_up(connection: Connection, dialect: Dialect, tables: QueueTables, *other
     if plan(connection, tables, *others):
         with dialect.setting_up(connection):
             for step in plan(connection, tables, *others):
-                connection.execute(step)
+                dialect.make(connection, step)
 
 
 def plan(connection: Connection, tables: QueueTables, *others: Table) -> list[Executable]:

@@ -9,6 +9,7 @@ from sqlalchemy import bindparam, case, delete, func, insert, literal_column, nu
 from delayline.errors import QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.sql.prepared import Prepared
+from delayline.sql.schema import in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,25 +31,18 @@ class StoreStatements:
         self.table = table
         self._dialect = dialect
         columns, sql = table.c, dialect.sql
-        in_order, by_id = (columns.due, columns.seq), columns.id == bindparam("key")
         by_ids, is_due = dialect.one_of(columns.id, "keys"), columns.due <= bindparam("until")
         self.waiting = select(
             columns.id, columns.destination, columns.due, columns.headers, columns.body, columns.retry_count
         )
-        numbers = select(columns.seq).where(is_due).order_by(*in_order)
-        numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
-        claimed = self.waiting.where(columns.seq == bindparam("sequence"), is_due)
         unleased = {"leased_until": null()} if "leased_until" in columns else {}
         failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"), **unleased)
         self.insert = Prepared(
             dialect.insert_new(table, "id"), sql, ["id", "destination", "due", "headers", "body", "retry_count"]
         )
-        due = self.waiting.where(is_due).order_by(*in_order).limit(bindparam("number"))
+        due = self.waiting.where(is_due).order_by(*in_order(table)).limit(bindparam("number"))
         self.due = Prepared(due, sql, ["until", "number"])
-        self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
-        self.claimed = Prepared(claimed, sql, ["sequence", "until"])
         self.next_due = Prepared(select(func.min(columns.due)), sql, [])
-        self.number = Prepared(select(columns.seq).where(by_id), sql, ["key"])
         self.delete = Prepared(delete(table).where(by_ids), sql, ["keys"])
         self.move = Prepared(update(table).where(by_ids).values(due=bindparam("at")), sql, ["at", "keys"])
         self.count_failure = Prepared(failed, sql, ["keys"])
@@ -73,7 +67,8 @@ class StoreStatements:
         """Return what the insert statement takes."""
         kept = message.message
         due = self._dialect.to_due(message.due)
-        return kept.id, message.destination, due, kept.encoded_headers, kept.body, message.number_of_retries
+        headers = self._dialect.headers_of(kept)
+        return kept.id, message.destination, due, headers, kept.body, message.number_of_retries
 
     def message_of(self, row: Sequence[Any]) -> DelayedMessage:
         """Return the message of a row of `waiting`."""

@@ -11,9 +11,9 @@ from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.store import DueCount, Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
-from delayline.sql import schema, setup
+from delayline.sql import setup
 from delayline.sql.database import Database
-from delayline.sql.schema import queue_tables
+from delayline.sql.schema import in_order, queue_tables
 from delayline.sql.statements import StoreStatements, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
 
@@ -42,11 +42,11 @@ class SqlDelayedMessageStore:
 
     def __init__(self, url: str, *, table_name: str | None = None, schema: str | None = None) -> None:
         self._database = Database.at(url)
-        self._tables = queue_tables(schema)
+        self._schema = self._database.dialect.schema_of(schema)
+        self._tables = queue_tables(self._schema)
         if table_name is not None and (not table_name or table_name in {table.name for table in self._tables.all}):
             raise ConfigurationError(f"table_name={table_name!r} is empty or one of delayline's own: choose another")
         self._table_name = table_name
-        self._schema = schema
         self._open: StoreStatements | None = None
         self._rows: Rows | None = None
 
@@ -134,7 +134,7 @@ class SqlDelayedMessageStore:
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
         """Lock and return the earliest due messages."""
-        until = self._database.dialect.to_due(at)
+        until = self._database.dialect.to_until(at)
         return await self._locking.fetch(until, limit, max_bytes=max_bytes, transaction=transaction)
 
     def forwards_to(self, transport: object) -> bool:
@@ -143,7 +143,7 @@ class SqlDelayedMessageStore:
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
         """Move due messages to their queues inside the database."""
-        moved = await self._locking.forward(self._database.dialect.to_due(at), limit, max_bytes=max_bytes)
+        moved = await self._locking.forward(self._database.dialect.to_until(at), limit, max_bytes=max_bytes)
         self._database.notify({queue_channel(name): 0 for name in moved.queues})
         return Forwarded(moved.number, self._due(moved.next_due), moved.left)
 
@@ -216,7 +216,7 @@ class SqlDelayedMessageStore:
         """Return what waits, earliest due first."""
         statements = self._statements
         columns = statements.table.c
-        query = statements.waiting.order_by(columns.due, columns.seq).limit(limit).offset(offset)
+        query = statements.waiting.order_by(*in_order(statements.table)).limit(limit).offset(offset)
         if destination is not None:
             query = query.where(columns.destination == destination)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
@@ -254,7 +254,7 @@ class SqlDelayedMessageStore:
                 f"the table name {name!r} is longer than the {longest} bytes that {self._database.dialect} allows: "
                 "give the endpoint a shorter name, or the store a table_name"
             )
-        return schema.timeouts_table(name, self._schema, leases=self._database.locks_rows)
+        return self._database.dialect.timeouts_table(name, self._schema)
 
     def _due(self, kept: object) -> datetime | None:
         return None if kept is None else self._database.dialect.from_due(kept)

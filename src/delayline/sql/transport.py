@@ -50,8 +50,8 @@ class SqlTransport:
     def __init__(self, url: str, *, poll_interval: timedelta = ONE_SECOND, schema: str | None = None) -> None:
         self._database = Database.at(url)
         self._poll_interval = time_span("poll_interval", poll_interval)
-        self._schema = schema
-        self._tables = queue_tables(schema)
+        self._schema = self._database.dialect.schema_of(schema)
+        self._tables = queue_tables(self._schema)
         self._statements = QueueStatements(self._tables, self._database.dialect)
         self._checked = False
 

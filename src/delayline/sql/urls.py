@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.dialect import Finding
+    from delayline.sql.schema import QueueTables
 
 #: URL schemes, without a driver's name: `postgresql+psycopg` is `postgresql`.
 SCHEMES: Final = ("sqlite", "postgresql")
@@ -29,13 +30,17 @@ async def examine(url: str) -> Sequence[Finding]:
     database = Database.at(url)
     await database.open()
     try:
-        return [*await database.read(_schema), *await database.read(database.dialect.findings)]
+        tables = queue_tables(database.dialect.schema_of(None))
+        return [
+            *await database.read(lambda connection: _schema(connection, tables)),
+            *await database.read(database.dialect.findings),
+        ]
     finally:
         await database.close()
 
 
-def _schema(connection: Connection) -> list[Finding]:
-    found = read_versions(connection, queue_tables())
+def _schema(connection: Connection, tables: QueueTables) -> list[Finding]:
+    found = read_versions(connection, tables)
     if found is None:
         text, good = "none: run `delayline setup`", False
     else:

@@ -10,16 +10,23 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
 from delayline.errors import ConfigurationError, MissingExtra
+from delayline.sql.leases import LeaseColumn
+from delayline.sql.schema import timeouts_table
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from datetime import datetime
 
     import sqlalchemy
-    from sqlalchemy import ColumnElement, Connection, Table
+    from sqlalchemy import ColumnElement, Connection, Executable, Table
 
+    from delayline.message import Message
     from delayline.sql.dialect import Place
+    from delayline.sql.leases import Leases
     from delayline.sql.prepared import Prepared
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.statements import StoreStatements
 
 
 class ServerDialect:
@@ -81,12 +88,41 @@ class ServerDialect:
         """What the driver raises, with and without SQLAlchemy around it."""
         return (DBAPIError, self.engine.dialect.loaded_dbapi.Error)
 
+    def schema_of(self, schema: str | None) -> str | None:
+        """Return the schema, the connection's own where None."""
+        return schema
+
+    def timeouts_table(self, name: str, schema: str | None) -> Table:
+        """Return the logical table, with leases."""
+        return timeouts_table(name, schema, leases=True)
+
+    def leases(self, statements: StoreStatements, tables: QueueTables) -> Leases:
+        """Leases in a column of the store's table."""
+        del tables
+        return LeaseColumn(statements.table, self.sql, statements.dialect)
+
+    def to_due(self, due: datetime) -> datetime:
+        """Return the instant: the column keeps microseconds."""
+        return due
+
+    def to_until(self, at: datetime) -> datetime:
+        """Return the instant, which the column keeps exactly."""
+        return self.to_due(at)
+
+    def headers_of(self, message: Message) -> bytes:
+        """Return the headers as they travel."""
+        return message.encoded_headers
+
     def must_exist(self) -> None:
         """Do nothing: connecting makes no database."""
 
     def look(self) -> Connection:
         """Return a connection: being connected changes nothing on a server."""
         return self.connect()
+
+    def make(self, connection: Connection, step: Executable) -> None:
+        """Run the statement."""
+        connection.execute(step)
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
         """Trust the server to create a table once only."""

@@ -20,15 +20,17 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.sqlite_claims import Claims
 from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+from delayline.sql.schema import timeouts_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
 
-    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from delayline.message import Message
     from delayline.sql.dialect import Finding
     from delayline.sql.prepared import Prepared
 
@@ -142,6 +144,14 @@ class Sqlite:
         """Return microseconds since 1970 UTC."""
         return to_microseconds(due)
 
+    def to_until(self, at: datetime) -> int:
+        """Return microseconds since 1970 UTC."""
+        return to_microseconds(at)
+
+    def headers_of(self, message: Message) -> bytes:
+        """Return the headers as they travel."""
+        return message.encoded_headers
+
     def from_due(self, kept: int) -> datetime:
         """Return the due time."""
         return from_microseconds(kept)
@@ -200,6 +210,14 @@ class Sqlite:
         """Forget the savepoint, keeping what was done since."""
         _driver(connection).execute("RELEASE delayline")
 
+    def schema_of(self, schema: str | None) -> str | None:
+        """Return the schema: a database attached under that name."""
+        return schema
+
+    def timeouts_table(self, name: str, schema: str | None) -> Table:
+        """Return the logical table."""
+        return timeouts_table(name, schema)
+
     def must_exist(self) -> None:
         """Raise BackendUnusable unless the file is there."""
         if not self.path.exists():
@@ -221,6 +239,10 @@ class Sqlite:
         engine = create_engine("sqlite://", creator=open_it, poolclass=NullPool, isolation_level="AUTOCOMMIT")
         with engine.connect() as connection:
             yield connection
+
+    def make(self, connection: Connection, step: Executable) -> None:
+        """Run the statement."""
+        connection.execute(step)
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
         """Do nothing: who has begun a transaction is the only one to write."""
