@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import event
 
 from benchmarks import bare
-from benchmarks.house import DESTINATION, NAME, endpoint_on, fill, fill_far, lateness_of, percentile, store_on
+from benchmarks.house import DESTINATION, NAME, Figures, against, endpoint_on, fill, fill_far, lateness, store_on
 from delayline.sql.database import Database
 from delayline.sql.file_database import FileDatabase
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from delayline import Message, MessageContext
 
-Figures = dict[str, float]
 BATCH = 500
 ROUNDS = 3
 
@@ -37,7 +36,7 @@ async def single_send(folder: Path) -> Figures:
             for _ in range(3000):
                 await endpoint.send(DESTINATION, bare.BODY, delay=timedelta(days=365))
             rates.append((3000 / (time.perf_counter() - started), raw))
-    return _against("bare insert, 1 a commit", rates)
+    return against("bare insert, 1 a commit", rates)
 
 
 async def concurrent_sends(folder: Path) -> Figures:
@@ -51,7 +50,7 @@ async def concurrent_sends(folder: Path) -> Figures:
                 sends = (endpoint.send(DESTINATION, bare.BODY, delay=timedelta(days=365)) for _ in range(1000))
                 await asyncio.gather(*sends)
             rates.append((10_000 / (time.perf_counter() - started), raw))
-    return _against("bare insert, 100 a commit", rates)
+    return against("bare insert, 100 a commit", rates)
 
 
 async def burst(folder: Path) -> Figures:
@@ -60,12 +59,12 @@ async def burst(folder: Path) -> Figures:
     for number in range(ROUNDS):
         raw = bare.move_rate(folder / f"bare-{number}.db", 50_000, BATCH)
         rates.append((await _drain_rate(folder / f"burst-{number}.db", 50_000, pending=0), raw))
-    return _against("bare move, 500 a commit", rates)
+    return against("bare move, 500 a commit", rates)
 
 
 async def spread(folder: Path) -> Figures:
     """Due times 1 ms apart for 20 s, received by a handler of the same process."""
-    return await _lateness(folder / "spread.db", number=20_000, gap=timedelta(milliseconds=1))
+    return await lateness(folder / "spread.db", number=20_000, gap=timedelta(milliseconds=1))
 
 
 async def backlog(folder: Path) -> Figures:
@@ -79,7 +78,7 @@ async def backlog(folder: Path) -> Figures:
         for pending, path in ((0, folder / f"empty-{number}.db"), (1_000_000, filled)):
             rates[pending].append(await _drain_rate(path, 50_000, pending=pending, prefix=f"burst{number}"))
             gap = timedelta(milliseconds=20)
-            figures = await _lateness(path, number=200, gap=gap, prefix=f"late{number}")
+            figures = await lateness(path, number=200, gap=gap, prefix=f"late{number}")
             late[pending].append(figures["lateness p50 ms"])
     empty, full = statistics.median(rates[0]), statistics.median(rates[1_000_000])
     return {
@@ -124,7 +123,7 @@ async def memory(folder: Path) -> Figures:
     async with store_on(path) as store:
         await fill_far(store, 1_000_000)
     await _drain_rate(path, 50_000, pending=1_000_000)
-    await _lateness(path, number=50_000, gap=timedelta(0), prefix="handled")
+    await lateness(path, number=50_000, gap=timedelta(0), prefix="handled")
     return {"most resident MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
@@ -151,36 +150,3 @@ async def _drain_rate(path: Path, number: int, *, pending: int, prefix: str = "b
     watch.execute("DELETE FROM delayline_messages")
     watch.close()
     return number / elapsed
-
-
-async def _lateness(path: Path, *, number: int, gap: timedelta, prefix: str = "spread") -> Figures:
-    """Return how late messages reach a handler of the process that dispatches them."""
-    endpoint, late, done = endpoint_on(path), list[float](), asyncio.Event()
-
-    async def handle(message: Message, context: MessageContext) -> None:
-        del context
-        late.append(lateness_of(message))
-        if len(late) == number:
-            done.set()
-
-    endpoint.handler(handle)
-    async with store_on(path) as store:
-        start = datetime.now(UTC) + timedelta(seconds=2 + number / 20_000)
-        await fill(store, prefix, (start + gap * position for position in range(number)), NAME)
-    async with endpoint:
-        await asyncio.wait_for(done.wait(), 120)
-    late.sort()
-    return {
-        "lateness p50 ms": percentile(late, 0.5),
-        "lateness p99 ms": percentile(late, 0.99),
-        "lateness max ms": late[-1],
-        "early": float(sum(value < 0 for value in late)),
-    }
-
-
-def _against(name: str, rates: list[tuple[float, float]]) -> Figures:
-    return {
-        "delayline /s": statistics.median(ours for ours, _ in rates),
-        f"{name} /s": statistics.median(raw for _, raw in rates),
-        "ratio": statistics.median(ours / raw for ours, raw in rates),
-    }

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.clock import SystemClock
-from delayline.errors import BackendUnusable, NotStarted
+from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.claimed_rows import ClaimedRows
 from delayline.sql.database import Database
 from delayline.sql.dialects.sqlite import Sqlite
@@ -206,10 +206,24 @@ class WriterHold:
 
     def __init__(self, database: FileDatabase) -> None:
         self._database = database
+        self._begun = False
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on the writing connection."""
-        return await self._database.on_writer(work)
+        """Run `work` on the writing connection. Raises BackendUnavailable when SQLite has undone the transaction."""
+        result = await self._database.on_writer(self._unless_undone(work))
+        self._begun = True
+        return result
+
+    def _unless_undone(self, work: Callable[[Connection], Result]) -> Callable[[Connection], Result]:
+        def checked(connection: Connection) -> Result:
+            if self._begun and not self._database.dialect.in_transaction(connection):
+                raise BackendUnavailable(
+                    f"{self._database.dialect} has undone the transaction by itself, as it does on a full disk or an "
+                    "I/O error: try again from its beginning"
+                )
+            return work(connection)
+
+        return checked
 
     def leave(self) -> None:
         """Leave the lane."""
