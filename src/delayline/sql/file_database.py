@@ -228,3 +228,7 @@ class WriterHold:
     def leave(self) -> None:
         """Leave the lane."""
         self._database.lane.leave()
+
+    def discard(self) -> None:
+        """Leave the lane; whoever comes next rolls back first."""
+        self.leave()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -17,6 +16,7 @@ from delayline.sql.lane import Lane
 from delayline.sql.locked_rows import LockedRows
 from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock
+from delayline.sql.sessions import Session, SessionHold
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 WORKERS: Final = 4
 TRANSACTIONS: Final = 8
-PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
 
 
 class ServerDatabase(Database):
@@ -54,6 +53,7 @@ class ServerDatabase(Database):
     def _begin_anew(self) -> None:
         self.lane = Lane(TRANSACTIONS)
         self._workers: Workers | None = None
+        self._transacting: Workers | None = None
         self._thread = threading.local()
         self._all: set[Session] = set()
         self._idle: list[Session] = []
@@ -116,6 +116,12 @@ class ServerDatabase(Database):
         if self._workers is not None:
             self._workers.spawn(work)
 
+    async def run_in_transaction(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on a thread of the transactions': who waits for a lock must not keep its holder out."""
+        if self._transacting is None:
+            raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
+        return await self._transacting.run(work)
+
     def session(self) -> Session:
         """Return an idle connection, or a new one; on a worker thread."""
         with contextlib.suppress(IndexError):
@@ -124,10 +130,21 @@ class ServerDatabase(Database):
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next transaction."""
-        self._idle.append(session)
+        if session in self._all:
+            self._idle.append(session)
+        else:  # closed meanwhile, and perhaps opened again
+            session.close()
+
+    def discard(self, session: Session) -> None:
+        """End a connection whose state nobody knows."""
+        self._all.discard(session)
+        if self._workers is None:
+            session.close()
+        else:
+            self._workers.spawn(session.close)
 
     def lost(self) -> None:
-        """Trust none of the connections there are: one of them has found the server gone."""
+        """Try every connection before it is used again: one of them has found the server gone."""
         self._generation += 1
 
     @property
@@ -148,7 +165,11 @@ class ServerDatabase(Database):
             result = work(connection)
             self.dialect.commit(connection)
         except BaseException:
-            self.dialect.rollback(connection)
+            try:
+                self.dialect.rollback(connection)
+            except BaseException:
+                self._own_session().close()
+                raise
             raise
         return result
 
@@ -174,6 +195,7 @@ class ServerDatabase(Database):
         self._translated(self.dialect.check)
         self._ask_the_time()
         self._workers = Workers("delayline SQL", WORKERS)
+        self._transacting = Workers("delayline SQL transaction", TRANSACTIONS)
         self._wake_ups = self.dialect.wake_ups(self)
 
     def _disconnect(self) -> None:
@@ -181,8 +203,9 @@ class ServerDatabase(Database):
             self._wake_ups.close()
         for claims in self._claims.values():
             claims.close()
-        if self._workers is not None:
-            self._workers.stop()
+        for workers in (self._transacting, self._workers):
+            if workers is not None:
+                workers.stop()
         for session in self._all:
             session.close()
         self._begin_anew()
@@ -201,76 +224,6 @@ class ServerDatabase(Database):
         self._begin_anew()
         self._users = 0
         self._opening = threading.Lock()
-
-
-class Session:
-    """One connection, made when it is needed and again when the server has gone. Used by one thread at a time."""
-
-    def __init__(self, database: ServerDatabase) -> None:
-        self._database = database
-        self._dialect = database.dialect
-        self._connection: Connection | None = None
-        self._generation = 0
-        self._used = 0.0
-
-    def run(self, work: Callable[[Connection], Result], *, fresh: bool = True) -> Result:
-        """Run `work`; driver errors come out as delayline's. `fresh`: no transaction is open."""
-        try:
-            connection = self._trusted() if fresh or self._connection is None else self._connection
-            return work(connection)
-        except self._dialect.errors as error:
-            if self._dialect.is_disconnect(error):
-                self._database.lost()
-                self.close()
-            raise self._dialect.translated(error) from error
-        finally:
-            self._used = time.monotonic()
-
-    def close(self) -> None:
-        """Disconnect. Idempotent."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(*self._dialect.errors):
-                connection.close()
-
-    def _trusted(self) -> Connection:
-        connection = self._connection
-        if connection is not None and self._generation != self._database.generation:
-            self.close()
-        elif connection is not None and time.monotonic() - self._used > PING_AFTER:
-            try:
-                self._dialect.ping(connection)
-            except self._dialect.errors:
-                self.close()
-        if self._connection is None:
-            self._generation = self._database.generation
-            self._connection = self._dialect.connect()
-        return self._connection
-
-
-class SessionHold:
-    """A connection for one transaction."""
-
-    def __init__(self, database: ServerDatabase) -> None:
-        self._database = database
-        self._session: Session | None = None
-
-    async def run(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on the connection."""
-        return await self._database.run(lambda: self._run(work))
-
-    def leave(self) -> None:
-        """Let the next transaction have it."""
-        if self._session is not None:
-            self._database.give_back(self._session)
-            self._session = None
-        self._database.lane.leave()
-
-    def _run(self, work: Callable[[Connection], Result]) -> Result:
-        fresh = self._session is None
-        if self._session is None:
-            self._session = self._database.session()
-        return self._session.run(work, fresh=fresh)
 
 
 _inherited: Final[list[object]] = []

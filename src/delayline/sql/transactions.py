@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from delayline.errors import BackendUnavailable
+from delayline.errors import BackendUnavailable, NotStarted
 from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ class Hold(Protocol):
 
     def leave(self) -> None:
         """Give the connection back."""
+        ...
+
+    def discard(self) -> None:
+        """Give the connection back as one that may still be in the transaction."""
         ...
 
 
@@ -122,7 +126,7 @@ class SqlTransaction(Transaction):
 
     async def _rollback(self) -> None:
         if self._hold is not None:
-            with contextlib.suppress(BackendUnavailable):  # then the database has done it, or does before the next one
+            with contextlib.suppress(BackendUnavailable, NotStarted):  # then the database has done it, or does so now
                 await self._end(self._hold, self._dialect.rollback)
 
     def _commit_or_roll_back(self, connection: Connection) -> None:
@@ -134,8 +138,10 @@ class SqlTransaction(Transaction):
         self._committed = True
 
     async def _end(self, hold: Hold, how: Callable[[Connection], None]) -> None:
+        ended = False
         try:
             await hold.run(how)
+            ended = True
         finally:
             self._hold = None
-            hold.leave()
+            hold.leave() if ended else hold.discard()

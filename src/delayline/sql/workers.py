@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from delayline.errors import NotStarted
+from delayline.errors import DelaylineError, NotStarted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -46,7 +49,7 @@ class Workers:
         return await job.end()
 
     def spawn(self, work: Callable[[], object]) -> None:
-        """Run `work` some time soon; nobody waits for it, and what it raises is dropped. Does nothing once stopped."""
+        """Run `work` some time soon; nobody waits for it, and what it raises is logged. Does nothing once stopped."""
         with self._stopping:
             if not self._stopped:
                 self._jobs.put(Errand(work))
@@ -86,8 +89,12 @@ class Errand:
 
     def run(self) -> None:
         """Do the work, on a worker thread."""
-        with contextlib.suppress(Exception):
+        try:
             self._work()
+        except DelaylineError as error:  # the server's fault, which whoever needs the server is told
+            logger.debug("An errand was not done: %s", error)
+        except Exception:
+            logger.exception("An errand failed")
 
 
 class Job(Generic[Result]):

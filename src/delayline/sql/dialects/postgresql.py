@@ -41,7 +41,7 @@ CONNECT_ARGS: Final = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
-    "options": "-c timezone=UTC",
+    "options": "-c timezone=UTC -c lock_timeout=30s",
     "prepare_threshold": 2,
 }
 
@@ -130,7 +130,7 @@ class Postgresql(ServerDialect):
 
     def rollback(self, connection: Connection) -> None:
         """Roll back; a connection that is lost has been rolled back by the server."""
-        if not _driver(connection).closed:
+        if not connection.invalidated and not _driver(connection).closed:
             super().rollback(connection)
 
     def wake_ups(self, database: ServerDatabase) -> Notifications:
@@ -168,6 +168,8 @@ class Postgresql(ServerDialect):
         for sign, remedy in UNUSABLE.items():
             if sign in cause:
                 return BackendUnusable(f"cannot use {self}: {cause}. {remedy}")
+        if any(sign in cause for sign in FULL):
+            return BackendUnavailable(f"{self} is full: {cause}. Raise max_connections, or start fewer processes")
         return BackendUnavailable(f"cannot reach {self}: {cause}. Check that the server runs and answers there")
 
 
@@ -204,6 +206,7 @@ UNUSABLE: Final = {
     "SSL": "Check sslmode and the certificates",
     "does not exist": "Create it, or name another one in the URL",
 }
+FULL: Final = ("too many clients", "too many connections", "connection slots are reserved", "connection limit exceeded")
 TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "08": (BackendUnavailable, "the connection to {place} is lost: {cause}"),
     "22021": (InvalidMessage, "{place} cannot keep this text: {cause}"),

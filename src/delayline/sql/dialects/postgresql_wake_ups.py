@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.clock import from_microseconds
-from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
 from delayline.sql.dialects.server import run
 from delayline.sql.listeners import Listeners
@@ -68,6 +68,7 @@ class Notifications:
         self.me = uuid.uuid4().hex[:12]
         self._lock = threading.Lock()
         self._untold: dict[str, int] = {}
+        self._telling = False
         self._sleeping: dict[str, str] = {}
         self._said: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
@@ -114,10 +115,16 @@ class Notifications:
         """Tell every listener of `channel`; other processes a moment later, once for all that came meanwhile."""
         self.listeners.tell(channel, at)
         with self._lock:
-            first = not self._untold
             self._untold[channel] = min(at, self._untold.get(channel, at))
-        if first:
-            self._database.spawn(self._tell_others)
+        self.spawn_telling()
+
+    def spawn_telling(self) -> None:
+        """Tell other processes what they were not told yet, unless that is under way."""
+        with self._lock:
+            if self._telling or not self._untold:
+                return
+            self._telling = True
+        self._database.spawn(self._tell_others)
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
         """Tell every listener, in this process too, when the transaction on the connection commits."""
@@ -150,7 +157,17 @@ class Notifications:
     def _tell_others(self) -> None:
         with self._lock:
             untold, self._untold = self._untold, {}
-        self.send(untold)
+            self._telling = False
+        try:
+            try:
+                self.send(untold)
+            except BackendUnavailable:  # a connection that died at rest, perhaps: there are others
+                self.send(untold)
+        except DelaylineError as error:
+            with self._lock:  # with the next ones, or when the server is back
+                for channel, at in untold.items():
+                    self._untold[channel] = min(at, self._untold.get(channel, at))
+            emit(logger, logging.WARNING, Event.LISTENING_LOST, "Other processes could not be told: %s", error)
 
     def send(self, untold: dict[str, int]) -> None:
         """Notify every process, this one included; on a worker thread."""
@@ -173,8 +190,9 @@ class Notifications:
         while not self.closing:
             try:
                 with self._dialect.connect() as connection:
+                    self.spawn_telling()
                     Listening(self, connection).run()
-            except self._dialect.errors as error:
+            except Exception as error:  # without this thread nobody here would be woken any more
                 text = "Notifications do not come any more, looking every %g s instead: %s"
                 emit(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
             if not self.closing:
@@ -212,6 +230,7 @@ class Listening:
                 if owner.wake in ready:
                     os.read(owner.wake, 1024)
                     self._join()
+                    self._receive()  # what came with the answers to LISTEN
                 if self._driver.fileno() in ready:
                     self._receive()
                 if not ready:
@@ -227,10 +246,10 @@ class Listening:
     def _receive(self) -> None:
         names = {channel_name(channel): channel for channel in self._channels}
         for notification in self._driver.notifies(timeout=0):
-            sender, at = notification.payload.split()
+            sender, _, at = notification.payload.partition(" ")
             channel = names.get(notification.channel)
             if channel is not None and sender != self._owner.me:
-                self._owner.listeners.tell(channel, int(at))
+                self._owner.listeners.tell(channel, int(at) if at.lstrip("-").isdecimal() else 0)
             self._proven = True
 
     def _patience(self) -> float:

@@ -61,6 +61,7 @@ class ServerDialect:
                 isolation_level="AUTOCOMMIT",
                 connect_args=arguments,
                 hide_parameters=True,
+                pool_reset_on_return=None,  # a connection is given back to be closed: no round trip for that
                 **engine_options,
             )
         except ModuleNotFoundError as error:

@@ -28,7 +28,8 @@ class SessionClaims(ABC):
         self._session = database.session()
         self._held: set[int] = set()
         self._released: list[int] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held for long: `release` is called on event loops
+        self._in_use = threading.Lock()
         self._locked_by: Connection | None = None
 
     @abstractmethod
@@ -41,13 +42,19 @@ class SessionClaims(ABC):
 
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
         """Claim up to `limit` of the rows, in their order, and return those; rows claimed by anybody are left out."""
-        with self._lock:
-            wanted = [row for row in rows if row not in self._held]
+        with self._in_use:
+            with self._lock:
+                wanted = [row for row in rows if row not in self._held]
             taken: list[int] = []
-            while wanted and len(taken) < limit:
-                some, wanted = wanted[: limit - len(taken)], wanted[limit - len(taken) :]
-                taken += self._session.run(partial(self._try, rows=some))
-            self._held.update(taken)
+            try:
+                while wanted and len(taken) < limit:
+                    some, wanted = wanted[: limit - len(taken)], wanted[limit - len(taken) :]
+                    taken += self._session.run(partial(self._try, rows=some))
+            except BaseException:
+                self._session.close()  # with it ends whatever it has locked and nobody knows of
+                raise
+            with self._lock:
+                self._held.update(taken)
             return taken
 
     def release(self, rows: Iterable[int]) -> None:
@@ -61,7 +68,7 @@ class SessionClaims(ABC):
 
     def flush(self) -> None:
         """Let everybody have what was released; blocks for a round trip."""
-        with self._lock:
+        with self._in_use:
             if self._released:
                 self._session.run(self._settle)
 
@@ -72,9 +79,10 @@ class SessionClaims(ABC):
 
     def close(self) -> None:
         """Give up every claim."""
-        with self._lock:
+        with self._in_use, self._lock:
             self._session.close()
             self._held.clear()
+            self._released.clear()
 
     def _try(self, connection: Connection, rows: list[int]) -> list[int]:
         self._settle(connection)
@@ -84,9 +92,14 @@ class SessionClaims(ABC):
     def _settle(self, connection: Connection) -> None:
         """Unlock what was released; after a lost connection lock again what is still free."""
         if connection is not self._locked_by:
-            self._held = self.try_lock(connection, list(self._held)) if self._held else set()
-            self._released.clear()
+            with self._lock:
+                held = set(self._held)
+                self._released.clear()
+            again = self.try_lock(connection, list(held)) if held else held
+            with self._lock:
+                self._held -= held - again
             self._locked_by = connection
-        if self._released:
-            self.unlock(connection, self._released)
-            self._released.clear()
+        with self._lock:
+            released, self._released = self._released, []
+        if released:
+            self.unlock(connection, released)

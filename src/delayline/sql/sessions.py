@@ -1,0 +1,122 @@
+"""Connections to a server: made when they are needed, and again when the server has gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from delayline.errors import BackendUnavailable, NotStarted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+
+    from delayline.sql.server_database import ServerDatabase
+
+Result = TypeVar("Result")
+PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
+
+
+class Session:
+    """One connection, for as long as it lasts, and then another one. Used by one thread at a time."""
+
+    def __init__(self, database: ServerDatabase) -> None:
+        self._database = database
+        self._dialect = database.dialect
+        self._connection: Connection | None = None
+        self._generation = 0
+        self._used = 0.0
+        self._process = os.getpid()
+
+    def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` while no transaction is open; driver errors come out as delayline's."""
+        try:
+            connection = self._trusted()
+        except self._dialect.errors as error:  # says nothing of the connections there are: the server may be full
+            raise self._dialect.translated(error) from error
+        return self._run(work, connection)
+
+    def go_on(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in the transaction that is open; never outside it, on a new connection."""
+        if self._connection is None:
+            raise BackendUnavailable(
+                f"the connection to {self._dialect} was lost in the middle of a transaction, which is undone: repeat it"
+            )
+        return self._run(work, self._connection)
+
+    def close(self) -> None:
+        """Disconnect. Idempotent; leaves a connection that another process has made to that one."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if self._process != os.getpid():
+            _inherited.append(connection)
+            return
+        with contextlib.suppress(*self._dialect.errors):
+            connection.close()
+
+    def _run(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        try:
+            return work(connection)
+        except self._dialect.errors as error:
+            if self._dialect.is_disconnect(error):
+                self._database.lost()
+                self.close()
+            raise self._dialect.translated(error) from error
+        finally:
+            self._used = time.monotonic()
+
+    def _trusted(self) -> Connection:
+        generation, rest = self._database.generation, time.monotonic() - self._used
+        if self._connection is not None and (self._generation != generation or rest > PING_AFTER):
+            try:
+                self._dialect.ping(self._connection)
+            except self._dialect.errors:
+                self.close()
+        if self._connection is None:
+            self._connection = self._dialect.connect()
+        self._generation = generation
+        return self._connection
+
+
+class SessionHold:
+    """A connection for one transaction, and the transaction's place in the lane."""
+
+    def __init__(self, database: ServerDatabase) -> None:
+        self._database = database
+        self._lane = database.lane
+        self._session: Session | None = None
+
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on the connection."""
+        if self._lane is not self._database.lane:
+            raise NotStarted(f"{self._database.dialect} was closed in the middle of a transaction, which is undone")
+        return await self._database.run_in_transaction(lambda: self._run(work))
+
+    def leave(self) -> None:
+        """Let the next transaction have it."""
+        if self._session is not None:
+            self._database.give_back(self._session)
+        self._leave()
+
+    def discard(self) -> None:
+        """Let nobody have the connection: what state it is in is not known."""
+        if self._session is not None:
+            self._database.discard(self._session)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._session = None
+        self._lane.leave()
+
+    def _run(self, work: Callable[[Connection], Result]) -> Result:
+        if self._session is not None:
+            return self._session.go_on(work)
+        self._session = self._database.session()
+        return self._session.run(work)
+
+
+_inherited: Final[list[object]] = []  # for ever: ending what a parent process has made would end it there

@@ -1,0 +1,372 @@
+"""Connections that end in the middle of something: nothing happens outside its transaction, and life goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from delayline import BackendUnavailable, NotStarted, SqlDelayedMessageStore, SqlTransport, TransactionMode
+from delayline.message import in_utc
+from delayline.sql.database import Database
+from delayline.sql.server_database import TRANSACTIONS, ServerDatabase
+from delayline.testing.conformance.messages import AT, delayed, operation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from delayline.transport import Receiver
+
+PATIENCE = 20.0
+
+
+class Server:
+    """What another session does to ours."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def execute(self, statement: str) -> list[tuple[object, ...]]:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            cursor = connection.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def terminate(self, where: str = "true") -> int:
+        """End connections and wait until they are gone."""
+        ours = f"datname = current_database() AND application_name = 'delayline' AND {where}"
+        ended = self.execute(f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE {ours}")  # noqa: S608
+        return len(ended)
+
+
+@pytest.fixture
+def server(postgresql_url: str) -> Server:
+    return Server(postgresql_url)
+
+
+@pytest.fixture
+async def store(postgresql_url: str) -> AsyncIterator[SqlDelayedMessageStore]:
+    store = SqlDelayedMessageStore(postgresql_url)
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def transport(postgresql_url: str) -> AsyncIterator[SqlTransport]:
+    transport = SqlTransport(postgresql_url, poll_interval=timedelta(seconds=30))
+    await transport.start()
+    await transport.setup_infrastructure(["billing"])
+    yield transport
+    await transport.stop()
+
+
+@pytest.fixture
+def database(postgresql_url: str) -> ServerDatabase:
+    database = Database.at(postgresql_url)
+    assert isinstance(database, ServerDatabase)
+    return database
+
+
+async def waiting(store: SqlDelayedMessageStore) -> list[str]:
+    return [message.id for message in await store.pending()]
+
+
+async def failures(number: int, call: Callable[[int], object]) -> int:
+    """How many of so many calls, one after the other, find the server gone."""
+    failed = 0
+    for one in range(number):
+        try:
+            await call(one)  # type: ignore[misc]
+        except BackendUnavailable:
+            failed += 1
+    return failed
+
+
+IN_TRANSACTION = "state LIKE 'idle in transaction%'"
+
+
+async def test_a_transaction_does_not_go_on_after_its_connection(store: SqlDelayedMessageStore, server: Server) -> None:
+    # Given a transaction with something in it
+    with pytest.raises(BackendUnavailable, match="middle of a transaction"):
+        async with store.transaction() as transaction:
+            await store.store(delayed("before"), transaction)
+            # When its connection is lost, and whoever uses it does not care
+            assert server.terminate(IN_TRANSACTION) == 1
+            with pytest.raises(BackendUnavailable, match=r"lost|ended"):
+                await store.store(delayed("at"), transaction)
+            with pytest.raises(BackendUnavailable, match="middle of a transaction"):
+                await store.store(delayed("after"), transaction)
+    # Then nothing of it is there, and the commit has said so
+    assert await waiting(store) == []
+    await store.store(delayed("next"))
+    assert await waiting(store) == ["next"]
+
+
+async def test_a_commit_on_a_lost_connection_fails(store: SqlDelayedMessageStore, server: Server) -> None:
+    told: list[str] = []
+    with pytest.raises(BackendUnavailable):
+        async with store.transaction() as transaction:
+            transaction.after_commit(lambda: told.append("committed"))
+            transaction.after_end(lambda: told.append("ended"))
+            await store.store(delayed(), transaction)
+            server.terminate(IN_TRANSACTION)
+    assert told == ["ended"]
+    assert await waiting(store) == []
+
+
+async def test_a_rollback_on_a_lost_connection_is_one(store: SqlDelayedMessageStore, server: Server) -> None:
+    with pytest.raises(KeyError):
+        async with store.transaction() as transaction:
+            await store.store(delayed(), transaction)
+            server.terminate(IN_TRANSACTION)
+            raise KeyError
+    assert await waiting(store) == []
+
+
+async def test_one_call_fails_however_many_connections_are_lost(
+    store: SqlDelayedMessageStore, transport: SqlTransport, server: Server
+) -> None:
+    # Given many connections: of workers, of transactions, of claims
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(TRANSACTIONS):
+            transaction = await stack.enter_async_context(store.transaction())
+            await store.store(delayed(f"t{number}"), transaction)
+    await asyncio.gather(*(store.store(delayed(f"s{number}")) for number in range(40)))
+    # When all of them are lost, and calls come one after the other
+    assert server.terminate() > TRANSACTIONS
+    failed = await failures(20, lambda number: store.store(delayed(f"m{number}")))
+
+    async def in_transaction(number: int) -> None:
+        async with store.transaction() as transaction:
+            await store.store(delayed(f"x{number}"), transaction)
+
+    failed += await failures(20, in_transaction)
+    failed += await failures(5, lambda number: transport.dispatch([operation("billing", str(number))]))
+    # Then one of them finds out for all
+    assert failed <= 1
+
+
+async def receive(receiver: Receiver, number: int = 1) -> list[str]:
+    """What comes, though a receive fails now and then."""
+    found: list[str] = []
+    async with asyncio.timeout(PATIENCE):
+        while len(found) < number:
+            with contextlib.suppress(BackendUnavailable):
+                found += [one.message.id for one in await receiver.receive(number - len(found))]
+    return found
+
+
+async def test_claims_outlive_their_connection(transport: SqlTransport, server: Server) -> None:
+    # Given a receiver with a message in hand
+    await transport.dispatch([operation("billing", "held"), operation("billing", "free")])
+    receiver = await transport.receiver("billing")
+    [held] = await receiver.receive(1)
+    # When every connection is lost
+    server.terminate()
+    # Then nobody else in this process gets it, and its receiver can still acknowledge it, once
+    assert await receive(await transport.receiver("billing")) == ["free"]
+    assert await receiver.acknowledge(held) is True
+    assert await receiver.acknowledge(held) is False
+
+
+@pytest.mark.parametrize("victim", ["query LIKE 'LISTEN%'", "query LIKE '%pg_notify%'", "true"])
+async def test_receivers_are_woken_after_lost_connections(
+    transport: SqlTransport, postgresql_url: str, server: Server, victim: str
+) -> None:
+    # Given a receiver that looks by itself every half minute only, and a sender that shares nothing with it
+    sender = SqlTransport(f"{postgresql_url}?application_name=delayline&keepalives=1")
+    await sender.start()
+    try:
+        receiver = await transport.receiver("billing")
+        receiving = asyncio.create_task(receive(receiver, 3))
+        await sender.dispatch([operation("billing", "first")])
+        await asyncio.sleep(0.3)
+        # When connections are lost, the listening one or the one that notifies
+        assert server.terminate(victim) > 0
+        await asyncio.sleep(0.1)
+        with contextlib.suppress(BackendUnavailable):
+            await sender.dispatch([operation("billing", "second")])
+        await sender.dispatch([operation("billing", "second")])
+        await sender.dispatch([operation("billing", "third")])
+        # Then it is woken all the same
+        async with asyncio.timeout(5):
+            assert len(await receiving) == 3
+    finally:
+        await sender.stop()
+
+
+async def test_who_waits_for_a_lock_does_not_keep_its_holder_out(store: SqlDelayedMessageStore) -> None:
+    # Given a transaction that has stored an id
+    async with store.transaction() as transaction:
+        await store.store(delayed("same"), transaction)
+
+        async def again() -> None:
+            async with store.transaction() as other:
+                await store.store(delayed("same"), other)
+
+        # When more wait for its outcome than there are threads
+        others = [asyncio.create_task(again()) for _ in range(TRANSACTIONS - 1)]
+        alone = [asyncio.create_task(store.store(delayed("same"))) for _ in range(20)]
+        await asyncio.sleep(0.3)
+    # Then it can end, and so can they
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*others, *alone)
+    assert await waiting(store) == ["same"]
+
+
+async def test_too_many_transactions(
+    store: SqlDelayedMessageStore, database: ServerDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database.dialect, "patience", 0.2)
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(TRANSACTIONS):
+            transaction = await stack.enter_async_context(store.transaction())
+            await store.store(delayed(f"m{number}"), transaction)
+        with pytest.raises(BackendUnavailable, match=r"all 8 transactions .* busy for 0.2 s.*end them sooner"):
+            async with store.transaction() as another:
+                await store.store(delayed("another"), another)
+    async with store.transaction() as another:
+        await store.store(delayed("another"), another)
+    assert len(await waiting(store)) == TRANSACTIONS + 1
+
+
+async def test_cancelled_transactions_leave_the_lane(store: SqlDelayedMessageStore, database: ServerDatabase) -> None:
+    async def work(number: int) -> None:
+        async with store.transaction() as transaction:
+            await store.store(delayed(f"m{number}"), transaction)
+            async with transaction.savepoint():
+                await store.fetch_due(AT, 1, max_bytes=10, transaction=transaction)
+
+    # When transactions are cancelled wherever they are: waiting for the lane, beginning, working, ending
+    for round_ in range(30):
+        tasks = [asyncio.create_task(work(number)) for number in range(TRANSACTIONS * 2)]
+        await asyncio.sleep(round_ * 0.0007)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    # Then all of the lane is free, and no transaction is left open
+    assert database.lane._free == TRANSACTIONS
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*(work(number) for number in range(TRANSACTIONS * 2)))
+
+
+async def test_closing_in_the_middle_of_a_transaction(
+    transport: SqlTransport, database: ServerDatabase, server: Server
+) -> None:
+    # Given a transaction that is open while everybody closes, and somebody opens again
+    transaction = transport.transaction()
+    await transport.dispatch([operation("billing", "lost")], transaction)
+    await transport.stop()
+    await transport.start()
+    # When it is used and ended
+    with pytest.raises(NotStarted, match="middle of a transaction"):
+        await transport.dispatch([operation("billing", "lost too")], transaction)
+    await transaction._rollback()
+    # Then it has had no effect, neither on the database nor on the lane
+    assert await transport.count("billing") == 0
+    assert database.lane._free == TRANSACTIONS
+    assert server.execute(f"SELECT FROM pg_stat_activity WHERE {IN_TRANSACTION}") == []
+
+
+@pytest.mark.parametrize("held", ['LOCK TABLE "sales.timeouts"', 'UPDATE "sales.timeouts" SET retry_count = 1'])
+async def test_a_lock_that_is_not_given_in_time(postgresql_url: str, held: str) -> None:
+    # Given another program in the middle of something
+    url = f"{postgresql_url}?options=-c%20lock_timeout%3D200ms"
+    store = SqlDelayedMessageStore(url)
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    try:
+        await store.store(delayed("first"))
+        with psycopg.connect(postgresql_url) as other:
+            other.execute(held.encode())
+            # When we need what it has locked
+            with pytest.raises(BackendUnavailable, match="did not get a lock in time"):
+                await store.remove(delayed("first"))
+            with pytest.raises(BackendUnavailable, match="did not get a lock in time"):
+                async with store.transaction() as transaction:
+                    await store.remove(delayed("first"), transaction)
+            # Then claims do not wait for it, where it has locked rows only
+            if "UPDATE" in held:
+                assert await store.fetch_due(AT, 9, max_bytes=100) == []
+            other.rollback()
+        assert await waiting(store) == ["first"]
+        assert await store.remove(delayed("first")) is True
+    finally:
+        await store.close()
+
+
+async def test_a_deadlock(postgresql_url: str) -> None:
+    # Given two transactions that have locked a row each
+    store = SqlDelayedMessageStore(f"{postgresql_url}?options=-c%20deadlock_timeout%3D50ms")
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    met = asyncio.Barrier(2)
+
+    async def remove(first: str, second: str) -> bool:
+        try:
+            async with store.transaction() as transaction:
+                await store.remove(delayed(first), transaction)
+                await met.wait()
+                await store.remove(delayed(second), transaction)
+        except BackendUnavailable as error:
+            assert "gave this transaction up in favour of another" in str(error)
+            return False
+        return True
+
+    try:
+        await store.store_many([delayed("a"), delayed("b"), delayed("c")])
+        # When each wants the other's
+        async with asyncio.timeout(PATIENCE):
+            done = await asyncio.gather(remove("a", "b"), remove("b", "a"))
+        # Then one gives way, and the other one has done all of its work
+        assert sorted(done) == [False, True]
+        assert await waiting(store) == ["c"]
+    finally:
+        await store.close()
+
+
+async def test_a_fork_in_the_middle_of_use(
+    store: SqlDelayedMessageStore, transport: SqlTransport, postgresql_url: str
+) -> None:
+    # Given a process with everything in use
+    await transport.dispatch([operation("billing", "held")])
+    receiver = await transport.receiver("billing")
+    [held] = await receiver.receive(1)
+    async with store.transaction() as transaction:
+        await store.store(delayed("parent"), transaction)
+        # When it forks, and the child uses the database by itself and ends
+        child = os.fork()
+        if child == 0:
+            os._exit(_in_child(postgresql_url))
+        async with asyncio.timeout(PATIENCE):
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    # Then the parent goes on as if nothing had been
+    assert sorted(await waiting(store)) == ["child", "parent"]
+    assert await receiver.acknowledge(held) is True
+
+
+def _in_child(url: str) -> int:
+    signal.alarm(15)
+
+    async def use() -> None:
+        store = SqlDelayedMessageStore(url)
+        await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+        async with store.transaction() as transaction:
+            await store.store(delayed("child", in_utc(AT)), transaction)
+        await store.close()
+
+    try:
+        asyncio.events._set_running_loop(None)
+        asyncio.run(use())
+    except BaseException as error:
+        os.write(2, f"{error!r}\n".encode())
+        return 1
+    return 0
