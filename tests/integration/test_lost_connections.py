@@ -172,7 +172,11 @@ async def test_claims_outlive_their_connection(transport: SqlTransport, server: 
     server.terminate()
     # Then nobody else in this process gets it, and its receiver can still acknowledge it, once
     assert await receive(await transport.receiver("billing")) == ["free"]
-    assert await receiver.acknowledge(held) is True
+    acknowledged: list[bool] = []
+    while not acknowledged:
+        with contextlib.suppress(BackendUnavailable):  # once, where no receive has noticed
+            acknowledged.append(await receiver.acknowledge(held))
+    assert acknowledged == [True]
     assert await receiver.acknowledge(held) is False
 
 

@@ -75,6 +75,9 @@ class Session:
             try:
                 self._dialect.ping(self._connection)
             except self._dialect.errors:
+                if self._generation == generation:
+                    self._database.lost()
+                    generation = self._database.generation
                 self.close()
         if self._connection is None:
             self._connection = self._dialect.connect()
