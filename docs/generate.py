@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from delayline import (
@@ -43,6 +43,8 @@ from delayline.sql import schema
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from sqlalchemy import Dialect, Table
+
     from delayline import DelayedMessageStore, Transport
 
 ROOT: Final = Path(__file__).parents[1]
@@ -65,9 +67,12 @@ def code(text: object) -> str:
 def guarantees() -> str:
     """Return what every pair of parts promises in every mode."""
     one, two = "sqlite:///one.db", "sqlite:///two.db"
+    here, there = "postgresql://server/one", "postgresql://server/two"
     pairs: list[tuple[str, Transport, DelayedMessageStore]] = [
         ("SQLite, queues and store in one file", SqlTransport(one), SqlDelayedMessageStore(one)),
         ("SQLite, queues and store in two files", SqlTransport(one), SqlDelayedMessageStore(two)),
+        ("PostgreSQL, queues and store in one database", SqlTransport(here), SqlDelayedMessageStore(here)),
+        ("PostgreSQL, queues and store in two databases", SqlTransport(here), SqlDelayedMessageStore(there)),
         ("queues in memory, store on SQLite", MemoryTransport(), SqlDelayedMessageStore(one)),
         ("memory, queues and store", MemoryTransport(), MemoryDelayedMessageStore()),
     ]
@@ -317,10 +322,20 @@ def headers() -> str:
 
 
 def sqlite_schema() -> str:
-    """Return the statements that create the tables."""
-    dialect = sqlite.dialect()
+    """Return the statements that create the tables in SQLite."""
+    return schema_in(sqlite.dialect(), [*schema.queue_tables().all, schema.timeouts_table("sales.timeouts")])
+
+
+def postgresql_schema() -> str:
+    """Return the statements that create the tables in PostgreSQL."""
+    tables = [*schema.queue_tables().of("postgresql"), schema.timeouts_table("sales.timeouts", leases=True)]
+    return schema_in(postgresql.dialect(), tables)
+
+
+def schema_in(dialect: Dialect, tables: Sequence[Table]) -> str:
+    """Return the statements that create those tables."""
     statements = []
-    for one in (*schema.queue_tables().all, schema.timeouts_table("sales.timeouts")):
+    for one in tables:
         statements.append(str(CreateTable(one).compile(dialect=dialect)))
         statements += [str(CreateIndex(index).compile(dialect=dialect)) for index in one.indexes]
     text = ";\n\n".join(re.sub(r"[ \t]+\n", "\n", statement).strip() for statement in statements)
@@ -345,6 +360,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "errors": error_tree,
     "headers": headers,
     "sqlite-schema": sqlite_schema,
+    "postgresql-schema": postgresql_schema,
 }
 
 

@@ -89,6 +89,8 @@ async def test_sends(url: str, statements: Statements) -> None:
         await asyncio.gather(*(endpoint.send("billing", "later", delay=SOON) for _ in range(10)))
         assert statements.taken() == {"BEGIN": 2, "INSERT": 10, "COMMIT": 2}
 
+        await endpoint.send("billing", "the first of its process: it looks at the tables' version as well")
+        statements.taken()
         await endpoint.send("billing", "now")
         assert statements.taken() == {"BEGIN": 1, "SELECT": 1, "INSERT": 1, "COMMIT": 1}
 
@@ -122,10 +124,12 @@ async def test_a_receiver(url: str, statements: Statements, signals: Signals) ->
 
     await billing.setup()
     async with billing, sales(url, ManualClock(), polling=False) as sender:
-        await asyncio.sleep(0.1)  # until the receiver has looked once and waits
+        await sender.send("billing", "the first of its process: it looks at the tables' version as well")
+        await signals.wait_for(Event.HANDLED)
+        await asyncio.sleep(0.1)  # until the receiver has looked once more and waits
         statements.taken()
         await sender.send("billing", "now")
-        await signals.wait_for(Event.HANDLED)
+        await signals.wait_for(Event.HANDLED, 2)
         await asyncio.sleep(0.1)
 
         sent = Counter({"BEGIN": 1, "SELECT": 1, "INSERT": 1, "COMMIT": 1})
