@@ -11,6 +11,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
 
+from tests.servers.mariadb import INSTALL as INSTALL_MARIADB
+from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import INSTALL as INSTALL_POSTGRESQL
 from tests.servers.postgresql import PostgresqlServer
 
@@ -42,3 +44,21 @@ def postgresql_url(postgresql: PostgresqlServer) -> Iterator[str]:
     url = postgresql.new_database()
     yield url
     postgresql.drop_database(url)
+
+
+@pytest.fixture(scope="session")
+def mariadb() -> Iterator[MariadbServer]:
+    """Provide a server whose commits survive its own death, not that of the machine."""
+    if not MariadbServer.installed():
+        not_installed("MariaDB", INSTALL_MARIADB)
+    server = MariadbServer(settings=["innodb_flush_log_at_trx_commit=2"])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def mariadb_url(mariadb: MariadbServer) -> Iterator[str]:
+    """Provide an empty database."""
+    url = mariadb.new_database()
+    yield url
+    mariadb.drop_database(url)

@@ -251,9 +251,15 @@ def _new(url: URL) -> Database:
             from delayline.sql.server_database import ServerDatabase
 
             return ServerDatabase(Postgresql(url))
+        case "mariadb" | "mysql" as product:
+            from delayline.sql.dialects.mariadb import Mariadb, Mysql
+            from delayline.sql.server_database import ServerDatabase
+
+            return ServerDatabase(Mariadb(url) if product == "mariadb" else Mysql(url))
         case other:
             raise ConfigurationError(
-                f"no SQL dialect for {other!r} URLs; supported: sqlite:///file.db, postgresql://user@host/database"
+                f"no SQL dialect for {other!r} URLs; supported: sqlite:///file.db, postgresql://user@host/database, "
+                "and mariadb: and mysql: likewise"
             )
 
 

@@ -34,6 +34,9 @@ class Place(NamedTuple):
 class WakeUps(Protocol):
     """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
 
+    reach_others: bool
+    """Whether those in other processes are told; if not they have to look now and then."""
+
     def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
         """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
         ...
@@ -67,9 +70,6 @@ class Claims(Protocol):
 class Dialect(Protocol):
     """One database of one product: its SQL, its errors, its ways to begin and end."""
 
-    longest_name: int
-    """How many bytes of UTF-8 a table's name may have."""
-
     @property
     def identity(self) -> Hashable:
         """Equal for URLs that can share a transaction; its str shows no password."""
@@ -83,6 +83,10 @@ class Dialect(Protocol):
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """What the driver raises, with and without SQLAlchemy around it."""
+        ...
+
+    def kept_name(self, table: str) -> str:
+        """Return the name under which the database keeps a table; raises ConfigurationError for one too long."""
         ...
 
     def schema_of(self, schema: str | None) -> str | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from sqlalchemy import bindparam, delete, func, insert, select
+from sqlalchemy import and_, bindparam, delete, exists, func, insert, literal_column, select
 
 from delayline.message import Headers
 from delayline.sql.prepared import Prepared
+from delayline.sql.schema import in_order
 from delayline.sql.statements import QueueStatements
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
+    from delayline.sql.server import Server
+    from delayline.sql.statements import StoreStatements
 
 #: Headers with one of these in them need more than moving.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
@@ -103,3 +106,53 @@ class FileForwarding:
         if not moved == removed == number:
             raise RuntimeError(f"{number} messages were due, {moved} were moved and {removed} removed")
         return Moved(number, {name for name, exists in known.items() if exists})
+
+
+class LockedForwarding:
+    """Moves the earliest due messages that nobody has locked, on a server that needs a statement for each step."""
+
+    one_statement = False
+
+    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Server) -> None:
+        table, columns, sql = statements.table, statements.table.c, dialect.sql
+        size = func.length(columns.headers) + func.length(columns.body)
+        known = exists().where(tables.queues.c.name == columns.destination)
+        marked = func.instr(columns.headers, bindparam("marker")) + func.instr(columns.headers, bindparam("expiry"))
+        movable = and_(marked == literal_column("0"), known).label("movable")
+        is_due = and_(columns.due <= bindparam("until"), dialect.leases(statements, tables).free)
+        heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
+        heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
+        chosen = dialect.one_of(columns.id, "keys")
+        moved = select(columns.destination, columns.id, columns.headers, columns.body).where(chosen)
+        move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved.order_by(*in_order(table)))
+        since, names = columns.due >= bindparam("since"), ["marker", "expiry", "until", "number"]
+        self._heads = Prepared(heads, sql, names)
+        self._heads_since = Prepared(heads.where(since), sql, [*names, "since"])
+        self._move = Prepared(move, sql, ["keys"])
+        self._remove = Prepared(delete(table).where(chosen), sql, ["keys"])
+
+    def run(
+        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+    ) -> Moved:
+        """Move messages due from `since` on, where given, and say what became of them."""
+        bounds = (MARKER, EXPIRY_MARKER, until, limit)
+        if since is None:
+            heads = self._heads.rows(connection, *bounds)
+        else:
+            heads = self._heads_since.rows(connection, *bounds, since)
+        movable = [head for head in heads if head[-1]]
+        chosen: list[str] = []
+        queues, reached = set[str](), None
+        for message_id, due, destination, size, _ in movable:
+            max_bytes -= size
+            if chosen and max_bytes < 0:
+                break
+            chosen.append(message_id)
+            queues.add(destination)
+            reached = due
+        moved = self._move.change_each(connection, keys=chosen)
+        removed = self._remove.change_each(connection, keys=chosen)
+        if not moved == removed == len(chosen):
+            raise RuntimeError(f"{len(chosen)} messages were locked, {moved} were moved and {removed} removed")
+        left, more = len(heads) - len(movable), len(chosen) < len(movable) or len(heads) == limit
+        return Moved(len(chosen), queues, left, until if more else None, None if left else reached)

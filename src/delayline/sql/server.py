@@ -68,6 +68,10 @@ class Server(dialect.Dialect, Protocol):
         """Ask the server for a sign of life; raises one of `errors`."""
         ...
 
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Tell whether the server has rolled back the whole transaction, so that what follows would be outside it."""
+        ...
+
     def is_disconnect(self, error: Exception) -> bool:
         """Tell whether the error means that the connection is of no use any more."""
         ...

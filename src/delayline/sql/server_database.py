@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 WORKERS: Final = 4
 TRANSACTIONS: Final = 8
+DEADLOCKS: Final = 5  # in a row, after which it is somebody else's turn to decide
 
 
 class ServerDatabase(Database):
@@ -153,11 +154,18 @@ class ServerDatabase(Database):
         return self._generation
 
     async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
-        if one_statement:
-            return await self.read(work)
-        return await self.run(
-            lambda: self._own_session().run(lambda connection: self._in_transaction(work, connection))
-        )
+        whole = work if one_statement else partial(self._in_transaction, work)
+        return await self.run(lambda: self._own_session().run(partial(self._again_after_deadlocks, whole)))
+
+    def _again_after_deadlocks(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        """Run work that is a transaction of its own; what a deadlock has undone as a whole is simply done again."""
+        for _ in range(DEADLOCKS):
+            try:
+                return work(connection)
+            except self.dialect.errors as error:
+                if not self.dialect.has_rolled_back(error):
+                    raise
+        return work(connection)
 
     def _in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         self.dialect.begin(connection)

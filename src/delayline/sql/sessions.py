@@ -65,6 +65,8 @@ class Session:
             if self._dialect.is_disconnect(error):
                 self._database.lost()
                 self.close()
+            elif self._dialect.has_rolled_back(error):
+                self.close()
             raise self._dialect.translated(error) from error
         finally:
             self._used = time.monotonic()

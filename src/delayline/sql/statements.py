@@ -63,6 +63,16 @@ class StoreStatements:
         counts = select(buckets.start, buckets.destination, func.count()).group_by(buckets.start, buckets.destination)
         return counts.order_by(buckets.start, buckets.destination)
 
+    def earliest(self, seconds: int) -> Prepared:
+        """Return the query for the earliest due time of all, and for the earliest not more than `seconds` ago.
+
+        The first may be that of a message that somebody holds for long.
+        """
+        due = self.table.c.due
+        of_all = select(func.min(due)).scalar_subquery()
+        recent = select(func.min(due)).where(due >= self._dialect.in_seconds(-seconds)).scalar_subquery()
+        return Prepared(select(of_all, recent), self._dialect.sql, [])
+
     def row_of(self, message: DelayedMessage) -> Values:
         """Return what the insert statement takes."""
         kept = message.message

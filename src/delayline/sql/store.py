@@ -13,9 +13,10 @@ from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.looking import Lookout
 from delayline.sql.schema import in_order, queue_tables
 from delayline.sql.statements import StoreStatements, queue_channel, store_channel
-from delayline.sql.transport import SqlTransport
+from delayline.sql.transport import ONE_SECOND, SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.message import DelayedMessage
+    from delayline.sql.prepared import Prepared
     from delayline.sql.rows import Rows
     from delayline.sql.transactions import JoinedTransaction, SqlTransaction
     from delayline.transaction import Transaction, TransactionMode
@@ -38,10 +40,19 @@ class SqlDelayedMessageStore:
 
     table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.
     schema: where the tables are; the connection's own when left out.
+    poll_interval: how often to look for what other processes have stored, where the database does not tell.
     """
 
-    def __init__(self, url: str, *, table_name: str | None = None, schema: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        table_name: str | None = None,
+        schema: str | None = None,
+        poll_interval: timedelta = ONE_SECOND,
+    ) -> None:
         self._database = Database.at(url)
+        self._poll_interval = time_span("poll_interval", poll_interval)
         self._schema = self._database.dialect.schema_of(schema)
         self._tables = queue_tables(self._schema)
         if table_name is not None and (not table_name or table_name in {table.name for table in self._tables.all}):
@@ -187,14 +198,24 @@ class SqlDelayedMessageStore:
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `callback` with the earliest due time after each commit, by whichever process."""
-        rows = self._locking
+        rows, wake_ups = self._locking, self._database.wake_ups
 
-        def stored(microseconds: int) -> None:
-            due = from_microseconds(microseconds)
+        def stored(due: datetime) -> None:
             rows.stored(due)
             callback(due)
 
-        return self._database.wake_ups.subscribe(self._channel, stored)
+        unsubscribe = wake_ups.subscribe(self._channel, lambda due: stored(from_microseconds(due)))
+        if wake_ups.reach_others:
+            return unsubscribe
+        interval = self._poll_interval.total_seconds()
+        earliest = self._statements.earliest(int(2 * interval) + 1)
+        lookout = Lookout(partial(self._due_times, earliest), stored, interval)
+
+        def stop() -> None:
+            unsubscribe()
+            lookout.stop()
+
+        return stop
 
     async def cancel(self, message_id: str) -> Outcome:
         """Delete a waiting message."""
@@ -228,6 +249,10 @@ class SqlDelayedMessageStore:
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [DueCount(from_microseconds(int(start)), destination, number) for start, destination, number in rows]
 
+    async def _due_times(self, earliest: Prepared) -> list[datetime | None]:
+        [found] = await self._database.read(earliest.rows)
+        return [self._due(kept) for kept in found]
+
     @property
     def _statements(self) -> StoreStatements:
         if self._open is None:
@@ -247,13 +272,7 @@ class SqlDelayedMessageStore:
         return store_channel(self._statements.table)
 
     def _table(self, endpoint_name: str) -> Table:
-        name = self._table_name or f"{endpoint_name}.timeouts"
-        longest = self._database.dialect.longest_name
-        if len(name.encode()) > longest:
-            raise ConfigurationError(
-                f"the table name {name!r} is longer than the {longest} bytes that {self._database.dialect} allows: "
-                "give the endpoint a shorter name, or the store a table_name"
-            )
+        name = self._database.dialect.kept_name(self._table_name or f"{endpoint_name}.timeouts")
         return self._database.dialect.timeouts_table(name, self._schema)
 
     def _due(self, kept: object) -> datetime | None:

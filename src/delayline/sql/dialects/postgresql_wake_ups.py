@@ -61,6 +61,8 @@ class Notifications:
     meanwhile, and to pollers only when one of them has said that it sleeps beyond the new due time.
     """
 
+    reach_others = True
+
     def __init__(self, database: ServerDatabase, dialect: Postgresql) -> None:
         self._database = database
         self._dialect = dialect

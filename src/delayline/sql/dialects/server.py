@@ -11,6 +11,7 @@ from sqlalchemy.pool import NullPool
 
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.leases import LeaseColumn
+from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class ServerDialect:
     """SQLAlchemy's name for the dialect and driver."""
     extra: ClassVar[str]
     default_port: ClassVar[int]
+    longest_name: ClassVar[int]
+    """How many bytes of UTF-8 a table's name may have."""
     patience = 30.0
 
     BEGIN: ClassVar[str] = "BEGIN"
@@ -114,6 +117,11 @@ class ServerDialect:
         """Return the headers as they travel."""
         return message.encoded_headers
 
+    def kept_name(self, table: str) -> str:
+        """Return the name as it is."""
+        must_fit(table, len(table.encode()), self.longest_name, "bytes", self)
+        return table
+
     def must_exist(self) -> None:
         """Do nothing: connecting makes no database."""
 
@@ -133,6 +141,11 @@ class ServerDialect:
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""
         return self.engine.connect()
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Never without being told: a transaction that has failed takes nothing but its end."""
+        del error
+        return False
 
     def ping(self, connection: Connection) -> None:
         """Ask the server for a sign of life."""

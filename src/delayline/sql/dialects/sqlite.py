@@ -20,6 +20,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.sqlite_claims import Claims
 from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
 
 if TYPE_CHECKING:
@@ -37,14 +38,13 @@ if TYPE_CHECKING:
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
 LONGEST_WAIT: Final = 0.005
+LONGEST_NAME: Final = 1000  # bytes; SQLite has no limit of its own
 #: SQLite's levels; below FULL a commit may be lost with the power.
 SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 
 
 class Sqlite:
     """What the SQL room needs to know of one SQLite file."""
-
-    longest_name = 1000  # SQLite has no limit of its own
 
     def __init__(self, url: URL) -> None:
         if not url.database or url.database == ":memory:":
@@ -209,6 +209,11 @@ class Sqlite:
     def release_savepoint(self, connection: Connection) -> None:
         """Forget the savepoint, keeping what was done since."""
         _driver(connection).execute("RELEASE delayline")
+
+    def kept_name(self, table: str) -> str:
+        """Return the name as it is."""
+        must_fit(table, len(table.encode()), LONGEST_NAME, "bytes", self)
+        return table
 
     def schema_of(self, schema: str | None) -> str | None:
         """Return the schema: a database attached under that name."""

@@ -31,6 +31,8 @@ CLOCK_TICK: Final = 100_000_000  # nanoseconds
 class WakeUps:
     """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
 
+    reach_others = True
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._mine = ""

@@ -1,0 +1,237 @@
+"""MariaDB 10.6 and newer, and MySQL 8, through PyMySQL."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from sqlalchemy import func, literal_column
+from sqlalchemy.dialects.mysql import insert
+from sqlalchemy.exc import InvalidRequestError
+
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, MissingExtra
+from delayline.sql.dialect import Place
+from delayline.sql.dialects.mariadb_claims import NamedLocks
+from delayline.sql.dialects.mariadb_errors import ROLLED_BACK, is_disconnect, number_of, translated
+from delayline.sql.dialects.mariadb_sql import IndexedSql
+from delayline.sql.dialects.server import ServerDialect, run
+from delayline.sql.forwarding import LockedForwarding
+from delayline.sql.local_wake_ups import LocalWakeUps
+from delayline.sql.names import must_fit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
+
+    from delayline.sql.dialect import Finding
+    from delayline.sql.prepared import Prepared
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.statements import StoreStatements
+
+LONGEST_NAME: Final = 64  # characters
+LONGEST_FILE_NAME: Final = 250  # bytes; a table is a file, in whose name every special character takes five
+HEADROOM: Final = 64 * 1024  # bytes of a statement beside body and headers, and for the headers of a failure
+LONGEST_BATCH: Final = 1_000_000  # bytes of a statement that inserts several rows
+OPTIONS: Final = (
+    "connect_timeout", "read_timeout", "write_timeout", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key",
+    "ssl_check_hostname",
+)  # fmt: skip
+#: A server that does not answer any more is noticed after `read_timeout`: above what a statement waits for a lock.
+CONNECT_ARGS: Final = {
+    "connect_timeout": 10,
+    "read_timeout": 120,
+    "write_timeout": 60,
+    "charset": "utf8mb4",
+    "sql_mode": "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION",
+    "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
+    "program_name": "delayline",
+}
+SESSION: Final = (
+    "SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
+    "innodb_lock_wait_timeout = 30, lock_wait_timeout = 60"
+)
+TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
+SETUP_LOCK: Final = "delayline setup"
+SETUP_PATIENCE: Final = 60  # seconds
+
+
+class Mariadb(ServerDialect):
+    """What the SQL room needs to know of one MariaDB database."""
+
+    product = "MariaDB"
+    driver = "mariadb+pymysql"
+    extra = "mariadb"
+    default_port = 3306
+    oldest: ClassVar[tuple[int, ...]] = (10, 6)
+
+    def __init__(self, url: URL) -> None:
+        unknown = sorted(set(url.query) - set(OPTIONS))
+        if unknown:
+            raise ConfigurationError(
+                f"a {url.get_backend_name()}:// URL has no option {unknown[0]!r}. The options are {', '.join(OPTIONS)}"
+            )
+        arguments: dict[str, object] = dict(CONNECT_ARGS)
+        if url.password is not None:
+            arguments["password"] = url.password.encode()  # PyMySQL would make Latin-1 of it
+        super().__init__(url, connect_args=arguments, paramstyle="format")
+        self.engine.dialect.statement_compiler = IndexedSql
+        self._room = 0
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the driver raises; it lets through what Python says of a text that is no Unicode."""
+        return (*super().errors, UnicodeEncodeError)
+
+    def kept_name(self, table: str) -> str:
+        """Return the name, with characters that names cannot have replaced by a hash of the whole."""
+        must_fit(table, len(table), LONGEST_NAME, "characters", self)
+        kept = re.sub(r"[^\x01-\uffff]|[\ud800-\udfff]", "_", table)
+        if kept != table:
+            kept = (
+                f"{kept[: LONGEST_NAME - 9]}~{hashlib.sha256(table.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+            )
+        bytes_of_file = sum(1 if one.isascii() and (one.isalnum() or one == "_") else 5 for one in kept)
+        must_fit(table, bytes_of_file, LONGEST_FILE_NAME, "bytes of a file's name", self)
+        return kept
+
+    def connect(self) -> Connection:
+        """Return a new connection in autocommit, in UTC, strict, reading what is committed."""
+        try:
+            connection = self.engine.connect()
+        except InvalidRequestError as error:  # SQLAlchemy has asked for the version
+            raise BackendUnusable(f"{self} is MySQL: write mysql:// in its URL") from error
+        except RuntimeError as error:
+            raise MissingExtra("mysql", f"the way in which {self} checks passwords") from error
+        except OSError as error:
+            raise BackendUnusable(
+                f"a certificate in the URL of {self} cannot be read: {error}. Check ssl_ca"
+            ) from error
+        run(connection, SESSION)
+        return connection
+
+    def check(self) -> None:
+        """Connect once. Raises BackendUnusable for another product, or a version that is too old."""
+        with self.connect() as connection:
+            text, packet = run(connection, "SELECT VERSION(), @@max_allowed_packet")[0]
+        if ("mariadb" in text.lower()) != (self.product == "MariaDB"):
+            raise BackendUnusable(f"{self} is version {text}, which is MariaDB: write mariadb:// in its URL")
+        version = tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+        if version < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            raise BackendUnusable(f"{self} is version {text}; delayline needs {oldest} or newer")
+        self._room = int(packet)
+
+    @contextlib.contextmanager
+    def setting_up(self, connection: Connection) -> Iterator[None]:
+        """Let one process at a time create tables."""
+        if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK, SETUP_PATIENCE)[0][0]:
+            raise BackendUnavailable(f"somebody else has been setting up {self} for {SETUP_PATIENCE} s: try again")
+        try:
+            yield
+        finally:
+            run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
+
+    def findings(self, connection: Connection) -> list[Finding]:
+        """Return the version, how durable a commit is, how large a message may be, and how far our clock is off."""
+        version, flush, packet, now = run(
+            connection,
+            "SELECT VERSION(), @@innodb_flush_log_at_trx_commit, @@max_allowed_packet, UTC_TIMESTAMP(6)",
+        )[0]
+        off = (datetime.now(UTC) - self.from_due(now)).total_seconds()
+        return [
+            ("server", True, f"{self.product} {version}"),
+            ("innodb_flush_log_at_trx_commit", flush == 1, f"{flush}" + ("" if flush == 1 else ": set it to 1")),
+            ("max_allowed_packet", True, f"{packet} bytes: a message may have {_largest(packet)}"),
+            ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
+        ]
+
+    def to_due(self, due: datetime) -> datetime:
+        """Return the instant in UTC without its zone: DATETIME(6) keeps microseconds."""
+        return due.astimezone(UTC).replace(tzinfo=None)
+
+    def from_due(self, kept: datetime) -> datetime:
+        """Return the due time in UTC."""
+        return kept.replace(tzinfo=UTC)
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the column as microseconds since 1970."""
+        return func.timestampdiff(literal_column("MICROSECOND"), literal_column("'1970-01-01'"), due)
+
+    def place(self, connection: Connection, table: Table) -> Place:
+        """Return the server, and the table in the database that it or the connection names."""
+        [(database, *server)] = run(connection, "SELECT DATABASE(), @@hostname, @@port, @@datadir")
+        inside = table.schema or database
+        found = run(connection, TABLE_EXISTS, inside, table.name)
+        return Place(f"{self.product} database {inside}", tuple(server), (inside, table.name) if found else None)
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the server's time so many seconds from now."""
+        return literal_column(f"(UTC_TIMESTAMP(6) + INTERVAL {seconds} SECOND)")
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is; INSERT IGNORE would hide other errors too."""
+        return insert(table).on_duplicate_key_update({key: table.c[key]})
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert many rows in a statement. Raises InvalidMessage for one that the server would not take."""
+        for row in rows:
+            size = sum(len(value) for value in row if isinstance(value, bytes))
+            if size > _largest(self._room):
+                raise InvalidMessage(
+                    f"a message of {size} bytes is too large for {self}, which takes {_largest(self._room)}: "
+                    f"send less, or raise the server's max_allowed_packet above {2 * (size + HEADROOM)}"
+                )
+        cursor: Any = connection.connection.cursor()
+        cursor.max_stmt_length = min(LONGEST_BATCH, self._room)
+        cursor.executemany(insert.sql, rows)
+        cursor.close()
+
+    def rollback(self, connection: Connection) -> None:
+        """Roll back; a connection that is lost has been rolled back by the server."""
+        driver: Any = connection.connection.driver_connection
+        if driver.open:
+            super().rollback(connection)
+
+    def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
+        """For this process only: the server cannot tell anybody anything."""
+        del database
+        return LocalWakeUps()
+
+    def claims(self, database: ServerDatabase, table: str) -> NamedLocks:
+        """Named locks, which all databases of a server share."""
+        return NamedLocks(database, table if "." in table else f"{self.url.database}.{table}")
+
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> LockedForwarding:
+        """Three statements."""
+        return LockedForwarding(statements, tables, self)
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Tell whether the server has gone, or this connection to it."""
+        return is_disconnect(error)
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Tell whether a deadlock has cost the whole transaction."""
+        return number_of(error) in ROLLED_BACK
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        return translated(error, str(self))
+
+
+class Mysql(Mariadb):
+    """What the SQL room needs to know of one MySQL database."""
+
+    product = "MySQL"
+    driver = "mysql+pymysql"
+    extra = "mysql"
+    oldest = (8, 0, 17)  # the first with a collation for names that are equal only when they are the same
+
+
+def _largest(packet: int) -> int:
+    """Return how many bytes of body and headers fit into a statement, where each is written as two digits."""
+    return packet // 2 - min(HEADROOM, packet // 8)

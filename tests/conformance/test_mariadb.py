@@ -1,0 +1,51 @@
+"""The SQL room on MariaDB keeps every promise: in one database, and, what failures tell apart, in two."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.servers.mariadb import MariadbServer
+
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.testing import DeliveryConformance, StoreConformance, TransportConformance
+from delayline.testing.conformance.delivery_failures import DeliveryFailures
+
+
+class OnMariadb:
+    """A database for every test."""
+
+    @pytest.fixture(autouse=True)
+    def database(self, mariadb_url: str) -> None:
+        self.url = mariadb_url
+
+
+class TestMariadbStore(OnMariadb, StoreConformance):
+    durable = True
+
+    async def make_store(self, tmp_path: Path) -> SqlDelayedMessageStore:
+        return SqlDelayedMessageStore(self.url)
+
+
+class TestMariadbTransport(OnMariadb, TransportConformance):
+    async def make_transport(self, tmp_path: Path) -> SqlTransport:
+        return SqlTransport(self.url)
+
+
+class TestMariadbDelivery(OnMariadb, DeliveryConformance):
+    """One database: every transaction mode up to TRANSACTION_SCOPE."""
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
+
+
+class TestMariadbDeliveryOverTwoDatabases(OnMariadb, DeliveryFailures):
+    """The store in one database, the queues in another: due messages pass through this process."""
+
+    @pytest.fixture(autouse=True)
+    def second_database(self, mariadb: MariadbServer) -> Iterator[None]:
+        self.second = mariadb.new_database()
+        yield
+        mariadb.drop_database(self.second)
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        return SqlTransport(self.second), SqlDelayedMessageStore(self.url)

@@ -1,0 +1,160 @@
+"""A private MariaDB server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pymysql
+from tests.servers.postgresql import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PATIENCE: Final = 60.0
+INSTALL: Final = "apt-get install mariadb-server"
+#: Debian keeps the server where only root's PATH leads.
+PROGRAMS: Final = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
+#: Small and quick to start: many of them may run side by side.
+SMALL: Final = (
+    "innodb_buffer_pool_size=32M",
+    "innodb_log_file_size=32M",
+    "innodb_log_buffer_size=2M",
+    "performance_schema=OFF",
+    "max_connections=200",
+    "skip_name_resolve=ON",
+    "skip_log_bin",
+)
+
+
+def program(name: str) -> str | None:
+    """Return the path of one of MariaDB's programs, or None."""
+    return shutil.which(name, path=PROGRAMS)
+
+
+class MariadbServer:
+    """A server of its own on a free port, with an administrator `delayline` who needs no password."""
+
+    product = "MariaDB"
+
+    def __init__(self, settings: Sequence[str] = ()) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="delayline-mariadb-"))
+        self.port = free_port()
+        self._settings = [*SMALL, *settings]
+        self._process: subprocess.Popen[bytes] | None = None
+        if os.geteuid() == 0:
+            shutil.chown(self.folder, "mysql")
+        self._install()
+        self.start()
+
+    @staticmethod
+    def installed() -> bool:
+        """Tell whether the server's programs are there."""
+        return program("mariadbd") is not None and program("mariadb-install-db") is not None
+
+    @property
+    def data(self) -> Path:
+        """The folder with the databases."""
+        return self.folder / "data"
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        users = self.folder / "users.sql"
+        users.write_text(
+            "CREATE USER IF NOT EXISTS delayline@'127.0.0.1';\n"
+            "GRANT ALL ON *.* TO delayline@'127.0.0.1' WITH GRANT OPTION;\n"
+        )
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    program("mariadbd") or "mariadbd",
+                    *self._where(),
+                    "--bind-address=127.0.0.1",
+                    f"--port={self.port}",
+                    f"--socket={self.folder / 'socket'}",
+                    f"--pid-file={self.folder / 'pid'}",
+                    f"--init-file={users}",
+                    *(f"--{setting}" for setting in self._settings),
+                ],
+                stdout=log, stderr=log, cwd=self.folder,
+            )  # fmt: skip
+        self._wait()
+
+    def stop(self) -> None:
+        """Stop in order, and wait until it has."""
+        self._end("terminate")
+
+    def kill(self) -> None:
+        """End it the hard way."""
+        self._end("kill")
+
+    def close(self) -> None:
+        """Stop, and leave nothing behind."""
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def administrator(self) -> Iterator[Any]:
+        """Connect with every right, in autocommit, and provide a cursor."""
+        with (
+            pymysql.connect(host="127.0.0.1", port=self.port, user="delayline", autocommit=True) as connection,
+            connection.cursor() as cursor,
+        ):
+            yield cursor
+
+    def new_database(self) -> str:
+        """Create an empty database and return its URL."""
+        name = f"test_{uuid.uuid4().hex[:12]}"
+        with self.administrator() as cursor:
+            cursor.execute(f"CREATE DATABASE {name}")
+        return f"mariadb://delayline@127.0.0.1:{self.port}/{name}"
+
+    def drop_database(self, url: str) -> None:
+        """Drop it, whoever is connected."""
+        name = url.rsplit("/", 1)[1]
+        with self.administrator() as cursor:
+            cursor.execute("SELECT id FROM information_schema.processlist WHERE db = %s", (name,))
+            for (connection,) in cursor.fetchall():
+                with contextlib.suppress(pymysql.Error):  # it has ended by itself
+                    cursor.execute(f"KILL {connection}")
+            cursor.execute(f"DROP DATABASE IF EXISTS {name}")
+
+    def _where(self) -> list[str]:
+        user = ["--user=mysql"] if os.geteuid() == 0 else []  # it refuses to run as root
+        return ["--no-defaults", *user, f"--datadir={self.data}", f"--tmpdir={self.folder}"]
+
+    def _install(self) -> None:
+        command = [
+            program("mariadb-install-db") or "mariadb-install-db",
+            *self._where(),
+            "--skip-test-db",
+            "--auth-root-authentication-method=normal",
+        ]
+        with (self.folder / "commands.log").open("a") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log, cwd=self.folder)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                with self.administrator():
+                    return
+            except pymysql.Error:
+                running = self._process is not None and self._process.poll() is None
+                if not running or time.monotonic() > deadline:
+                    log = (self.folder / "log").read_text(errors="replace")
+                    raise RuntimeError(f"MariaDB did not start: {log[-2000:]}") from None
+                time.sleep(0.02)
+
+    def _end(self, how: str) -> None:
+        if self._process is not None:
+            getattr(self._process, how)()
+            self._process.wait(PATIENCE)
+            self._process = None
