@@ -251,6 +251,11 @@ def _new(url: URL) -> Database:
             from delayline.sql.server_database import ServerDatabase
 
             return ServerDatabase(Postgresql(url))
+        case "mssql":
+            from delayline.sql.dialects.sqlserver import SqlServer
+            from delayline.sql.server_database import ServerDatabase
+
+            return ServerDatabase(SqlServer(url))
         case "mariadb" | "mysql" as product:
             from delayline.sql.dialects.mariadb import Mariadb, Mysql
             from delayline.sql.server_database import ServerDatabase
@@ -259,7 +264,7 @@ def _new(url: URL) -> Database:
         case other:
             raise ConfigurationError(
                 f"no SQL dialect for {other!r} URLs; supported: sqlite:///file.db, postgresql://user@host/database, "
-                "and mariadb: and mysql: likewise"
+                "and mariadb:, mysql: and mssql: likewise"
             )
 
 

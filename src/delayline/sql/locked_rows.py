@@ -61,7 +61,8 @@ class LockStatements:
         self.next_due = Prepared(next_due, sql, [])
         self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
         self.one = Prepared(one, sql, ["key"])
-        self.exists = Prepared(select(columns.id).where(by_id), sql, ["key"])
+        exists = select(columns.id).where(by_id).with_hint(table, "WITH (READCOMMITTEDLOCK)", "mssql")  # waits
+        self.exists = Prepared(exists, sql, ["key"])
         self.read = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
 
 

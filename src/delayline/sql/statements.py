@@ -83,8 +83,8 @@ class StoreStatements:
     def message_of(self, row: Sequence[Any]) -> DelayedMessage:
         """Return the message of a row of `waiting`."""
         message_id, destination, due, headers, body, retry_count = row
-        kept = Message.from_encoded(message_id, headers, body)
-        return DelayedMessage(kept, destination, self._dialect.from_due(due), retry_count)
+        kept = Message.from_encoded(message_id, headers, body or b"")
+        return DelayedMessage(kept, destination or "", self._dialect.from_due(due), retry_count)
 
     def bounded(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> list[DelayedMessage]:
         """Read due messages one by one until their bytes are too many; at least one when one is due."""

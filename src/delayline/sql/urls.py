@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
 
 #: URL schemes, without a driver's name: `postgresql+psycopg` is `postgresql`.
-SCHEMES: Final = ("sqlite", "postgresql", "mariadb", "mysql")
+SCHEMES: Final = ("sqlite", "postgresql", "mariadb", "mysql", "mssql")
 
 
 def must_exist(url: str) -> None:

@@ -34,7 +34,7 @@ class ServerDialect:
     """One database of a server, reached through a SQLAlchemy driver."""
 
     product: ClassVar[str]
-    driver: ClassVar[str]
+    driver: str
     """SQLAlchemy's name for the dialect and driver."""
     extra: ClassVar[str]
     default_port: ClassVar[int]

@@ -10,7 +10,7 @@ import pytest
 
 from delayline.delayed.store import DueCount, Outcome, StoreTransactions
 from delayline.testing.clock import settle
-from delayline.testing.conformance.messages import AT, HOSTILE_NAMES, LOOKALIKES, PATIENCE, TICK, delayed, same
+from delayline.testing.conformance.messages import AT, HOSTILE_NAMES, LOOKALIKES, PATIENCE, delayed, same
 from delayline.testing.conformance.store_room import StoreRoom
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class StoreManagement(StoreRoom):
         await managed.store(delayed())
         assert await managed.reschedule("m", LATER) is Outcome.DONE
         assert await managed.next_due() == LATER
-        assert await managed.fetch_next_due(LATER - TICK) is None
+        assert await managed.fetch_next_due(LATER - self.step) is None
         assert await managed.reschedule("m", AT - HOUR) is Outcome.DONE
         same(await managed.fetch_next_due(AT - HOUR), delayed(due=AT - HOUR))
 
@@ -113,13 +113,13 @@ class StoreManagement(StoreRoom):
         """Earliest first, complete, one destination where asked, without locking."""
         for number in (3, 1, 2):
             destination = "billing" if number % 2 else "sales"
-            await managed.store(delayed(f"m{number}", AT + number * TICK, destination=destination))
+            await managed.store(delayed(f"m{number}", AT + number * self.step, destination=destination))
         found = await managed.pending()
         assert [message.id for message in found] == ["m1", "m2", "m3"]
-        same(found[0], delayed("m1", AT + TICK))
+        same(found[0], delayed("m1", AT + self.step))
         assert [message.id for message in await managed.pending(destination="billing")] == ["m1", "m3"]
         assert list(await managed.pending(destination="nowhere")) == []
-        same(await managed.fetch_next_due(LATER), delayed("m1", AT + TICK))
+        same(await managed.fetch_next_due(LATER), delayed("m1", AT + self.step))
 
     async def test_pending_shows_fetched_messages(self, managed: Managed) -> None:
         """What is being dispatched has not left yet."""
@@ -131,14 +131,14 @@ class StoreManagement(StoreRoom):
     async def test_pages_of_pending_are_complete(self, managed: Managed) -> None:
         """Page by page every message is seen once, ties included."""
         for number in range(25):
-            await managed.store(delayed(f"m{number}", AT + (number // 10) * TICK))
+            await managed.store(delayed(f"m{number:02}", AT + (number // 10) * self.step))
         pages = [await managed.pending(limit=10, offset=offset) for offset in (0, 10, 20, 30)]
         assert [len(page) for page in pages] == [10, 10, 5, 0]
-        assert [message.id for page in pages for message in page] == [f"m{number}" for number in range(25)]
+        assert [message.id for page in pages for message in page] == [f"m{number:02}" for number in range(25)]
 
     async def test_counts_by_due_time(self, managed: Managed) -> None:
         """Buckets are aligned to 1970, their start belongs to them, their end to the next; earliest first."""
-        dues = {"a": AT, "b": AT + HOUR - TICK, "c": AT + HOUR, "d": AT - TICK}
+        dues = {"a": AT, "b": AT + HOUR - self.step, "c": AT + HOUR, "d": AT - self.step}
         for message_id, due in dues.items():
             await managed.store(delayed(message_id, due))
         await managed.store(delayed("e", AT, destination="sales"))
@@ -155,7 +155,7 @@ class StoreManagement(StoreRoom):
     async def test_buckets_of_any_size(self, managed: Managed, bucket: timedelta) -> None:
         """Every message is in the bucket that holds its due time, before 1970 and in the far future too."""
         epoch = datetime(1970, 1, 1, tzinfo=AT.tzinfo)
-        dues = [epoch - TICK, epoch, AT + TICK, AT + timedelta(days=365 * 500)]
+        dues = [epoch - self.step, epoch, AT + self.step, AT + timedelta(days=365 * 500)]
         for number, due in enumerate(dues):
             await managed.store(delayed(f"m{number}", due))
         found = await managed.count_by_due(bucket)

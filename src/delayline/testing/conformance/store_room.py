@@ -17,11 +17,12 @@ from delayline.delayed.store import (
     StoreWakeUps,
 )
 from delayline.errors import UnsupportedTransactionMode
-from delayline.testing.conformance.messages import ENDPOINT
+from delayline.testing.conformance.messages import ENDPOINT, TICK
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
+    from datetime import timedelta
     from pathlib import Path
 
 
@@ -68,12 +69,23 @@ class StoreRoom:
     #: Set it where a second store over the same storage sees what the first one has kept.
     durable: bool = False
 
+    #: The steps in which the store keeps due times, where it is not the microsecond; it rounds them up.
+    step: timedelta = TICK
+    #: Whether messages that are due together are fetched as they were stored; otherwise in the order of their ids.
+    keeps_order: bool = True
+    #: Whether a store takes what only looks like another id for that id; then it refuses the second one.
+    folds_ids: bool = False
+
     async def make_store(self, tmp_path: Path) -> DelayedMessageStore:
         """Return a new store, neither set up nor initialized, over storage that is empty when a test begins.
 
         Override this. Called again within one test it returns another store, over the same storage where `durable`.
         """
         raise NotImplementedError("override make_store in your subclass of StoreConformance")
+
+    def in_order(self, ids: Sequence[str]) -> list[str]:
+        """Return the ids of messages that are due together, given as they were stored, as they are fetched."""
+        return list(ids) if self.keeps_order else sorted(ids)
 
     @pytest_asyncio.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[DelayedMessageStore]:

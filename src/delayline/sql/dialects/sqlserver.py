@@ -1,0 +1,310 @@
+"""SQL Server 2012 and newer, Azure SQL too, through Microsoft's driver mssql-python, or pymssql."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, func, literal_column
+from sqlalchemy import cast as cast_to
+from sqlalchemy import insert as insert_into
+from sqlalchemy import text as text_of_sql
+from sqlalchemy.dialects import mssql
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql import quoted_name
+
+from delayline.errors import BackendUnusable, ConfigurationError, CorruptHeaders
+from delayline.header_xml import to_xml
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, encode_headers
+from delayline.sql.dialects.server import ServerDialect, cause_of, run
+from delayline.sql.dialects.sqlserver_claims import ApplicationLocks
+from delayline.sql.dialects.sqlserver_errors import ALREADY_THERE, DUPLICATE_KEY, ROLLED_BACK, number_of, translated
+from delayline.sql.dialects.sqlserver_forwarding import SqlServerForwarding
+from delayline.sql.dialects.sqlserver_leases import LeaseTable
+from delayline.sql.dialects.sqlserver_sql import (
+    LATEST,
+    NEW,
+    DueTime,
+    HintedSql,
+    IdempotentDdl,
+    rounded_down,
+    rounded_up,
+)
+from delayline.sql.local_wake_ups import LocalWakeUps
+from delayline.sql.names import must_fit
+from delayline.sql.schema import CONTENT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert
+
+    from delayline.message import Message
+    from delayline.sql.dialect import Finding
+    from delayline.sql.prepared import Prepared
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.statements import StoreStatements
+
+OLDEST: Final = 11  # SQL Server 2012: OFFSET and FETCH
+DEFAULT_SCHEMA: Final = "dbo"
+LONGEST_NAME: Final = 128  # UTF-16 units
+CONNECT_TIMEOUT: Final = 10  # seconds
+MICROSOFT, PYMSSQL = "mssql+mssqlpython", "mssql+pymssql"
+CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
+    MICROSOFT: {"timeout": CONNECT_TIMEOUT},
+    PYMSSQL: {"login_timeout": CONNECT_TIMEOUT, "appname": "delayline"},
+}
+#: Errors tell by their English texts what they are; a lock is waited for, but not for ever.
+SESSION: Final = (
+    "SET LANGUAGE us_english; SET XACT_ABORT OFF; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+    "SET LOCK_TIMEOUT 10000;"
+)
+SETUP_LOCK: Final = (
+    "DECLARE @result int; EXEC @result = sp_getapplock @Resource = N'delayline setup', @LockMode = N'Exclusive', "
+    "@LockOwner = N'Transaction', @LockTimeout = 60000; SELECT @result"
+)
+ABOUT: Final = (
+    "SELECT CAST(SERVERPROPERTY('ProductVersion') AS nvarchar(128)), CAST(SERVERPROPERTY('Edition') AS nvarchar(128)), "
+    "delayed_durability_desc, is_read_committed_snapshot_on, collation_name, SYSUTCDATETIME() "
+    "FROM sys.databases WHERE database_id = DB_ID()"
+)
+
+
+class SqlServer(ServerDialect):
+    """What the SQL room needs to know of one SQL Server database."""
+
+    product = "SQL Server"
+    extra = "sqlserver"
+    default_port = 1433
+
+    BEGIN = "BEGIN TRANSACTION"
+    COMMIT = "COMMIT TRANSACTION"
+    ROLLBACK = "IF @@TRANCOUNT > 0 ROLLBACK TRANSACTION"
+
+    def __init__(self, url: URL) -> None:
+        self.driver = _driver_of(url)
+        self._pymssql = self.driver == PYMSSQL
+        style = {"paramstyle": "format", "supports_comments": False} if self._pymssql else {"paramstyle": "qmark"}
+        super().__init__(url, connect_args=CONNECT_ARGS[self.driver], **style)
+        sql: Any = self.engine.dialect
+        sql.statement_compiler, sql.ddl_compiler = HintedSql, IdempotentDdl
+        sql._supports_offset_fetch = True  # also before the first connection
+        sql.insert_returning = False  # nobody asks for the numbers of rows
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the drivers raise; Microsoft's does not count a URL's unknown option among its errors."""
+        if self._pymssql:
+            return super().errors
+        from mssql_python.exceptions import ConnectionStringParseError
+
+        return (*super().errors, ConnectionStringParseError)
+
+    def check(self) -> None:
+        """Connect once. Raises BackendUnusable for a version that is too old."""
+        with self.connect() as connection:
+            version = str(run(connection, ABOUT)[0][0])
+        if int(version.split(".")[0]) < OLDEST:
+            raise BackendUnusable(f"{self} is version {version}; delayline needs {OLDEST} (SQL Server 2012) or newer")
+
+    def connect(self) -> Connection:
+        """Return a new connection in autocommit, at READ COMMITTED: READPAST works at no other level."""
+        try:
+            connection = self.engine.connect()
+        except TypeError as error:  # what pymssql says of an option that it does not know
+            raise ConfigurationError(
+                f"the URL of {self} has an option that the driver does not know: {error}"
+            ) from error
+        run(connection, SESSION)
+        return connection
+
+    def findings(self, connection: Connection) -> list[Finding]:
+        """Return the version, the driver, how durable commits are, which ids are equal, how far this clock is off."""
+        version, edition, durability, snapshot, collation, now = run(connection, ABOUT)[0]
+        off = (datetime.now(UTC) - self.from_due(now)).total_seconds()
+        return [
+            ("server", True, f"SQL Server {version} {edition}"),
+            ("driver", True, "pymssql" if self._pymssql else "mssql-python"),
+            ("delayed durability", durability != "FORCED", f"{durability}: commits are {_durable(durability)}"),
+            ("read committed snapshot", True, "on" if snapshot else "off"),
+            ("collation", True, f"{collation}: ids that it takes for equal cannot wait at the same time"),
+            ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
+        ]
+
+    def schema_of(self, schema: str | None) -> str:
+        """Return the schema, `dbo` where none is named; quoted, as a dot in it means nothing."""
+        schema = schema or DEFAULT_SCHEMA
+        if _units(schema) > LONGEST_NAME:
+            raise ConfigurationError(f"schema={schema!r} is longer than the {LONGEST_NAME} characters of {self}")
+        return quoted_name(schema, quote=True)
+
+    def kept_name(self, table: str) -> str:
+        """Return the name as it is; raises ConfigurationError also for one that pymssql would misread."""
+        must_fit(table, _units(table), LONGEST_NAME, "characters", self)
+        if self._pymssql and re.search(r"%[sd(]", table):
+            raise ConfigurationError(
+                f"pymssql would take a part of the table name {table!r} for a parameter: install mssql-python, "
+                "or give the store a table_name"
+            )
+        return table
+
+    def timeouts_table(self, name: str, schema: str | None) -> Table:
+        """Return the document's table (seeds 001; reference 1.12), which a .NET endpoint may share."""
+        return Table(
+            quoted_name(name, quote=True),
+            MetaData(schema=self.schema_of(schema)),
+            Column("Id", mssql.NVARCHAR(MAXIMUM_ID_LENGTH), key="id", primary_key=True),
+            Column("Destination", mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH), key="destination"),
+            Column("State", CONTENT, key="body"),
+            Column("Time", DueTime(), key="due"),
+            Column("Headers", CONTENT, key="headers", nullable=False),
+            Column("RetryCount", Integer, key="retry_count", nullable=False, server_default=text_of_sql("(0)")),
+            Index("Index_Time", "due"),
+        )
+
+    @contextlib.contextmanager
+    def setting_up(self, connection: Connection) -> Iterator[None]:
+        """Let one process at a time create tables."""
+        if run(connection, SETUP_LOCK)[0][0] < 0:
+            raise BackendUnusable(f"somebody else has been setting up {self} for a minute: try again")
+        yield
+
+    def make(self, connection: Connection, step: Executable) -> None:
+        """Run the statement; a .NET endpoint that sets up at the same moment does not ask for our lock."""
+        try:
+            connection.execute(step)
+        except DBAPIError as error:
+            if number_of(error) not in ALREADY_THERE:
+                raise
+
+    def to_due(self, due: datetime) -> datetime:
+        """Return the instant in UTC without its zone, rounded up to what `datetime` keeps. Raises InvalidDueTime."""
+        return rounded_up(due).replace(tzinfo=None)
+
+    def to_until(self, at: datetime) -> datetime:
+        """Return the instant in UTC without its zone, rounded down to what `datetime` keeps."""
+        return rounded_down(at).replace(tzinfo=None)
+
+    def from_due(self, kept: datetime | None) -> datetime:
+        """Return the due time in UTC; a row of somebody else's that has none never leaves."""
+        return LATEST if kept is None else kept.replace(tzinfo=UTC)
+
+    def headers_of(self, message: Message) -> bytes:
+        """Return the headers in the XML form; damaged ones, or JSON that we would write otherwise, as they are."""
+        encoded = message.encoded_headers
+        with contextlib.suppress(CorruptHeaders):
+            if encode_headers(message.headers) == encoded:
+                return to_xml(message.headers)
+        return encoded
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the column as microseconds since 1970, by days and milliseconds: all in one would not fit an int."""
+        day = cast_to(cast_to(due, mssql.DATE), mssql.DATETIME)
+        days = cast_to(func.datediff(literal_column("day"), literal_column("'19700101'"), due), BigInteger)
+        within = cast_to(func.datediff(literal_column("millisecond"), day, due), BigInteger)
+        return days * literal_column("86400000000") + within * literal_column("1000")
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the server's time so many seconds from now."""
+        return literal_column(f"DATEADD(second, {seconds}, SYSUTCDATETIME())" if seconds else "SYSUTCDATETIME()")
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
+        return insert_into(table).execution_options(**{NEW: key})
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert every row; where somebody has inserted the same key meanwhile, once more and one by one."""
+        if self._pymssql:  # which would send bytes that happen to be UTF-8 as text
+            rows = [tuple(bytearray(value) if isinstance(value, bytes) else value for value in row) for row in rows]
+        try:
+            insert.change_many(connection, rows)
+        except self.errors as error:
+            if number_of(error) not in DUPLICATE_KEY:
+                raise
+            for row in rows:
+                insert.change(connection, *row)
+
+    def begin(self, connection: Connection) -> None:
+        """Begin a transaction."""
+        connection.info["savepoints"] = 0
+        super().begin(connection)
+
+    def rollback(self, connection: Connection) -> None:
+        """Roll back; a connection that is lost has been rolled back by the server."""
+        try:
+            super().rollback(connection)
+        except self.errors as error:
+            if not self.is_disconnect(error):
+                raise
+
+    def set_savepoint(self, connection: Connection) -> None:
+        """Mark where to go back to: savepoints cannot be released here, so each depth has a name of its own."""
+        connection.info["savepoints"] += 1
+        run(connection, f"SAVE TRANSACTION delayline{connection.info['savepoints']}")
+
+    def roll_back_to_savepoint(self, connection: Connection) -> None:
+        """Undo what was done since the savepoint, which stays set."""
+        run(connection, f"ROLLBACK TRANSACTION delayline{connection.info['savepoints']}")
+
+    def release_savepoint(self, connection: Connection) -> None:
+        """Forget the savepoint, keeping what was done since."""
+        connection.info["savepoints"] -= 1
+
+    def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
+        """For this process only: the server cannot tell anybody anything."""
+        del database
+        return LocalWakeUps()
+
+    def claims(self, database: ServerDatabase, table: str) -> ApplicationLocks:
+        """Application locks of a session."""
+        return ApplicationLocks(database, table)
+
+    def leases(self, statements: StoreStatements, tables: QueueTables) -> LeaseTable:
+        """Leases in a table of their own."""
+        return LeaseTable(statements.table, tables, self)
+
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> SqlServerForwarding:
+        """Three statements."""
+        return SqlServerForwarding(statements, tables, self, self.leases(statements, tables))
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Tell whether the connection is of no use any more; pymssql's is out of step when a transaction has ended."""
+        cause, sql = cause_of(error), self.engine.dialect
+        lost = isinstance(cause, sql.loaded_dbapi.Error) and sql.is_disconnect(cause, None, None)
+        return lost or (self._pymssql and self.has_rolled_back(error))
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Tell whether the server has rolled back the whole transaction, so that what follows would be outside it."""
+        return number_of(error) in ROLLED_BACK
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        return translated(error, str(self))
+
+
+def _driver_of(url: URL) -> str:
+    """Return the driver that the URL names, or the one that is installed; Microsoft's wins."""
+    if url.drivername in {MICROSOFT, PYMSSQL}:
+        return url.drivername
+    if url.drivername != "mssql":
+        raise ConfigurationError(
+            f"delayline does not know the driver of {url.drivername}:// URLs: write mssql://user@host/database, or "
+            f"{PYMSSQL}://user@host/database for pymssql"
+        )
+    return PYMSSQL if not _installed("mssql_python") and _installed("pymssql") else MICROSOFT
+
+
+def _units(name: str) -> int:
+    return len(name.encode("utf-16-le", "surrogatepass")) // 2
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _durable(setting: str) -> str:
+    return "lost with the server: set it to DISABLED or ALLOWED" if setting == "FORCED" else "durable"

@@ -1,0 +1,142 @@
+"""What SQL Server's errors mean, by number. Microsoft's driver gives none: there the text tells, which is English."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
+from delayline.sql.dialects.server import cause_of
+
+DUPLICATE_KEY: Final = frozenset({2627, 2601})
+ALREADY_THERE: Final = frozenset({2714, 1913})
+#: After these the transaction is gone, whatever the client believes.
+ROLLED_BACK: Final = frozenset({1205, 3903, 3930, 3998})
+LOST: Final = 20003
+
+#: How the texts of errors begin or what is in them, the most telling first.
+SIGNS: Final = {
+    "Cannot open database": 4060,
+    "Login failed for user": 18456,
+    "Invalid object name": 208,
+    "Invalid column name": 207,
+    "Lock request time out period exceeded": 1222,
+    "was deadlocked on": 1205,
+    "Violation of PRIMARY KEY constraint": 2627,
+    "Violation of UNIQUE KEY constraint": 2627,
+    "Cannot insert duplicate key": 2601,
+    "There is already an object named": 2714,
+    "because an index or statistics with name": 1913,
+    "String or binary data would be truncated": 2628,
+    "Could not allocate space for object": 1105,
+    "transaction log for database": 9002,
+    "reached its size quota": 40544,
+    "The specified schema name": 2760,
+    "permission denied in database": 262,
+    "permission was denied on": 229,
+    "is not able to access the database": 916,
+    "Operand type clash": 206,
+    "Implicit conversion from data type": 257,
+    "because the database is read-only": 3906,
+    "The current transaction cannot be committed": 3930,
+    "has no corresponding BEGIN TRANSACTION": 3903,
+    "insufficient memory": 701,
+    "is not currently available": 40613,
+    "cannot obtain a LOCK resource": 1204,
+    "You can only specify the READPAST lock": 650,
+}
+
+SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
+RIGHTS: Final = "{place} does not allow this user that: {cause}. Grant it"
+LOGIN: Final = "{place} refuses this user: {cause}. Check the user and the password"
+LONG: Final = "{place} cannot keep a text of that length: {cause}. Characters beyond U+FFFF count twice there"
+SAME: Final = (
+    "{place} takes this id for that of a message that waits already, as its collation ignores case, or spaces at the "
+    "end: {cause}. Give the message another id"
+)
+FULL: Final = "{place} has no space left: {cause}"
+LATER: Final = "{place} cannot do that now: {cause}"
+
+TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
+    206: (BackendUnusable, SHAPE),
+    207: (BackendUnusable, SHAPE),
+    208: (BackendUnusable, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
+    229: (BackendUnusable, RIGHTS),
+    230: (BackendUnusable, RIGHTS),
+    257: (BackendUnusable, SHAPE),
+    262: (BackendUnusable, RIGHTS),
+    650: (BackendUnusable, "{place} does not run at READ COMMITTED: {cause}. Set its isolation level to that"),
+    701: (BackendUnavailable, LATER),
+    911: (BackendUnusable, "{place} does not exist: {cause}. Create it"),
+    916: (BackendUnusable, RIGHTS),
+    1105: (StorageFull, FULL),
+    1204: (BackendUnavailable, LATER),
+    1205: (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
+    1222: (BackendUnavailable, "{place} did not get a lock in time: {cause}"),
+    1913: (BackendUnusable, "{place} has something else of that name: {cause}. Name another table_name"),
+    2601: (InvalidMessage, SAME),
+    2627: (InvalidMessage, SAME),
+    2628: (InvalidMessage, LONG),
+    2714: (BackendUnusable, "{place} has something else of that name: {cause}. Name another table_name"),
+    2760: (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
+    3903: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
+    3906: (BackendUnavailable, "{place} is read-only, a secondary perhaps: {cause}. Name the primary in the URL"),
+    3930: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
+    3998: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
+    4060: (BackendUnusable, "{place} cannot be opened: {cause}. Create it, or let this user in"),
+    8152: (InvalidMessage, LONG),
+    9002: (StorageFull, FULL),
+    18456: (BackendUnusable, LOGIN),
+    18452: (BackendUnusable, LOGIN),
+    18470: (BackendUnusable, LOGIN),
+    18488: (BackendUnusable, LOGIN),
+    40544: (StorageFull, FULL),
+    40613: (BackendUnavailable, LATER),
+}
+#: What the drivers say before there is a connection.
+UNUSABLE: Final = {
+    "certificate": "Give the server a certificate that this machine trusts, or add ?TrustServerCertificate=yes",
+    "SSL": "Check Encrypt and TrustServerCertificate in the URL",
+    "encrypt": "Check Encrypt and TrustServerCertificate in the URL",
+    "Invalid authorization specification": "Check the user and the password",
+}
+
+
+def number_of(error: BaseException) -> int:
+    """Return the server's number of an error; 0 where it cannot be told."""
+    cause = cause_of(error)
+    number = cause.args[0] if cause.args else None
+    if isinstance(number, tuple) and number:  # pymssql wraps what it says of connections once more
+        number = number[0]
+    if isinstance(number, int):
+        return number
+    return next((known for sign, known in SIGNS.items() if sign in str(cause)), 0)
+
+
+def translated(error: Exception, place: str) -> Exception:
+    """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+    cause, number = text_of(error), number_of(error)
+    kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
+    if number in TRANSLATIONS:
+        kind, text = TRANSLATIONS[number]
+        return kind(text.format(place=place, cause=cause))
+    if "ConnectionStringParseError" in kinds:
+        return ConfigurationError(f"the URL of {place} has an option that the driver does not know: {cause}")
+    if kinds & {"OperationalError", "InterfaceError"}:
+        for sign, remedy in UNUSABLE.items():
+            if sign in cause:
+                return BackendUnusable(f"cannot use {place}: {cause}. {remedy}")
+        return BackendUnavailable(f"cannot reach {place}: {cause}. Check that the server runs and answers there")
+    return error
+
+
+def text_of(error: BaseException) -> str:
+    """Return what the driver says, without its own frame around it."""
+    cause = cause_of(error)
+    said = getattr(cause, "ddbc_error", None) or cause
+    parts = said.args if isinstance(said, BaseException) else (said,)
+    while len(parts) == 1 and isinstance(parts[0], tuple):
+        parts = parts[0]
+    texts = [part.decode(errors="replace") if isinstance(part, bytes) else str(part) for part in parts]
+    text = re.sub(r"^(\[[^]]*\])+", "", texts[-1] if texts else "").strip()
+    return re.sub(r"\s*DB-Lib error message.*", "", text, flags=re.DOTALL) or text

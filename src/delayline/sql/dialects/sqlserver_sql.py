@@ -1,0 +1,148 @@
+"""SQL for SQL Server: hints where other servers have clauses, TOP where they have LIMIT, and due times in steps."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import Select, Table, TypeDecorator, cast
+from sqlalchemy.dialects import mssql
+from sqlalchemy.dialects.mssql.base import MSDDLCompiler, MSSQLCompiler
+from sqlalchemy.sql.compiler import SQLCompiler
+
+from delayline.errors import InvalidDueTime
+from delayline.sql.schema import BINARY
+
+if TYPE_CHECKING:
+    from sqlalchemy import BindParameter, ColumnElement, FromClause, Index, Insert
+    from sqlalchemy.schema import CreateIndex, CreateTable
+    from sqlalchemy.sql.selectable import GenerativeSelect
+
+#: The document's claim: a row that somebody has locked is passed over, one that is read is ours.
+CLAIM: Final = "WITH (READPAST, UPDLOCK, ROWLOCK)"
+#: Who only looks waits for nobody; databases that read from snapshots want the second word beside the first.
+LOOK: Final = "WITH (READPAST, READCOMMITTEDLOCK)"
+#: The option of an insert that leaves a row with the same key as it is; it names the key.
+NEW: Final = "delayline_new"
+SYSTEM: Final = frozenset({"sys", "information_schema"})
+
+EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
+LATEST: Final = datetime(9999, 12, 31, 23, 59, 59, 997_000, tzinfo=UTC)
+CENTISECOND: Final = 10_000  # microseconds
+#: What `datetime` keeps of each hundredth of a second: it counts in thirds of it.
+STEPS: Final = (0, 3_000, 7_000)
+
+
+def rounded_up(due: datetime) -> datetime:
+    """Return the first instant that `datetime` can keep and that is not before `due`. Raises InvalidDueTime."""
+    if not EARLIEST <= due <= LATEST:
+        raise InvalidDueTime(
+            f"SQL Server keeps due times from {EARLIEST:%Y-%m-%d} to {LATEST.isoformat(' ')}, not {due.isoformat(' ')}"
+        )
+    start, rest = _centisecond(due)
+    return start + timedelta(microseconds=next((step for step in STEPS if step >= rest), CENTISECOND))
+
+
+def rounded_down(at: datetime) -> datetime:
+    """Return the last instant that `datetime` can keep and that is not after `at`, as far as it reaches."""
+    start, rest = _centisecond(min(max(at, EARLIEST), LATEST))
+    return start + timedelta(microseconds=max(step for step in STEPS if step <= rest))
+
+
+def _centisecond(instant: datetime) -> tuple[datetime, int]:
+    instant = instant.astimezone(UTC)
+    rest = instant.microsecond % CENTISECOND
+    return instant - timedelta(microseconds=rest), rest
+
+
+class DueTime(TypeDecorator[datetime]):
+    """`datetime`, also for what it is compared with: as datetime2 the server would see more digits than it keeps."""
+
+    impl = mssql.DATETIME
+    cache_ok = True
+
+    def bind_expression(self, bindvalue: BindParameter[datetime]) -> ColumnElement[datetime]:
+        """Return the parameter as the column's own type."""
+        return cast(bindvalue, mssql.DATETIME())
+
+
+class HintedSql(MSSQLCompiler):
+    """Locks by hints: FOR UPDATE SKIP LOCKED claims rows, any other query passes locked rows over."""
+
+    def visit_select(self, select_stmt: Select[Any], *arguments: Any, **options: Any) -> str:  # noqa: ANN401
+        """Add the hints, unless the query has some."""
+        claiming = select_stmt._for_update_arg is not None
+        if claiming or (self._is_outermost() and not select_stmt._hints):
+            for table in select_stmt.get_final_froms():
+                if isinstance(table, Table) and str(table.schema).lower() not in SYSTEM:
+                    select_stmt = select_stmt.with_hint(table, CLAIM if claiming else LOOK)
+        parent: Any = super()
+        return str(parent.visit_select(select_stmt, *arguments, **options))
+
+    def _is_outermost(self) -> bool:
+        """Tell whether nothing is around the query but one that reads from no table itself."""
+        around = [entry["selectable"] for entry in self.stack]
+        return all(isinstance(one, Select) and not one.get_final_froms() for one in around)
+
+    def get_select_precolumns(self, select: Select[Any], **options: Any) -> str:  # noqa: ANN401
+        """Write a limit as TOP, which takes a parameter in parentheses."""
+        text = SQLCompiler.get_select_precolumns(self, select, **options)
+        if select._limit_clause is not None and self._use_top(select):
+            text += f"TOP ({self.process(select._limit_clause, **options)}) "
+        return text
+
+    def order_by_clause(self, select: Select[Any], **options: Any) -> str:  # noqa: ANN401
+        """Keep the order of rows that are inserted: numbers are given in it. In subqueries it means nothing."""
+        if self.isinsert and len(self.stack) == 2:
+            plain: Any = SQLCompiler.order_by_clause
+            return str(plain(self, select, **options))
+        parent: Any = super()
+        return str(parent.order_by_clause(select, **options))
+
+    def visit_insert(self, insert_stmt: Insert, *arguments: Any, **options: Any) -> str:  # noqa: ANN401
+        """Insert what `insert_new` wants only where no row has the same key, character for character."""
+        parent: Any = super()
+        text = str(parent.visit_insert(insert_stmt, *arguments, **options))
+        key = insert_stmt.get_execution_options().get(NEW)
+        if key is None:
+            return text
+        table = self.preparer.format_table(insert_stmt.table)
+        start = text.index("(", len("INSERT INTO ") + len(table))
+        end = text.index(") VALUES (", start)
+        columns, values = text[start + 1 : end], text[end + len(") ") :]
+        name = self.preparer.quote(insert_stmt.table.c[key].name)
+        same = f"old.{name} = new.{name} COLLATE {BINARY} AND DATALENGTH(old.{name}) = DATALENGTH(new.{name})"
+        there = f"SELECT * FROM {table} AS old WHERE old.{name} = new.{name} AND {same}"  # noqa: S608 - quoted names
+        return f"{text[:start]}({columns}) SELECT * FROM ({values}) AS new ({columns}) WHERE NOT EXISTS ({there})"  # noqa: S608
+
+    def visit_length_func(self, fn: Any, **kw: Any) -> str:  # noqa: ANN401
+        """Count bytes; LEN would count characters, and leave out those at the end. NULL has none."""
+        return f"COALESCE(DATALENGTH({self.process(next(iter(fn.clauses)), **kw)}), 0)"
+
+    def _use_top(self, select: GenerativeSelect) -> bool:
+        return select._limit_clause is not None and select._offset_clause is None
+
+
+class IdempotentDdl(MSDDLCompiler):
+    """Creates what is not there, as the document's script does."""
+
+    def visit_create_table(self, create: CreateTable, **options: Any) -> str:  # noqa: ANN401
+        """Create the table unless there is one."""
+        parent: Any = super()
+        text = str(parent.visit_create_table(create, **options)).strip()
+        return f"IF object_id({self._literal(create.element)}, N'U') IS NULL\n{text}"
+
+    def visit_create_index(self, create: CreateIndex, *arguments: Any, **options: Any) -> str:  # noqa: ANN401
+        """Create the index unless the table has one of that name."""
+        parent: Any = super()
+        text = parent.visit_create_index(create, *arguments, **options)
+        index: Index = create.element
+        name = str(index.name).replace("'", "''")
+        table = self._literal(index.table)
+        found = f"SELECT * FROM sys.indexes WHERE name = N'{name}' AND object_id = object_id({table})"  # noqa: S608
+        return f"IF NOT EXISTS ({found})\n{text}"
+
+    def _literal(self, table: FromClause | None) -> str:
+        """Return the table's quoted name inside quotes of its own."""
+        name = "" if table is None else self.preparer.format_table(table)
+        return "N'" + name.replace("'", "''") + "'"

@@ -1,0 +1,233 @@
+"""SQL Server's statements, compiled: compared with the document's and the reference's, as no server runs here."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy.engine import make_url
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from delayline.errors import ConfigurationError
+from delayline.sql.dialects.sqlserver import SqlServer
+from delayline.sql.dialects.sqlserver_leases import LeaseTable
+from delayline.sql.locked_rows import LockStatements
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import queue_tables
+from delayline.sql.setup import texts
+from delayline.sql.statements import QueueStatements, StoreStatements
+
+if TYPE_CHECKING:
+    from sqlalchemy import Executable
+
+NAME = "[dbo].[sales.timeouts]"
+CREATE_TABLE = """
+if not exists (select * from sys.objects where object_id = object_id('{0}') and type in ('U')) begin
+create table {0} (
+    Id nvarchar(250) not null primary key,
+    Destination nvarchar(200),
+    State varbinary(max),
+    Time datetime,
+    Headers varbinary(max) not null,
+    RetryCount INT NOT NULL default(0)
+)
+end
+"""
+
+
+def dialect(url: str = "mssql://sa:s3cret@host/db") -> SqlServer:
+    return SqlServer(make_url(url))
+
+
+def plain(sql: str) -> str:
+    """Return SQL as the document writes it: without brackets, the table before its columns, and line breaks."""
+    sql = sql.replace(f"{NAME}.", "").replace(NAME, "{0}")
+    sql = sql.replace("__[POSTCOMPILE_keys]", "@keys")
+    return re.sub(r"\s+", " ", re.sub(r"\[(\w+)\]", r"\1", sql)).strip()
+
+
+class Statements:
+    """Everything that is run on a store's table and the queues."""
+
+    def __init__(self, url: str = "mssql://sa:s3cret@host/db", name: str = "sales.timeouts") -> None:
+        self.dialect = dialect(url)
+        self.tables = queue_tables(self.dialect.schema_of(None))
+        self.table = self.dialect.timeouts_table(name, None)
+        self.store = StoreStatements(self.table, self.dialect)
+        self.leases = LeaseTable(self.table, self.tables, self.dialect)
+        self.locks = LockStatements(self.store, self.dialect, self.leases)
+        self.forwarding = self.dialect.forwarding(self.store, self.tables)
+        self.queues = QueueStatements(self.tables, self.dialect)
+
+    def all(self) -> dict[str, Prepared]:
+        owners: list[Any] = [self.store, self.locks, self.leases, self.forwarding, self.queues]
+        return {
+            f"{type(owner).__name__}.{name}": value
+            for owner in owners
+            for name, value in vars(owner).items()
+            if isinstance(value, Prepared)
+        }
+
+
+def test_the_table_is_the_documents() -> None:
+    # Given the document's columns
+    inside = CREATE_TABLE.split("(\n", 1)[1].rsplit(")", 1)[0]
+    wanted = {}
+    for line in inside.strip().rstrip(")").split(",\n"):
+        name, kind, rest = re.fullmatch(r"\s*(\w+) (\w+(?:\(\w+\))?)(.*?)\)?\s*", line.lower()).groups()  # type: ignore[union-attr]
+        wanted[name] = (kind, "not null" in rest, "primary key" in rest, "default" in rest)
+    # When ours is compiled
+    table = Statements().table
+    sql = dialect().sql
+    found = {
+        column.name.lower(): (
+            re.sub("^integer$", "int", column.type.compile(dialect=sql).lower()),
+            not column.nullable,
+            column.primary_key,
+            column.server_default is not None,
+        )
+        for column in table.columns
+    }
+    # Then they are the same, in the same order
+    assert list(found) == list(wanted)
+    assert found == wanted
+
+
+def test_the_script_that_makes_it_can_run_again() -> None:
+    made = Statements()
+    steps: list[Executable] = [CreateTable(made.table), *map(CreateIndex, made.table.indexes)]
+    assert texts(steps, made.dialect) == [
+        "IF object_id(N'[dbo].[sales.timeouts]', N'U') IS NULL\n"
+        "CREATE TABLE [dbo].[sales.timeouts] (\n"
+        "    [Id] NVARCHAR(250) NOT NULL,\n"
+        "    [Destination] NVARCHAR(200) NULL,\n"
+        "    [State] VARBINARY(max) NULL,\n"
+        "    [Time] DATETIME NULL,\n"
+        "    [Headers] VARBINARY(max) NOT NULL,\n"
+        "    [RetryCount] INTEGER NOT NULL DEFAULT (0),\n"
+        "    PRIMARY KEY ([Id])\n)",
+        "IF NOT EXISTS (SELECT * FROM sys.indexes WHERE name = N'Index_Time' AND "
+        "object_id = object_id(N'[dbo].[sales.timeouts]'))\n"
+        "CREATE INDEX [Index_Time] ON [dbo].[sales.timeouts] ([Time])",
+    ]
+
+
+def test_a_name_is_quoted_in_sql_and_in_the_literal_that_asks_for_it() -> None:
+    made = Statements(name="it's [odd].timeouts")
+    table, index = texts([CreateTable(made.table), *map(CreateIndex, made.table.indexes)], made.dialect)
+    assert "object_id(N'[dbo].[it''s [odd]].timeouts]', N'U')" in table
+    assert "CREATE TABLE [dbo].[it's [odd]].timeouts] (" in table
+    assert "object_id(N'[dbo].[it''s [odd]].timeouts]'))" in index
+
+
+def test_a_schema_with_a_dot_is_one_name() -> None:
+    table = dialect().timeouts_table("t", "my.own")
+    assert "CREATE TABLE [my.own].[t] (" in texts([CreateTable(table)], dialect())[0]
+
+
+def test_a_claim_has_the_documents_hints() -> None:
+    due = plain(Statements().locks.due.sql)
+    assert due.startswith("SELECT TOP (?) Id, COALESCE(DATALENGTH(Headers), 0) + COALESCE(DATALENGTH(State), 0)")
+    assert "FROM {0} WITH (READPAST, UPDLOCK, ROWLOCK) WHERE Time <= CAST(? AS DATETIME) AND NOT (EXISTS" in due
+    assert due.endswith(" ORDER BY Time, Id")
+
+
+def test_the_verbs_are_the_documents() -> None:
+    store = Statements().store
+    keys = "WHERE Id IN (@keys)"
+    assert plain(store.delete.sql) == f"DELETE FROM {{0}} {keys}"  # noqa: S608
+    assert plain(store.count_failure.sql) == f"UPDATE {{0}} SET RetryCount=(RetryCount + 1) {keys}"  # noqa: S608
+    assert plain(store.next_due.sql) == "SELECT min(Time) AS min_1 FROM {0} WITH (READPAST, READCOMMITTEDLOCK)"
+    columns = "(Id, Destination, State, Time, Headers, RetryCount)"
+    assert plain(store.insert.sql) == (
+        f"INSERT INTO {{0}} {columns} SELECT * FROM (VALUES (?, ?, ?, CAST(? AS DATETIME), ?, ?)) AS new {columns} "  # noqa: S608
+        "WHERE NOT EXISTS (SELECT * FROM {0} AS old WHERE old.Id = new.Id "
+        "AND old.Id = new.Id COLLATE Latin1_General_100_BIN2 AND DATALENGTH(old.Id) = DATALENGTH(new.Id))"
+    )
+
+
+def test_moving_keeps_the_order_and_takes_a_missing_body_for_an_empty_one() -> None:
+    forwarding = Statements().forwarding
+    move = plain(forwarding._move.sql)
+    assert move.startswith(
+        "INSERT INTO dbo.delayline_messages (queue, id, headers, body) SELECT Destination, Id, Headers"
+    )
+    assert "coalesce(State, 0x)" in move
+    assert move.endswith("WHERE Id IN (@keys) ORDER BY Time, Id")
+    heads = plain(forwarding._heads.sql)
+    assert "WITH (READPAST, UPDLOCK, ROWLOCK)" in heads
+    assert "dbo.delayline_queues.name = (Destination COLLATE Latin1_General_100_BIN2)" in heads
+    assert "charindex('NServiceBus.Timeouts.Properties.', CAST(Headers AS VARCHAR(max))" in heads
+
+
+@pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])
+def test_who_reads_waits_for_nobody_and_who_claims_skips(url: str) -> None:
+    for name, statement in Statements(url).all().items():
+        if statement.sql.startswith("SELECT") and " FROM " in statement.sql.replace("\n", " "):
+            hinted = "WITH (READPAST" in statement.sql or "WITH (READCOMMITTEDLOCK)" in statement.sql
+            assert hinted, f"{name}: {statement.sql}"
+            assert "FOR UPDATE" not in statement.sql
+
+
+@pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])
+def test_the_server_gives_no_rows_back_that_nobody_reads(url: str) -> None:
+    for name, statement in Statements(url).all().items():
+        assert "OUTPUT" not in statement.sql, name
+
+
+def test_a_page_begins_where_the_last_one_ended() -> None:
+    page = plain(Statements().queues.page.sql)
+    assert page.endswith("ORDER BY dbo.delayline_messages.seq OFFSET ? ROWS FETCH FIRST ? ROWS ONLY")
+
+
+def test_the_lookout_waits_for_nobody() -> None:
+    assert plain(Statements().store.earliest(3).sql).count("WITH (READPAST, READCOMMITTEDLOCK)") == 2
+
+
+def test_receivers_lock_by_session() -> None:
+    # Given the claims of a table; no connection is made before they are used
+    from delayline.sql.dialects.sqlserver_claims import ApplicationLocks
+
+    class Nobody:
+        def session(self) -> None:
+            return None
+
+    sql = ApplicationLocks(Nobody(), "delayline_messages").lock_sql([7, 12])  # type: ignore[arg-type]
+    # Then one batch tries for each and answers in one row
+    assert sql.startswith("DECLARE @r0 int, @r1 int; EXEC @r0 = sp_getapplock @Resource = N'delayline ")
+    assert sql.count("@LockMode = N'Exclusive', @LockOwner = N'Session', @LockTimeout = 0;") == 2
+    assert sql.endswith("SELECT @r0, @r1")
+
+
+def test_the_schema_is_dbo_unless_named() -> None:
+    assert dialect().schema_of(None) == "dbo"
+    assert dialect().schema_of("sales") == "sales"
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("x" * 128, True), ("x" * 129, False), ("🚚" * 64, True), ("🚚" * 65, False)]
+)
+def test_names_have_128_utf_16_units(name: str, fits: bool) -> None:
+    if fits:
+        assert dialect().kept_name(name) == name
+    else:
+        with pytest.raises(ConfigurationError, match="longer than the 128 characters"):
+            dialect().kept_name(name)
+
+
+def test_pymssql_would_take_a_name_for_parameters() -> None:
+    with pytest.raises(ConfigurationError, match="install mssql-python"):
+        dialect("mssql+pymssql://sa@host/db").kept_name("100%s")
+    assert dialect().kept_name("100%s") == "100%s"
+
+
+def test_other_drivers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"write mssql://user@host/database"):
+        dialect("mssql+pyodbc://sa@host/db")
+
+
+def test_the_password_is_nowhere() -> None:
+    one = dialect("mssql://sa:s3cret@host/db")
+    assert str(one) == "SQL Server database sa@host:1433/db"
+    assert "s3cret" not in f"{one.identity}"
