@@ -116,7 +116,8 @@ def test_passwords_do_not_show(url: str, shown: str) -> None:
     if not url.startswith("sqlite"):
         for make in (transport_from, store_from):
             with pytest.raises(
-                ConfigurationError, match=r"supported schemes are mariadb:, mssql:, memory:, mysql:, postgresql:, sqlite:"
+                ConfigurationError,
+                match=r"supported schemes are mariadb:, memory:, mssql:, mysql:, postgresql:, sqlite:",
             ) as caught:
                 make(url)
             assert "secret" not in str(caught.value)

@@ -22,7 +22,9 @@ class StoreBatches(StoreRoom):
 
     async def test_a_batch_comes_back_in_order(self, batches: InBatches) -> None:
         """By due time, ties in the order stored, content untouched."""
-        messages = [delayed(f"m{n}", AT + (n % 3) * self.step, headers=AWKWARD_HEADERS, body=bytes([n])) for n in range(9)]
+        messages = [
+            delayed(f"m{n}", AT + (n % 3) * self.step, headers=AWKWARD_HEADERS, body=bytes([n])) for n in range(9)
+        ]
         await batches.store_many(messages)
         fetched = await batches.fetch_due(LATER, 100, max_bytes=PLENTY)
         expected = sorted(messages, key=lambda message: message.due)

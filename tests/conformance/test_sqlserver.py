@@ -1,0 +1,112 @@
+"""The SQL room on SQL Server keeps every promise, on the server that DELAYLINE_TEST_SQLSERVER_URL names.
+
+The URL leads to a server on which databases may be created, as in `mssql://sa:password@host/master`. No such server
+runs where delayline is made. On a server that speaks the protocol but ignores lock hints, leave out what needs row
+locks: `pytest -m "not row_locks"`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy.engine import make_url
+
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.dialects.server import run
+from delayline.sql.dialects.sqlserver import SqlServer
+from delayline.testing import DeliveryConformance, StoreConformance, TransportConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+URL = os.environ.get("DELAYLINE_TEST_SQLSERVER_URL", "")
+
+pytestmark = pytest.mark.skipif(not URL, reason="DELAYLINE_TEST_SQLSERVER_URL names no SQL Server")
+
+
+def row_locks(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Return the suite's test, marked here and nowhere else."""
+
+    @functools.wraps(test)
+    async def marked(*arguments: object, **fixtures: object) -> None:
+        await test(*arguments, **fixtures)
+
+    return pytest.mark.row_locks(marked)
+
+
+def new_database() -> str:
+    """Create a database and return its URL."""
+    name = f"delayline_{uuid.uuid4().hex[:12]}"
+    with SqlServer(make_url(URL)).connect() as connection:
+        run(connection, f"CREATE DATABASE [{name}]")
+    return make_url(URL).set(database=name).render_as_string(hide_password=False)
+
+
+def drop_database(url: str) -> None:
+    """Drop it, whoever is connected."""
+    name = make_url(url).database
+    with SqlServer(make_url(URL)).connect() as connection:
+        run(connection, f"ALTER DATABASE [{name}] SET SINGLE_USER WITH ROLLBACK IMMEDIATE; DROP DATABASE [{name}]")
+
+
+class OnSqlServer:
+    """A database for every test."""
+
+    @pytest.fixture(autouse=True)
+    def database(self) -> Iterator[None]:
+        self.url = new_database()
+        yield
+        drop_database(self.url)
+
+
+class TestSqlServerStore(OnSqlServer, StoreConformance):
+    durable = True
+    step = timedelta(milliseconds=10)  # every third step of `datetime` is a whole hundredth
+    keeps_order = False
+    folds_ids = True
+
+    async def make_store(self, tmp_path: Path) -> SqlDelayedMessageStore:
+        return SqlDelayedMessageStore(self.url)
+
+
+class TestSqlServerTransport(OnSqlServer, TransportConformance):
+    async def make_transport(self, tmp_path: Path) -> SqlTransport:
+        return SqlTransport(self.url)
+
+
+class TestSqlServerDelivery(OnSqlServer, DeliveryConformance):
+    """One database: every transaction mode up to TRANSACTION_SCOPE."""
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
+
+
+class TestSqlServerDeliveryOverTwoDatabases(OnSqlServer, DeliveryConformance):
+    """No common transaction without a coordinator: the lower modes only."""
+
+    @pytest.fixture(autouse=True)
+    def second_database(self) -> Iterator[None]:
+        self.second = new_database()
+        yield
+        drop_database(self.second)
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
+
+
+#: Tests in which somebody else must not see, or must not wait for, what a transaction has locked.
+for name in (
+    "test_a_message_fetched_in_a_transaction_is_locked",
+    "test_others_go_on_beside_a_transaction_that_locks_rows",
+    "test_a_message_that_leaves_meanwhile",
+    "test_an_answer_holds_whatever_the_race",
+    "test_competing_batches_never_share_a_message",
+    "test_competing_fetches_never_share_a_message",
+):
+    setattr(TestSqlServerStore, name, row_locks(getattr(TestSqlServerStore, name)))
