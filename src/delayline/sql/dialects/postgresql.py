@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 OLDEST: Final = 13
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 CONNECT_TIMEOUT: Final = 10  # seconds
+#: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read and
+#: sort all that is due for each batch instead; and planning a small batch takes as long as moving it.
+SETTINGS: Final = (
+    "timezone=UTC",
+    "lock_timeout=30s",
+    "enable_seqscan=off",
+    "enable_bitmapscan=off",
+    "plan_cache_mode=force_generic_plan",
+)
 #: A server that does not answer any more is noticed within half a minute, however long its statements may take.
 CONNECT_ARGS: Final = {
     "connect_timeout": CONNECT_TIMEOUT,
@@ -41,7 +50,7 @@ CONNECT_ARGS: Final = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
-    "options": "-c timezone=UTC -c lock_timeout=30s",
+    "options": " ".join(f"-c {setting}" for setting in SETTINGS),
     "prepare_threshold": 2,
 }
 
