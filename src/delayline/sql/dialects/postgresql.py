@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 OLDEST: Final = 13
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 CONNECT_TIMEOUT: Final = 10  # seconds
-#: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read and
-#: sort all that is due for each batch instead; and planning a small batch takes as long as moving it.
+#: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read
+#: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it.
 SETTINGS: Final = (
     "timezone=UTC",
     "lock_timeout=30s",
