@@ -37,7 +37,8 @@ def row_locks(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[N
     async def marked(*arguments: object, **fixtures: object) -> None:
         await test(*arguments, **fixtures)
 
-    return pytest.mark.row_locks(marked)
+    kept: Callable[..., Awaitable[None]] = pytest.mark.row_locks(marked)
+    return kept
 
 
 def new_database() -> str:
