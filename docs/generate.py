@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+from sqlalchemy import make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -39,6 +40,7 @@ from delayline.config import Settings, describe_setting, flag_of, setting_names,
 from delayline.endpoint import DEFAULT_CONCURRENCY
 from delayline.events import Event
 from delayline.sql import schema
+from delayline.sql.dialects.sqlserver import SqlServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -332,6 +334,14 @@ def postgresql_schema() -> str:
     return schema_in(postgresql.dialect(), tables)
 
 
+def sqlserver_schema() -> str:
+    """Return the statements that create the tables in SQL Server."""
+    server = SqlServer(make_url("mssql://server/shop"))
+    schema_name = server.schema_of(None)
+    tables = [*schema.queue_tables(schema_name).of("mssql"), server.timeouts_table("sales.timeouts", None)]
+    return schema_in(server.sql, tables)
+
+
 def schema_in(dialect: Dialect, tables: Sequence[Table]) -> str:
     """Return the statements that create those tables."""
     statements = []
@@ -361,6 +371,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "headers": headers,
     "sqlite-schema": sqlite_schema,
     "postgresql-schema": postgresql_schema,
+    "sqlserver-schema": sqlserver_schema,
 }
 
 

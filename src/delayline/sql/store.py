@@ -39,7 +39,7 @@ class SqlDelayedMessageStore:
     """Keeps delayed messages in a table of a SQL database; `sqlite:///file.db` needs no server.
 
     table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.
-    schema: where the tables are; the connection's own when left out.
+    schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
     poll_interval: how often to look for what other processes have stored, where the database does not tell.
     """
 

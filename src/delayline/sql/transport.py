@@ -44,7 +44,7 @@ class SqlTransport:
     """Moves messages between queues kept in a SQL database; `sqlite:///file.db` needs no server.
 
     poll_interval: how often a waiting receiver looks for messages by itself; wake-ups make it faster than that.
-    schema: where the tables are; the connection's own when left out.
+    schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
     """
 
     def __init__(self, url: str, *, poll_interval: timedelta = ONE_SECOND, schema: str | None = None) -> None:
