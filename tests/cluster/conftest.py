@@ -17,7 +17,7 @@ from delayline import Endpoint, StoredDelivery
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,11 +36,11 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def make_cluster(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """Return a function that sets a cluster up: `make_cluster(mode, layout)`."""
+    """Return a function that sets a cluster up: `make_cluster(mode, layout, databases=[...])`."""
     made: list[Cluster] = []
 
-    def make(mode: str = "TRANSACTION_SCOPE", layout: str = "one file") -> Cluster:
-        cluster = Cluster(nursery, tmp_path, mode, layout)
+    def make(mode: str = "TRANSACTION_SCOPE", layout: str = "one file", databases: Sequence[str] = ()) -> Cluster:
+        cluster = Cluster(nursery, tmp_path, mode, layout, databases=databases)
         made.append(cluster)
         asyncio.run(set_up(cluster))
         return cluster
@@ -51,9 +51,9 @@ def make_cluster(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Clu
 
 
 async def set_up(cluster: Cluster) -> None:
-    transport = SqlTransport(f"sqlite:///{cluster.transport_file}")
+    transport = SqlTransport(cluster.queues_url)
     delivery = None
     if cluster.layout != "no store":
-        delivery = StoredDelivery(SqlDelayedMessageStore(f"sqlite:///{cluster.store_file}"))
+        delivery = StoredDelivery(SqlDelayedMessageStore(cluster.store_url))
     await Endpoint("orders", transport=transport, delayed_delivery=delivery).setup()
     await transport.setup_infrastructure(["results"])

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psycopg
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -91,7 +93,7 @@ class Nursery:
 
 @dataclass
 class Cluster:
-    """Several processes of the endpoint `orders`, on one SQLite file or on two."""
+    """Several processes of the endpoint `orders`, on one SQLite file or two, or on one or two databases of a server."""
 
     nursery: Nursery
     folder: Path
@@ -99,6 +101,8 @@ class Cluster:
     layout: str = "one file"
     workers: list[Worker] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
+    databases: Sequence[str] = ()
+    """URLs of a server's databases: of the queues, and of the store where that is another one."""
 
     @property
     def transport_file(self) -> Path:
@@ -108,12 +112,20 @@ class Cluster:
     def store_file(self) -> Path:
         return self.folder / ("store.db" if self.layout == "two files" else "delayline.db")
 
+    @property
+    def queues_url(self) -> str:
+        return self.databases[0] if self.databases else f"sqlite:///{self.transport_file}"
+
+    @property
+    def store_url(self) -> str:
+        return self.databases[-1] if self.databases else f"sqlite:///{self.store_file}"
+
     def start(self, role: str, **settings: object) -> Worker:
         """Start a process; roles: sender, poller, receiver."""
         common = {
             "role": role,
-            "transport": f"sqlite:///{self.transport_file}",
-            "store": None if self.layout == "no store" else f"sqlite:///{self.store_file}",
+            "transport": self.queues_url,
+            "store": None if self.layout == "no store" else self.store_url,
             "mode": self.mode,
             "journal": str(self.folder / "journal"),
             "batch_size": 10,
@@ -161,17 +173,22 @@ class Cluster:
         """The ids that wait in the store."""
         if self.layout == "no store":
             return []
-        return [row[0] for row in self._rows(self.store_file, 'SELECT id FROM "orders.timeouts"')]
+        return [row[0] for row in self._rows(self.store_url, 'SELECT id FROM "orders.timeouts"')]
 
     def queued(self, queue: str) -> list[str]:
         """The ids in a queue."""
-        query = "SELECT id FROM delayline_messages WHERE queue = ?"
-        return [row[0] for row in self._rows(self.transport_file, query, queue)]
+        query = "SELECT id, queue FROM delayline_messages"
+        return [row[0] for row in self._rows(self.queues_url, query) if row[1] == queue]
 
     def results(self) -> Counter[str]:
         """How often each message has taken effect: what its handler's transaction has sent."""
-        query = "SELECT CAST(body AS TEXT) FROM delayline_messages WHERE queue = 'results'"
-        return Counter(row[0] for row in self._rows(self.transport_file, query))
+        query = "SELECT body FROM delayline_messages WHERE queue = 'results'"
+        return Counter(bytes(row[0]).decode() for row in self._rows(self.queues_url, query))
+
+    def arrived(self) -> Counter[str]:
+        """How often each message has come to its queue, whether it has taken effect since or not."""
+        rows = self._rows(self.queues_url, "SELECT id, queue, body FROM delayline_messages")  # at one moment
+        return Counter(bytes(body).decode() if queue == "results" else name for name, queue, body in rows)
 
     def sent(self) -> set[str]:
         """The ids whose send returned: those the sender may rely on."""
@@ -199,9 +216,12 @@ class Cluster:
         """Wait until that many endpoints have started."""
         eventually(lambda: len(self.journal("started")) >= number, f"{number} to start; {self.log()}")
 
-    def _rows(self, file: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
-        connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=PATIENCE)
+    def _rows(self, url: str, query: str) -> list[tuple[Any, ...]]:
+        if not url.startswith("sqlite"):
+            with psycopg.connect(url) as server:
+                return server.execute(query.encode()).fetchall()
+        connection = sqlite3.connect(f"file:{url.removeprefix('sqlite:///')}?mode=ro", uri=True, timeout=PATIENCE)
         try:
-            return connection.execute(query, values).fetchall()
+            return connection.execute(query).fetchall()
         finally:
             connection.close()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
 from delayline.sql.forwarding import FileForwarding, Moved
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 
@@ -66,14 +67,15 @@ def faults_of(settings: Settings, part: str) -> list[Fault]:
 def die_in_move(store: DelayedMessageStore, step: str) -> None:
     """Die at a step of the second move inside the database, where no verb is called that a fault could be put on."""
     assert isinstance(store, SqlDelayedMessageStore)
-    dialect, run, moves = store._database.dialect, FileForwarding.run, [0]
-    commit = dialect.commit
+    dialect, moves = store._database.dialect, [0]
+    forwarding: type[Any] = FileForwarding if dialect.sql.name == "sqlite" else PostgresqlForwarding
+    run, commit = forwarding.run, dialect.commit
 
-    def counted(self: FileForwarding, connection: Connection, until: object, **bounds: int) -> Moved:
+    def counted(self: object, connection: Connection, until: object, **bounds: Any) -> Moved:  # noqa: ANN401
         moves[0] += 1
         if moves[0] == 2 and step == "before move":
             die()
-        moved = run(self, connection, until, **bounds)
+        moved: Moved = run(self, connection, until, **bounds)
         if moves[0] == 2 and step == "after move":
             die()
         return moved
@@ -83,7 +85,7 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
         if moves[0] == 2 and step == "after commit":
             die()
 
-    FileForwarding.run = counted  # type: ignore[method-assign]
+    forwarding.run = counted
     dialect.commit = committed  # type: ignore[method-assign]
 
 

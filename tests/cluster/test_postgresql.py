@@ -1,0 +1,181 @@
+"""PostgreSQL: processes killed, connections ended, the server crashed; nothing is lost, doubled or early."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.cluster.harness import PATIENCE, eventually, new_seed
+from tests.cluster.test_steps import IN_HANDLER, POLLER_ONE_FILE, POLLER_TWO_FILES, RECEIVER_ONE_FILE, waits_or_left
+from tests.servers.postgresql import PostgresqlServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.cluster.harness import Cluster
+
+MESSAGES = 220
+BURST = 10_000
+HAVOC = 2.0
+
+
+@pytest.fixture
+def two(postgresql: PostgresqlServer) -> Iterator[list[str]]:
+    """Provide two databases of one server."""
+    urls = [postgresql.new_database() for _ in range(2)]
+    yield urls
+    for url in urls:
+        postgresql.drop_database(url)
+
+
+@pytest.fixture
+def crashing() -> Iterator[PostgresqlServer]:
+    """Provide a server of one's own, to be crashed."""
+    server = PostgresqlServer(settings=["fsync=off"])
+    yield server
+    server.close()
+
+
+def all_arrived_once(cluster: Cluster) -> None:
+    assert set(cluster.results()) == cluster.sent()
+    assert max(cluster.results().values()) == 1
+    assert cluster.early() == []
+
+
+def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], postgresql_url: str) -> None:
+    # Given a backlog in one database
+    cluster = make_cluster(databases=[postgresql_url])
+    cluster.send_all(MESSAGES)
+    plan: list[dict[str, Any]] = [{"faults": [step]} for step in POLLER_ONE_FILE]
+    plan += [{"die_in_move": step} for step in ("before move", "after move")]
+    for settings in plan:
+        # When a poller is killed at this step
+        assert cluster.start("poller", **settings).ended(PATIENCE), f"was not killed: {settings}"
+        # Then every message is in exactly one place
+        assert waits_or_left(cluster) == (MESSAGES, MESSAGES), settings
+    assert cluster.stored(), "the backlog was too small for all these steps"
+    # And another poller finishes the work
+    cluster.start("poller")
+    cluster.start("receiver")
+    cluster.finish()
+    all_arrived_once(cluster)
+
+
+def test_a_poller_killed_at_every_step_over_two_databases(make_cluster: Callable[..., Cluster], two: list[str]) -> None:
+    cluster = make_cluster("RECEIVE_ONLY", "two databases", databases=two)
+    cluster.send_all(MESSAGES)
+    copies = MESSAGES
+    for step in POLLER_TWO_FILES:
+        assert cluster.start("poller", faults=[step]).ended(PATIENCE), f"was not killed: {step}"
+        messages, now = waits_or_left(cluster)
+        assert messages == MESSAGES, f"lost: {step}"
+        assert now - copies <= 10, f"more than a batch doubled: {step}"
+        copies = now
+    cluster.start("poller")
+    cluster.start("receiver")
+    cluster.finish()
+    assert set(cluster.results()) == cluster.sent()
+    assert cluster.early() == []
+
+
+def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], postgresql_url: str) -> None:
+    # Given messages in a queue
+    cluster = make_cluster(databases=[postgresql_url])
+    cluster.send_all(MESSAGES, delays=None)
+    for settings in [*({"faults": [step]} for step in RECEIVER_ONE_FILE), IN_HANDLER]:
+        # When a receiver is killed at this step
+        assert cluster.start("receiver", **settings).ended(PATIENCE), f"was not killed: {settings}"
+        # Then each message is in its queue or has had its effect
+        waiting, effects = cluster.queued("orders"), cluster.results()
+        assert Counter(waiting) + effects == Counter(cluster.sent()), settings
+    # And another receiver finishes the work
+    cluster.start("receiver")
+    cluster.finish()
+    all_arrived_once(cluster)
+
+
+def test_processes_killed_at_random(make_cluster: Callable[..., Cluster], postgresql_url: str) -> None:
+    cluster = make_cluster(databases=[postgresql_url])
+    chance = random.Random(new_seed())  # noqa: S311 - repeatable
+    sender = cluster.send(MESSAGES, delays=(0.2, HAVOC))
+    cluster.havoc(chance, ["poller", "poller", "receiver", "receiver"], HAVOC)
+    assert sender.ended(PATIENCE)
+    cluster.finish()
+    assert cluster.kills.total() >= 4
+    all_arrived_once(cluster)
+
+
+def test_connections_ended_at_random(
+    make_cluster: Callable[..., Cluster], postgresql: PostgresqlServer, postgresql_url: str
+) -> None:
+    # Given pollers, receivers and a sender
+    cluster = make_cluster(databases=[postgresql_url])
+    chance = random.Random(new_seed())  # noqa: S311 - repeatable
+    for role in ("poller", "poller", "receiver", "receiver"):
+        cluster.start(role)
+    cluster.running(4)
+    sender = cluster.send(600, delays=(0.2, HAVOC))
+    # When connections of any kind are ended, again and again
+    ended, deadline = 0, time.monotonic() + HAVOC
+    with postgresql.administrator(postgresql_url.rsplit("/", 1)[1]) as administrator:
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            found = administrator.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'delayline' "
+                "AND datname = current_database() AND random() < %s",
+                [chance.choice([0.1, 0.3, 1.0])],
+            )
+            ended += len(found.fetchall())
+    assert sender.ended(PATIENCE)
+    cluster.finish()
+    # Then what was sent has arrived once, and what was not certain once or never
+    effects, sent, tried = cluster.results(), cluster.sent(), {words[1] for words in cluster.journal("trying")}
+    print(f"{ended} connections ended, {len(sent)} of {len(tried)} sends returned")  # noqa: T201
+    assert ended > 20
+    assert sent <= set(effects) <= tried
+    assert max(effects.values(), default=1) == 1
+    assert cluster.early() == []
+
+
+@pytest.mark.slow
+def test_the_server_crashes_while_thousands_fall_due(
+    make_cluster: Callable[..., Cluster], crashing: PostgresqlServer
+) -> None:
+    # Given ten thousand messages that fall due together, and pollers and receivers that wait for them
+    cluster = make_cluster(databases=[crashing.new_database()])
+    store_many(cluster, BURST, seconds=1.5)
+    for role in ("poller", "poller", "receiver"):
+        cluster.start(role, batch_size=200)
+    cluster.running(3)
+    for mode in ("immediate", "fast"):
+        before = moved(cluster)
+        eventually(lambda seen=before: moved(cluster) > seen + 200, "some to move")  # type: ignore[misc]
+        # When the server crashes in the middle of it, or is restarted
+        crashing.stop(mode)
+        time.sleep(0.3)
+        crashing.start()
+    # Then every one of them moves once, and the processes have gone on by themselves
+    eventually(lambda: not cluster.stored(), "all to leave the store", 60)
+    assert all(not worker.ended() for worker in cluster.workers)
+    arrived = cluster.arrived()
+    assert len(arrived) == BURST
+    assert max(arrived.values()) == 1
+    assert cluster.early() == []
+
+
+def moved(cluster: Cluster) -> int:
+    return BURST - len(cluster.stored())
+
+
+def store_many(cluster: Cluster, number: int, *, seconds: float) -> None:
+    """Store that many messages that are due together, so many seconds from now."""
+    with PostgresqlServer.connected(cluster.store_url) as connection:
+        connection.execute(
+            'INSERT INTO "orders.timeouts" (id, destination, due, headers, body, retry_count) '
+            "SELECT n::text, 'orders', clock_timestamp() + %s * interval '1 second', '{}', '', 0 "
+            "FROM generate_series(1, %s) n",
+            [seconds, number],
+        )
