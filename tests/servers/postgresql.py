@@ -93,6 +93,15 @@ class PostgresqlServer:
         ) as connection:
             yield connection
 
+    def guard(self, user: str, password: str) -> None:
+        """Create a user who has to give a password."""
+        rules = self.data / "pg_hba.conf"
+        rules.write_text(f"host all {user} 127.0.0.1/32 scram-sha-256\n{rules.read_text()}")
+        with self.administrator() as connection:
+            connection.execute(f"DROP ROLE IF EXISTS {user}")
+            connection.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{password}'")
+            connection.execute("SELECT pg_reload_conf()")
+
     @staticmethod
     def connected(url: str) -> psycopg.Connection:
         """Connect to one of its databases, in autocommit."""

@@ -60,11 +60,11 @@ class Database(ABC):
         """Return this process's database for the URL. Raises ConfigurationError; opens nothing."""
         try:
             parsed = make_url(url)
-        except (ArgumentError, ValueError) as error:
+        except (ArgumentError, ValueError):
             raise ConfigurationError(
                 "the database URL cannot be read; write it like sqlite:///file.db or "
                 "postgresql://user:password@host/database, with special characters in the password as %XX"
-            ) from error
+            ) from None  # its text may have a part of the password
         database = _new(parsed)
         with cls._sharing:
             return cls._shared.setdefault(database.domain, database)

@@ -70,6 +70,9 @@ class Claims(Protocol):
 class Dialect(Protocol):
     """One database of one product: its SQL, its errors, its ways to begin and end."""
 
+    largest_message: int
+    """How many bytes the headers and the body of a message may have together, so that it can also be read again."""
+
     @property
     def identity(self) -> Hashable:
         """Equal for URLs that can share a transaction; its str shows no password."""

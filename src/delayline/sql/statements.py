@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, case, delete, func, insert, literal_column, null, select, update
 
-from delayline.errors import QueueNotFound
+from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
@@ -141,3 +141,13 @@ def store_channel(table: Table) -> str:
 def queue_channel(queue: str) -> str:
     """Return the name under which writers tell a queue's receivers that something came."""
     return f"queue {queue}"
+
+
+def check_size(message: Message, dialect: Dialect) -> None:
+    """Refuse a message that the database could not take, or not give back. Raises InvalidMessage."""
+    size = len(message.encoded_headers) + len(message.body)
+    if size > dialect.largest_message:
+        raise InvalidMessage(
+            f"message {message.id!r} has {size:,} bytes; {dialect} can keep {dialect.largest_message:,}. "
+            "Keep large content elsewhere and send where it is"
+        )

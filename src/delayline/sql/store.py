@@ -15,7 +15,7 @@ from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.looking import Lookout
 from delayline.sql.schema import in_order, queue_tables
-from delayline.sql.statements import StoreStatements, queue_channel, store_channel
+from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class SqlDelayedMessageStore:
         """Keep the messages, all in one transaction."""
         if not messages:
             return
+        for message in messages:
+            check_size(message.message, self._database.dialect)
         statements = self._statements
         rows = [statements.row_of(message) for message in messages]
         insert = partial(self._database.dialect.insert_rows, insert=statements.insert, rows=rows)

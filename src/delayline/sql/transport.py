@@ -18,7 +18,7 @@ from delayline.message import Message
 from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.schema import queue_tables
-from delayline.sql.statements import QueueStatements, queue_channel
+from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
 
@@ -99,6 +99,8 @@ class SqlTransport:
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Insert every message whose queue exists, in one transaction."""
+        for operation in operations:
+            check_size(operation.message, self._database.dialect)
         missing = await self._database.write(partial(self._put, operations=operations), transaction)
         reached = {operation.destination for operation in operations} - missing
         await self._database.tell({queue_channel(name): 0 for name in reached}, transaction)

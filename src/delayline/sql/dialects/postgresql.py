@@ -71,6 +71,7 @@ class Postgresql(ServerDialect):
     extra = "postgresql"
     default_port = 5432
     longest_name = 63
+    largest_message = 500_000_000  # a field has 1 GB, and bytes are read as hexadecimal text
 
     def __init__(self, url: URL) -> None:
         super().__init__(url, connect_args=CONNECT_ARGS, paramstyle="format", use_native_hstore=False)
@@ -169,6 +170,8 @@ class Postgresql(ServerDialect):
             return self._not_reached(cause)
         if "invalid connection option" in cause or "invalid URI" in cause:
             return ConfigurationError(f"the URL of {self} has an option that libpq does not know: {cause}")
+        if "bad value for" in cause:
+            return ConfigurationError(f"the URL of {self} has an option with a value that cannot be used: {cause}")
         if "NUL" in cause or "surrogates" in cause:
             return InvalidMessage(f"{self} cannot keep this text: {cause}")
         return error

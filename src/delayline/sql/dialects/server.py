@@ -41,6 +41,7 @@ class ServerDialect:
     longest_name: ClassVar[int]
     """How many bytes of UTF-8 a table's name may have."""
     patience = 30.0
+    largest_message = 500_000_000
 
     BEGIN: ClassVar[str] = "BEGIN"
     COMMIT: ClassVar[str] = "COMMIT"
@@ -53,6 +54,11 @@ class ServerDialect:
         if not url.database:
             raise ConfigurationError(
                 f"the URL names no database: write it like {url.get_backend_name()}://user@host/database"
+            )
+        if any("@" in (part or "") for part in (url.host, url.database)):  # then they hold a part of the password
+            raise ConfigurationError(
+                f"the {url.get_backend_name()} URL has more than one '@': write special characters in the password "
+                "as %XX, @ as %40 and / as %2F"
             )
         self.url = url.set(drivername=self.driver)
         # The URL itself wins over our defaults.

@@ -46,6 +46,8 @@ SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 class Sqlite:
     """What the SQL room needs to know of one SQLite file."""
 
+    largest_message = 990_000_000  # its limit for a row is 1,000,000,000
+
     def __init__(self, url: URL) -> None:
         if not url.database or url.database == ":memory:":
             raise ConfigurationError(

@@ -1,0 +1,220 @@
+"""Servers that cannot be used: a clear error with the remedy, and the password nowhere."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+from tests.servers.postgresql import free_port
+
+from delayline import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    DelaylineError,
+    InvalidMessage,
+    Message,
+    SqlDelayedMessageStore,
+    SqlTransport,
+    TransactionMode,
+    TransportOperation,
+)
+from delayline.cli import main
+from delayline.sql.dialects import postgresql as dialect
+from delayline.testing.conformance.messages import delayed, operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.servers.postgresql import PostgresqlServer
+
+SECRET = "s3cr3t"  # noqa: S105 - what must not be shown
+USER = "guarded"
+
+
+@pytest.fixture(scope="module")
+def guarded(postgresql: PostgresqlServer) -> PostgresqlServer:
+    """Provide the server with a user who has to give a password and may do nothing."""
+    postgresql.guard(USER, SECRET)
+    return postgresql
+
+
+@pytest.fixture
+def database(guarded: PostgresqlServer) -> Iterator[str]:
+    """Provide the address of an empty database: host, port and name."""
+    url = guarded.new_database()
+    yield url.partition("@")[2]
+    guarded.drop_database(url)
+
+
+def shows_the_password(error: BaseException) -> bool:
+    """Whether it is anywhere in what a log, a debugger or a traceback would show."""
+    texts = [str(error), repr(error), "".join(traceback.format_exception(error))]
+    chained = [one for one in (error.__cause__, error.__context__) if one is not None]
+    return any(SECRET in text for text in texts) or any(map(shows_the_password, chained))
+
+
+async def refusal(url: str, **settings: Any) -> DelaylineError:  # noqa: ANN401
+    """What setting up and starting at the URL raise."""
+    with pytest.raises(DelaylineError) as raised:
+        await SqlTransport(url, **settings).setup_infrastructure(["billing"])
+    with pytest.raises(type(raised.value)):
+        await SqlDelayedMessageStore(url, **settings).setup_infrastructure("sales")
+    assert not shows_the_password(raised.value)
+    return raised.value
+
+
+def told(*arguments: str) -> str:
+    """What the command line says of it: one line, no stack trace, no password."""
+    result = CliRunner().invoke(main, list(arguments), prog_name="delayline")
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code != 0
+    assert "Traceback" not in result.output
+    assert SECRET not in result.output
+    return " ".join(result.output.split())
+
+
+NOBODY = free_port()
+BAD_URLS: list[tuple[str, type[DelaylineError], str]] = [
+    ("postgresql://{user}:wrong{secret}@{database}", BackendUnusable, "password authentication failed.*password"),
+    ("postgresql://{user}@{database}", BackendUnusable, "no password supplied.*Put the password"),
+    ("postgresql://stranger:{secret}@{database}", BackendUnusable, "stranger.*does not exist"),
+    ("postgresql://{user}:{secret}@no.such.host.invalid/x", BackendUnavailable, "no.such.host.invalid"),
+    (f"postgresql://{{user}}:{{secret}}@127.0.0.1:{NOBODY}/x", BackendUnavailable, f"{NOBODY}.*Check that the server"),
+    ("postgresql://{user}:{secret}@{database}?sslmode=require", BackendUnusable, "SSL.*sslmode"),
+    ("postgresql://{user}:{secret}@{database}no", BackendUnusable, "does not exist.*Create it"),
+    ("postgresql://{user}:{secret}@{database}?sslmod=require", ConfigurationError, "sslmod"),
+    ("postgresql://{user}:{secret}@{database}?sslmode=maybe", DelaylineError, "sslmode"),
+    ("postgresql://{user}:{secret}@{database}?connect_timeout=soon", DelaylineError, "connect_timeout"),
+    ("postgresql://{user}:{secret}@{database}?port=99999999", DelaylineError, "port"),
+    ("postgresql://{user}:{secret}@127.0.0.1", ConfigurationError, "names no database"),
+    ("postgresql://{user}:{secret}@127.0.0.1:port/x", ConfigurationError, "cannot be read"),
+    ("postgresql://{user}:a@{secret}/b@{database}", ConfigurationError, "more than one '@'.*%40"),
+    ("postgresql:/{user}:{secret}@{database}", ConfigurationError, "cannot be read"),
+    ("postgres://{user}:{secret}@{database}", ConfigurationError, "postgres.*supported.*postgresql://"),
+    ("postgresq://{user}:{secret}@{database}", ConfigurationError, "postgresq.*supported.*postgresql://"),
+]
+
+
+@pytest.mark.parametrize(("url", "kind", "text"), BAD_URLS, ids=[url for url, _, _ in BAD_URLS])
+async def test_a_url_that_leads_nowhere(database: str, url: str, kind: type[DelaylineError], text: str) -> None:
+    with pytest.raises(kind, match=f"(?s){text}") as raised:
+        raise await refusal(url.format(user=USER, secret=SECRET, database=database))
+    assert not shows_the_password(raised.value)
+
+
+@pytest.mark.parametrize("url", [url for url, _, _ in BAD_URLS])
+def test_the_command_line_says_so_without_a_stack_trace(database: str, url: str) -> None:
+    address = url.format(user=USER, secret=SECRET, database=database)
+    assert "error: " in told("setup", "--endpoint", "sales", "--url", address)
+
+
+async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str) -> None:
+    # Given a user who may connect only
+    url, own = f"postgresql://{USER}:{SECRET}@{database}", f"postgresql://delayline@{database}"
+    error = await refusal(url)
+    assert isinstance(error, BackendUnusable)
+    assert "permission denied for schema public" in str(error)
+    assert "CREATE on it for setup" in str(error)
+    # When the tables are made by somebody who may, and one right is missing
+    store, transport = SqlDelayedMessageStore(own), SqlTransport(own)
+    await store.setup_infrastructure("sales")
+    await transport.setup_infrastructure(["billing"])
+    with guarded.administrator(database.rpartition("/")[2]) as administrator:
+        administrator.execute(f"GRANT SELECT, INSERT, UPDATE ON ALL TABLES IN SCHEMA public TO {USER}")
+        administrator.execute(f"REVOKE INSERT ON delayline_messages FROM {USER}")
+    limited = SqlDelayedMessageStore(url)
+    await limited.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    sender = SqlTransport(url)
+    await sender.start()
+    try:
+        # Then what may be done works, and the error of the rest names the table and the rights
+        await limited.store(delayed())
+        with pytest.raises(BackendUnusable, match=r"denied for table sales.timeouts.*GRANT.*DELETE"):
+            await limited.remove(delayed())
+        with pytest.raises(BackendUnusable, match=r"denied for table delayline_messages.*GRANT.*INSERT") as raised:
+            await sender.dispatch([operation("billing")])
+        assert not shows_the_password(raised.value)
+    finally:
+        await sender.stop()
+        await limited.close()
+
+
+async def test_a_schema_that_is_missing(postgresql_url: str) -> None:
+    error = await refusal(postgresql_url, schema="nowhere")
+    assert isinstance(error, BackendUnusable)
+    assert "no such schema" in str(error)
+    assert "nowhere" in str(error)
+
+
+async def test_a_server_that_is_too_old(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialect, "OLDEST", 99)
+    error = await refusal(postgresql_url)
+    assert isinstance(error, BackendUnusable)
+    assert "delayline needs 99 or newer" in str(error)
+
+
+async def test_a_server_without_room_for_a_connection(guarded: PostgresqlServer, database: str) -> None:
+    # Given a user with room for few connections, and a transport that has one
+    with guarded.administrator(database.rpartition("/")[2]) as administrator:
+        administrator.execute(f"GRANT ALL ON SCHEMA public TO {USER}")
+        administrator.execute(f"ALTER ROLE {USER} CONNECTION LIMIT 2")
+        try:
+            transport = SqlTransport(f"postgresql://{USER}:{SECRET}@{database}")
+            await transport.setup_infrastructure(["billing"])
+            await transport.start()
+            # When more are needed than there are
+            failed = sent = 0
+            for number in range(40):
+                try:
+                    async with transport.transaction() as transaction:
+                        await transport.dispatch([operation("billing", str(number))], transaction)
+                        await transport.dispatch([operation("billing", f"alone {number}")])
+                    sent += 2
+                except BackendUnavailable as error:
+                    assert "is full" in str(error)
+                    assert "max_connections" in str(error)
+                    failed += 1
+            # Then those that found none fail with the reason, and the connections that there are stay in use
+            assert sent > 0
+            assert failed > 0
+            administrator.execute(f"ALTER ROLE {USER} CONNECTION LIMIT -1")
+            await transport.dispatch([operation("billing", "last")])
+            assert await transport.count("billing") >= sent + 1
+            await transport.stop()
+        finally:
+            administrator.execute(f"ALTER ROLE {USER} CONNECTION LIMIT -1")
+
+
+async def test_a_body_that_the_server_could_not_take(postgresql_url: str) -> None:
+    # Given half a gigabyte, which nobody has to touch
+    huge = bytes(500_000_000)
+    store, transport = SqlDelayedMessageStore(postgresql_url), SqlTransport(postgresql_url)
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    await transport.start()
+    try:
+        for send in (
+            store.store(delayed(body=huge)),
+            transport.dispatch([TransportOperation(Message("m", {}, huge), "billing")]),
+        ):
+            with pytest.raises(InvalidMessage, match=r"'m' has 500,000,\d+ bytes; PostgreSQL .* 500,000,000"):
+                await send
+    finally:
+        await transport.stop()
+        await store.close()
+
+
+async def test_names_that_are_too_long(postgresql_url: str) -> None:
+    store = SqlDelayedMessageStore(postgresql_url)
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    try:
+        for message in (delayed("i" * 251), delayed(destination="d" * 201)):
+            with pytest.raises(InvalidMessage, match="length"):
+                await store.store(message)
+        await store.store_many([delayed("ü" * 250), delayed(destination="ü" * 200)])
+    finally:
+        await store.close()
