@@ -174,6 +174,12 @@ class DeliveryInside(DeliveryRoom):
         assert left in ([], ids)
         assert await inside.takes(len(ids) - len(left)) == (ids if not left else [])
 
+    async def test_a_message_that_expires_is_left_to_the_poller(self, inside: Inside) -> None:
+        """Its time to be received begins when it is sent, which moving is not."""
+        await inside.hold(delayed("expires", headers={Headers.TIME_TO_BE_RECEIVED: "00:00:00"}))
+        assert (await inside.forward()).number == 0
+        assert await inside.waiting() == ["expires"]
+
     async def test_the_poller_takes_in_hand_what_is_left(self, inside: Inside) -> None:
         """A missing queue: to the error queue. Dispatch properties: no receiver sees them. The others: just moved."""
         marked = {Headers.DISPATCH_PROPERTIES + "DeliverAt": "x", "kept": "yes"}
