@@ -228,6 +228,8 @@ EVENT_MEANING: Final = {
     Event.REMOVE_FAILED: "Messages that were sent could not be removed; nothing else is sent until they are.",
     Event.ALREADY_REMOVED: "A message was gone from the store when it was to be removed: a possible duplicate.",
     Event.BACKED_OFF: "A message that could not be sent waits for its next attempt.",
+    Event.TELLING_FAILED: "Other processes could not be told of something new; they are told when the server is back.",
+    Event.ERRAND_FAILED: "Work in the background, such as asking the server for its time, could not be done now.",
     Event.LISTENING_LOST: "The server's notifications do not come; until they do, the poller looks every second.",
     Event.BREAKER_ARMED: "A fault began; it becomes a critical error if it lasts.",
     Event.BREAKER_TRIGGERED: "The fault lasted too long: a critical error follows.",

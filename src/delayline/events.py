@@ -39,6 +39,8 @@ class Event(StrEnum):
     REMOVE_FAILED = "delayed.remove_failed"
     ALREADY_REMOVED = "delayed.already_removed"
     BACKED_OFF = "delayed.backed_off"
+    TELLING_FAILED = "delayed.telling_failed"
+    ERRAND_FAILED = "delayed.errand_failed"
     LISTENING_LOST = "delayed.listening_lost"
     BREAKER_ARMED = "breaker.armed"
     BREAKER_TRIGGERED = "breaker.triggered"

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from delayline.errors import DelaylineError, NotStarted
+from delayline.events import Event, emit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,9 +93,11 @@ class Errand:
         try:
             self._work()
         except DelaylineError as error:  # the server's fault, which whoever needs the server is told
-            logger.debug("An errand was not done: %s", error)
-        except Exception:
-            logger.exception("An errand failed")
+            emit(logger, logging.DEBUG, Event.ERRAND_FAILED, "Not done now: %s", error)
+        except Exception as error:
+            emit(
+                logger, logging.ERROR, Event.ERRAND_FAILED, "Work in the background failed: %r", error, exception=error
+            )
 
 
 class Job(Generic[Result]):
