@@ -33,7 +33,7 @@ def postgresql() -> Iterator[PostgresqlServer]:
     """Provide a server whose commits survive its own death, not that of the machine."""
     if not PostgresqlServer.installed():
         not_installed("PostgreSQL", INSTALL_POSTGRESQL)
-    server = PostgresqlServer(settings=["fsync=off"])
+    server = PostgresqlServer(settings=["fsync=off", "max_prepared_transactions=50"])
     yield server
     server.close()
 

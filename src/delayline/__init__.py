@@ -54,12 +54,12 @@ from delayline.transport import (
 )
 
 if typing.TYPE_CHECKING:
-    from delayline.sql import SqlDelayedMessageStore, SqlTransport
+    from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 else:
 
     def __getattr__(name: str) -> object:
         """Load what needs SQLAlchemy when it is asked for: that takes longer than all the rest."""
-        if name not in {"SqlDelayedMessageStore", "SqlTransport"}:
+        if name not in {"SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit"}:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from delayline import sql
 
@@ -124,6 +124,7 @@ __all__ = [
     "Transport",
     "TransportOperation",
     "TransportTransactions",
+    "TwoPhaseCommit",
     "UnsupportedTransactionMode",
     "guarantee",
 ]

@@ -27,7 +27,6 @@ from delayline.transaction import (
     Transaction,
     TransactionMode,
     guarantee,
-    share_transactions,
     strongest_mode,
 )
 
@@ -239,7 +238,7 @@ class Endpoint:
         try:
             return outgoing, await _joined(caller, self.transport)
         except ConfigurationError:
-            if delivery is None or share_transactions(self.transport, delivery):
+            if delivery is None:
                 raise
             with contextlib.suppress(ConfigurationError):
                 return outgoing._replace(due=self._clock.now()), await _joined(caller, delivery)

@@ -42,6 +42,8 @@ class Event(StrEnum):
     TELLING_FAILED = "delayed.telling_failed"
     ERRAND_FAILED = "delayed.errand_failed"
     LISTENING_LOST = "delayed.listening_lost"
+    SETTLED = "two_phase.settled"
+    SETTLING_FAILED = "two_phase.settling_failed"
     BREAKER_ARMED = "breaker.armed"
     BREAKER_TRIGGERED = "breaker.triggered"
     BREAKER_DISARMED = "breaker.disarmed"

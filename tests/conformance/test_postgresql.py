@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from tests.servers.postgresql import PostgresqlServer
 
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
 from delayline.testing.conformance.messages import ENDPOINT
 
@@ -50,6 +50,20 @@ class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryConformance):
 
     async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
+
+
+class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, DeliveryConformance):
+    """The store in one database, the queues in another, and one transaction over both: every mode."""
+
+    @pytest.fixture(autouse=True)
+    def second_database(self, postgresql: PostgresqlServer) -> Iterator[None]:
+        self.second = postgresql.new_database()
+        yield
+        postgresql.drop_database(self.second)
+
+    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        both = TwoPhaseCommit()
+        return SqlTransport(self.second, two_phase=both), SqlDelayedMessageStore(self.url, two_phase=both)
 
 
 class TestPostgresqlSixVerbDelivery(OnPostgresql, DeliveryConformance):

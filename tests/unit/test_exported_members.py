@@ -65,6 +65,7 @@ PINNED = [
     "Transport",
     "TransportOperation",
     "TransportTransactions",
+    "TwoPhaseCommit",
     "UnsupportedTransactionMode",
     "guarantee",
 ]

@@ -2,5 +2,6 @@
 
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
+from delayline.sql.two_phase import TwoPhaseCommit
 
-__all__ = ["SqlDelayedMessageStore", "SqlTransport"]
+__all__ = ["SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit"]

@@ -18,6 +18,7 @@ from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.sql.callers import hold_of
 from delayline.sql.transactions import JoinedTransaction, SqlTransaction
+from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -119,6 +120,8 @@ class Database(ABC):
         """
         if transaction is None:
             return await self._write_alone(work, one_statement=one_statement)
+        if isinstance(transaction, TwoPhaseTransaction):
+            return await transaction.branch(self).run(work)
         if isinstance(transaction, SqlTransaction | JoinedTransaction) and transaction.domain == self.domain:
             return await transaction.run(work)
         raise TypeError(f"a transaction on {transaction.domain} cannot span {self.dialect}")

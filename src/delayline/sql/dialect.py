@@ -67,6 +67,34 @@ class Claims(Protocol):
         ...
 
 
+class TwoPhase(Protocol):
+    """How one database prepares transactions, which anybody can finish later, after whatever crash."""
+
+    def check(self, connection: Connection) -> str:
+        """Return a short name that tells the database from every other. Raises BackendUnusable where it cannot."""
+        ...
+
+    def prepare(self, connection: Connection, name: str) -> None:
+        """Prepare the open transaction under that name; the connection is free afterwards."""
+        ...
+
+    def commit_prepared(self, connection: Connection, name: str) -> None:
+        """Commit it; nothing when it is not there."""
+        ...
+
+    def roll_back_prepared(self, connection: Connection, name: str) -> None:
+        """Roll it back; nothing when it is not there."""
+        ...
+
+    def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
+        """Return the names of what is prepared here and begins with the prefix."""
+        ...
+
+    def wait_briefly(self, connection: Connection) -> None:
+        """Let statements of the open transaction raise BackendUnavailable that would have to wait for others'."""
+        ...
+
+
 class Dialect(Protocol):
     """One database of one product: its SQL, its errors, its ways to begin and end."""
 
@@ -76,6 +104,11 @@ class Dialect(Protocol):
     @property
     def identity(self) -> Hashable:
         """Equal for URLs that can share a transaction; its str shows no password."""
+        ...
+
+    @property
+    def two_phase(self) -> TwoPhase | None:
+        """How transactions are prepared; None where they cannot be."""
         ...
 
     @property

@@ -40,6 +40,7 @@ CONTENT: Final = (
 MAXIMUM_CHANNEL_LENGTH: Final = 64
 MAXIMUM_TABLE_NAME_LENGTH: Final = 128
 BINARY: Final = "Latin1_General_100_BIN2"  # SQL Server's collation of names that are equal only when the same
+MAXIMUM_NAME_LENGTH: Final = 120
 LONGEST_INDEX_NAME: Final = 63  # bytes, PostgreSQL's
 
 
@@ -81,6 +82,13 @@ class QueueTables:
             sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
         )
 
+        #: Which prepared transactions are to be committed, and, as `log`, the table's own name.
+        self.decisions = Table(
+            "delayline_decisions",
+            metadata,
+            Column("id", text(MAXIMUM_NAME_LENGTH), primary_key=True),
+            Column("value", text(MAXIMUM_NAME_LENGTH), nullable=False),
+        )
         self.sleeping = Table(
             "delayline_sleeping",
             metadata,

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from delayline.sql.prepared import Prepared
     from delayline.sql.rows import Rows
     from delayline.sql.transactions import JoinedTransaction, SqlTransaction
+    from delayline.sql.two_phase import TwoPhaseCommit
+    from delayline.sql.two_phase_transaction import TwoPhaseTransaction
     from delayline.transaction import Transaction, TransactionMode
 
 MICROSECOND: Final = timedelta(microseconds=1)
@@ -41,6 +43,7 @@ class SqlDelayedMessageStore:
     table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.
     schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
     poll_interval: how often to look for what other processes have stored, where the database does not tell.
+    two_phase: makes transactions with a transport in another database one; this one prepares them.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SqlDelayedMessageStore:
         table_name: str | None = None,
         schema: str | None = None,
         poll_interval: timedelta = ONE_SECOND,
+        two_phase: TwoPhaseCommit | None = None,
     ) -> None:
         self._database = Database.at(url)
         self._poll_interval = time_span("poll_interval", poll_interval)
@@ -60,11 +64,14 @@ class SqlDelayedMessageStore:
         self._table_name = table_name
         self._open: StoreStatements | None = None
         self._rows: Rows | None = None
+        self._two_phase = two_phase
+        if two_phase is not None:
+            two_phase.take_part(self._database)
 
     @property
     def transaction_domain(self) -> Hashable:
-        """The database."""
-        return self._database.domain
+        """The database, or what makes two of them one."""
+        return self._two_phase or self._database.domain
 
     @property
     def locks_rows(self) -> bool:
@@ -75,9 +82,9 @@ class SqlDelayedMessageStore:
         """Return the server's clock; for SQLite, which has none, this machine's."""
         return self._database.clock
 
-    def transaction(self) -> SqlTransaction:
-        """Return a transaction that a SqlTransport on the same database can join."""
-        return self._database.transaction()
+    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
+        """Return a transaction that a SqlTransport of the same domain can join."""
+        return (self._two_phase or self._database).transaction()
 
     async def join(self, caller: Caller) -> JoinedTransaction:
         """Return the caller's transaction as one that storing can be part of."""
@@ -109,6 +116,8 @@ class SqlDelayedMessageStore:
         await self._database.open()
         try:
             await self._database.read(lambda connection: setup.check(connection, self._tables, table))
+            if self._two_phase is not None:
+                await self._two_phase.start()
         except BaseException:
             await self._database.close()
             raise
@@ -120,6 +129,8 @@ class SqlDelayedMessageStore:
         if self._rows is not None:
             rows, self._rows, self._open = self._rows, None, None
             await rows.close()
+            if self._two_phase is not None:
+                await self._two_phase.stop()
             await self._database.close()
 
     async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:

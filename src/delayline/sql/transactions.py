@@ -84,6 +84,24 @@ class SqlTransaction(Transaction):
         self._hold: Hold | None = None
         self._committed = False
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has had a statement, and is not over."""
+        return self._hold is not None
+
+    async def commit(self) -> None:
+        """Commit, as a part of something larger: callbacks are that one's."""
+        await self._commit()
+
+    async def roll_back(self) -> None:
+        """Roll back, as a part of something larger. Idempotent."""
+        await self._rollback()
+
+    async def end(self, how: Callable[[Connection], None]) -> None:
+        """Let `how` end the transaction; when it fails, it is rolled back."""
+        if self._hold is not None:
+            await self._end(self._hold, lambda connection: self._end_or_roll_back(how, connection))
+
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in this transaction."""
         if self._hold is not None:
@@ -130,12 +148,15 @@ class SqlTransaction(Transaction):
                 await self._end(self._hold, self._dialect.rollback)
 
     def _commit_or_roll_back(self, connection: Connection) -> None:
+        self._end_or_roll_back(self._dialect.commit, connection)
+        self._committed = True
+
+    def _end_or_roll_back(self, how: Callable[[Connection], None], connection: Connection) -> None:
         try:
-            self._dialect.commit(connection)
+            how(connection)
         except BaseException:
             self._dialect.rollback(connection)
             raise
-        self._committed = True
 
     async def _end(self, hold: Hold, how: Callable[[Connection], None]) -> None:
         ended = False

@@ -25,11 +25,13 @@ from delayline.transport import ReceivedMessage
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Table
 
     from delayline.callers import Caller
     from delayline.sql.dialect import Claims
     from delayline.sql.transactions import JoinedTransaction, SqlTransaction
+    from delayline.sql.two_phase import TwoPhaseCommit
+    from delayline.sql.two_phase_transaction import TwoPhaseTransaction
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -45,20 +47,31 @@ class SqlTransport:
 
     poll_interval: how often a waiting receiver looks for messages by itself; wake-ups make it faster than that.
     schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
+    two_phase: makes transactions with a store in another database one; its decisions are kept in this one.
     """
 
-    def __init__(self, url: str, *, poll_interval: timedelta = ONE_SECOND, schema: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        poll_interval: timedelta = ONE_SECOND,
+        schema: str | None = None,
+        two_phase: TwoPhaseCommit | None = None,
+    ) -> None:
         self._database = Database.at(url)
         self._poll_interval = time_span("poll_interval", poll_interval)
         self._schema = self._database.dialect.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._statements = QueueStatements(self._tables, self._database.dialect)
         self._checked = False
+        self._two_phase = two_phase
+        if two_phase is not None:
+            two_phase.decide_in(self._database, schema)
 
     @property
     def transaction_domain(self) -> Hashable:
-        """The database."""
-        return self._database.domain
+        """The database, or what makes two of them one."""
+        return self._two_phase or self._database.domain
 
     @property
     def highest_transaction_mode(self) -> TransactionMode:
@@ -69,9 +82,9 @@ class SqlTransport:
         """Tell whether the queues are in that schema of that database."""
         return self._database is database and self._schema == schema
 
-    def transaction(self) -> SqlTransaction:
-        """Return a transaction that a SqlDelayedMessageStore on the same database can join."""
-        return self._database.transaction()
+    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
+        """Return a transaction that a SqlDelayedMessageStore of the same domain can join."""
+        return (self._two_phase or self._database).transaction()
 
     async def join(self, caller: Caller) -> JoinedTransaction:
         """Return the caller's transaction as one that sending can be part of."""
@@ -186,8 +199,13 @@ class SqlTransport:
     def _claims(self) -> Claims:
         return self._database.claims(self._tables.queued.fullname)
 
+    @property
+    def _further_tables(self) -> list[Table]:
+        return [] if self._two_phase is None else [self._tables.decisions]
+
     def _planned(self, connection: Connection, names: Sequence[str]) -> list[str]:
-        steps, dialect, registry = setup.plan(connection, self._tables), self._database.dialect, self._tables.queues
+        dialect, registry = self._database.dialect, self._tables.queues
+        steps = setup.plan(connection, self._tables, *self._further_tables)
         known: set[str] = set()
         if inspect(connection).has_table(registry.name, schema=registry.schema):
             known = set(connection.execute(select(registry.c.name)).scalars())
@@ -201,7 +219,9 @@ class SqlTransport:
             self._checked = True
 
     def _set_up(self, connection: Connection, names: Sequence[str]) -> None:
-        setup.set_up(connection, self._database.dialect, self._tables)
+        setup.set_up(connection, self._database.dialect, self._tables, *self._further_tables)
+        if self._two_phase is not None:
+            self._two_phase.identify(connection)
         self._statements.register.change_many(connection, [(name,) for name in names])
 
     def _put(self, connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:

@@ -16,6 +16,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
+from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.sql.dialects.postgresql_wake_ups import Notifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
 
@@ -142,6 +143,11 @@ class Postgresql(ServerDialect):
         """Roll back; a connection that is lost has been rolled back by the server."""
         if not connection.invalidated and not _driver(connection).closed:
             super().rollback(connection)
+
+    @property
+    def two_phase(self) -> PostgresqlTwoPhase:
+        """PREPARE TRANSACTION."""
+        return PostgresqlTwoPhase(self)
 
     def wake_ups(self, database: ServerDatabase) -> Notifications:
         """LISTEN and NOTIFY."""

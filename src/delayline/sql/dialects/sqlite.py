@@ -66,6 +66,11 @@ class Sqlite:
         self.wake_ups = WakeUps(self._directory)
 
     @property
+    def two_phase(self) -> None:
+        """None: SQLite cannot prepare a transaction."""
+        return
+
+    @property
     def sql(self) -> Dialect:
         """SQLAlchemy's dialect, which statements are compiled for."""
         return self.engine.dialect

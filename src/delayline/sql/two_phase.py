@@ -1,0 +1,333 @@
+"""One transaction over two databases: the one prepares, the other one's commit decides.
+
+The transport's database decides. A transaction writes its name into `delayline_decisions` there, is prepared in the
+store's database, commits in the transport's, and is committed in the store's. Whoever finds a prepared transaction
+looks for its name: there, it is to be committed; not there, it is to be rolled back; locked, it is still under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import bindparam, delete, insert, select
+
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    DelaylineError,
+    UnsupportedTransactionMode,
+)
+from delayline.events import Event, emit
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import queue_tables
+from delayline.sql.two_phase_transaction import TwoPhaseTransaction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from sqlalchemy import Connection
+
+    from delayline.sql.database import Database
+    from delayline.sql.dialect import Dialect, TwoPhase
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY: Final = 10.0  # seconds between looks for what crashed processes left
+LOOK_AGAIN: Final = 1.0  # after trouble of our own
+FORGOTTEN_AT_ONCE: Final = 100
+LOG: Final = "log"
+
+#: The name of a prepared transaction: `delayline-LOG-DATABASE-NUMBER`.
+Name = str
+
+
+class TwoPhaseCommit:
+    """Makes the transactions of a SqlTransport and a SqlDelayedMessageStore on two databases one: pass it to both.
+
+    The store's database has to be able to prepare transactions. Belongs to one event loop while endpoints run.
+    """
+
+    def __init__(self) -> None:
+        self._deciding: Database | None = None
+        self._decisions: Decisions | None = None
+        self._members: list[Database] = []
+        self._tags: dict[Database, str] = {}
+        self._log = ""
+        self._finished: list[Name] = []
+        self._users = 0
+        self._trouble = asyncio.Event()
+        self._left: set[Name] = set()
+        self._looking: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"TwoPhaseCommit({', '.join(str(database.dialect) for database in self._members)})"
+
+    @property
+    def members(self) -> tuple[Database, ...]:
+        """The databases, the deciding one first."""
+        return tuple(self._members)
+
+    @property
+    def deciding(self) -> Database:
+        """The database whose commit decides. Raises ConfigurationError while there is no transport."""
+        if self._deciding is None:
+            raise ConfigurationError("this TwoPhaseCommit has no transport: pass it to SqlTransport(two_phase=...) too")
+        return self._deciding
+
+    def decide_in(self, database: Database, schema: str | None) -> None:
+        """Keep the decisions in that schema of the transport's database. Raises UnsupportedTransactionMode."""
+        two_phase_of(database)
+        if self._deciding not in (None, database):
+            raise ConfigurationError("a TwoPhaseCommit takes one transport's database: give the other one its own")
+        self._deciding, self._decisions = database, Decisions(database.dialect, schema)
+        self._add(database, first=True)
+
+    def take_part(self, database: Database) -> None:
+        """Prepare transactions in the store's database. Raises UnsupportedTransactionMode."""
+        two_phase_of(database)
+        self._add(database)
+
+    def transaction(self) -> TwoPhaseTransaction:
+        """Return a transaction over all of the databases."""
+        return TwoPhaseTransaction(self)
+
+    async def start(self) -> None:
+        """Connect, refuse what cannot work, and finish what a crash has left. Every start needs a `stop`.
+
+        Raises BackendUnusable where a database cannot prepare transactions, or the decisions' table is missing.
+        """
+        deciding = self.deciding
+        for number, database in enumerate(self._members):
+            try:
+                await database.open()
+            except BaseException:
+                await self._close(self._members[:number])
+                raise
+        try:
+            self._log = await deciding.read(self._decided.log)
+            for database in self._prepared_in:
+                self._tags[database] = await database.read(two_phase_of(database).check)
+            await self.recover()
+        except BaseException:
+            await self._close(self._members)
+            raise
+        self._users += 1
+        if self._looking is None:
+            self._trouble = asyncio.Event()
+            if self._left:
+                self._trouble.set()
+            self._looking = asyncio.create_task(self._look(), name="delayline two-phase recovery")
+
+    async def stop(self) -> None:
+        """Undo one `start`; the last one forgets what is finished."""
+        self._users -= 1
+        if self._users == 0 and self._looking is not None:
+            looking, self._looking = self._looking, None
+            looking.cancel()
+            await asyncio.wait([looking])
+            with contextlib.suppress(DelaylineError):  # a recovery will
+                await self._forget(self.take_finished())
+        await self._close(self._members)
+
+    async def recover(self) -> None:
+        """Finish every prepared transaction that is not under way, and forget decisions that nobody needs."""
+        decided = set(await self.deciding.read(partial(self._decided.all, prefix=self._prefix)))
+        doubtful = await self._in_doubt()
+        self._left = await self._settle_all(doubtful)
+        ours = tuple(f"{self._prefix}{tag}-" for tag in self._tags.values())
+        await self._forget(name for name in decided - set(doubtful) if name.startswith(ours))
+
+    def identify(self, connection: Connection) -> None:
+        """Set up the table of decisions."""
+        self._decided.identify(connection)
+
+    def new_name(self, database: Database) -> Name:
+        """Return the name of a transaction to be prepared there."""
+        return f"{self._prefix}{self._tags[database]}-{uuid.uuid4().hex}"
+
+    def decide(self, connection: Connection, names: Iterable[Name]) -> None:
+        """Write the decision to commit, to become true with the deciding database's commit."""
+        self._decided.put(connection, names)
+        if len(self._finished) >= FORGOTTEN_AT_ONCE:
+            self._decided.remove(connection, self.take_finished())
+
+    def prepare(self, connection: Connection, database: Database, name: Name) -> None:
+        """Prepare the transaction on the connection, which is free afterwards."""
+        two_phase_of(database).prepare(connection, name)
+
+    async def commit_prepared(self, names: Mapping[Database, Name]) -> None:
+        """Carry the decision out, now or, where a database is away, when it is back."""
+        for database, name in names.items():
+            try:
+                await self._finish(database, name, commit=True)
+            except DelaylineError as error:
+                self._in_trouble(error)
+            else:
+                self._finished.append(name)
+
+    async def settle(self, names: Mapping[Database, Name]) -> bool:
+        """Finish a transaction whose commit went wrong and return whether it is committed; unknown counts as not."""
+        outcomes = [await self._settled(database, name) for database, name in names.items()]
+        return all(outcomes)
+
+    def take_finished(self) -> list[Name]:
+        """Return the decisions that nobody needs any more, once."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def _prefix(self) -> str:
+        return f"delayline-{self._log}-"
+
+    @property
+    def _prepared_in(self) -> list[Database]:
+        return [database for database in self._members if database is not self._deciding]
+
+    @property
+    def _decided(self) -> Decisions:
+        assert self._decisions is not None  # noqa: S101 - comes with the deciding database
+        return self._decisions
+
+    def _add(self, database: Database, *, first: bool = False) -> None:
+        if database not in self._members:
+            self._members.insert(0 if first else len(self._members), database)
+
+    async def _settled(self, database: Database, name: Name) -> bool:
+        try:
+            outcome = await self._outcome(name)
+            if outcome is not None:
+                await self._finish(database, name, commit=outcome)
+        except DelaylineError as error:
+            outcome = None
+            self._in_trouble(error)
+        else:
+            if outcome is None:
+                self._trouble.set()
+        return outcome is True
+
+    async def _outcome(self, name: Name) -> bool | None:
+        """Return whether it was decided to commit; None while the transaction that decides may still be under way."""
+        transaction = self.deciding.transaction()
+        try:
+            await transaction.run(two_phase_of(self.deciding).wait_briefly)
+            return not await transaction.run(partial(self._decided.put_new, name=name))
+        except BackendUnavailable:
+            return None
+        finally:
+            await transaction.roll_back()
+
+    async def _finish(self, database: Database, name: Name, *, commit: bool) -> None:
+        two_phase = two_phase_of(database)
+        finish = two_phase.commit_prepared if commit else two_phase.roll_back_prepared
+        await database.read(partial(finish, name=name))
+
+    async def _forget(self, names: Iterable[Name]) -> None:
+        gone = list(names)
+        if gone:
+            await self.deciding.write(partial(self._decided.remove, names=gone))
+
+    async def _in_doubt(self) -> dict[Name, Database]:
+        """Return what is prepared, whoever has done it, and whether it is under way or not."""
+        found: dict[Name, Database] = {}
+        for database in self._prepared_in:
+            names = await database.read(partial(two_phase_of(database).in_doubt, prefix=self._prefix))
+            found |= dict.fromkeys(names, database)
+        return found
+
+    async def _settle_all(self, doubtful: Mapping[Name, Database]) -> set[Name]:
+        """Finish what is not under way any more; return what is left."""
+        left: set[Name] = set()
+        for name, database in doubtful.items():
+            outcome = await self._outcome(name)
+            if outcome is None:
+                left.add(name)
+                continue
+            await self._finish(database, name, commit=outcome)
+            done = "committed" if outcome else "rolled back"
+            text = "a transaction that was left prepared in the %s is %s: %s"
+            emit(logger, logging.WARNING, Event.SETTLED, text, database.dialect, done, name)
+        return left
+
+    async def _look(self) -> None:
+        """Look for what other processes have left, and settle what has been there for more than one look."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._trouble.wait(), LOOK_EVERY)
+                self._trouble.clear()
+                await self.deciding.clock.sleep(LOOK_AGAIN)
+            try:
+                doubtful = await self._in_doubt()
+                known = {name: database for name, database in doubtful.items() if name in self._left}
+                self._left = set(doubtful) - set(known) | await self._settle_all(known)
+                if self._left:
+                    self._trouble.set()
+            except Exception as error:
+                self._in_trouble(error)
+
+    def _in_trouble(self, error: Exception) -> None:
+        text = "prepared transactions of %r wait to be finished, trying again in %g s: %s"
+        emit(logger, logging.WARNING, Event.SETTLING_FAILED, text, self, LOOK_AGAIN, error)
+        self._trouble.set()
+
+    @staticmethod
+    async def _close(databases: Iterable[Database]) -> None:
+        for database in databases:
+            await database.close()
+
+
+class Decisions:
+    """The table of decisions, with a row for each transaction that is decided, and one that identifies the table."""
+
+    def __init__(self, dialect: Dialect, schema: str | None) -> None:
+        table, sql = queue_tables(schema).decisions, dialect.sql
+        new, key = dialect.insert_new(table, "id"), table.c.id == bindparam("key")
+        self._put = Prepared(insert(table), sql, ["id", "value"])
+        self._put_new = Prepared(new, sql, ["id", "value"])
+        self._value = Prepared(select(table.c.value).where(key), sql, ["key"])
+        self._ids = Prepared(select(table.c.id), sql, [])
+        self._delete = Prepared(delete(table).where(dialect.one_of(table.c.id, "keys")), sql, ["keys"])
+
+    def identify(self, connection: Connection) -> None:
+        """Give the table a name of its own, once."""
+        self._put_new.change(connection, LOG, uuid.uuid4().hex[:16])
+
+    def log(self, connection: Connection) -> str:
+        """Return the table's name."""
+        name = self._value.one(connection, LOG)
+        if name is None:
+            raise BackendUnusable("the table 'delayline_decisions' is not set up: run `delayline setup`")
+        return str(name)
+
+    def put(self, connection: Connection, names: Iterable[Name]) -> None:
+        """Write decisions."""
+        for name in names:
+            self._put.change(connection, name, "commit")
+
+    def put_new(self, connection: Connection, name: Name) -> bool:
+        """Write a decision unless there is one; waits for whoever is writing it."""
+        return self._put_new.change(connection, name, "commit") == 1
+
+    def all(self, connection: Connection, prefix: str) -> list[Name]:
+        """Return the names of the transactions that are decided."""
+        return [name for (name,) in self._ids.rows(connection) if name.startswith(prefix)]
+
+    def remove(self, connection: Connection, names: Iterable[Name]) -> None:
+        """Delete decisions."""
+        self._delete.change_each(connection, keys=list(names))
+
+
+def two_phase_of(database: Database) -> TwoPhase:
+    """Return how the database prepares transactions. Raises UnsupportedTransactionMode."""
+    two_phase = database.dialect.two_phase
+    if two_phase is None:
+        raise UnsupportedTransactionMode(
+            f"the {database.dialect} cannot take part in a two-phase commit: keep queues and store in one database, or "
+            "leave out two_phase and use TransactionMode.SENDS_ATOMIC_WITH_RECEIVE"
+        )
+    return two_phase
