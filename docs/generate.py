@@ -31,6 +31,7 @@ from delayline import (
     SqlTransport,
     StoredDelivery,
     TransactionMode,
+    TwoPhaseCommit,
     UnsupportedTransactionMode,
     errors,
     guarantee,
@@ -69,12 +70,17 @@ def code(text: object) -> str:
 def guarantees() -> str:
     """Return what every pair of parts promises in every mode."""
     one, two = "sqlite:///one.db", "sqlite:///two.db"
-    here, there = "postgresql://server/one", "postgresql://server/two"
+    here, there, both = "postgresql://server/one", "postgresql://server/two", TwoPhaseCommit()
     pairs: list[tuple[str, Transport, DelayedMessageStore]] = [
         ("SQLite, queues and store in one file", SqlTransport(one), SqlDelayedMessageStore(one)),
         ("SQLite, queues and store in two files", SqlTransport(one), SqlDelayedMessageStore(two)),
         ("PostgreSQL, queues and store in one database", SqlTransport(here), SqlDelayedMessageStore(here)),
         ("PostgreSQL, queues and store in two databases", SqlTransport(here), SqlDelayedMessageStore(there)),
+        (
+            "the same with a `TwoPhaseCommit`",
+            SqlTransport(here, two_phase=both),
+            SqlDelayedMessageStore(there, two_phase=both),
+        ),
         ("queues in memory, store on SQLite", MemoryTransport(), SqlDelayedMessageStore(one)),
         ("memory, queues and store", MemoryTransport(), MemoryDelayedMessageStore()),
     ]
@@ -203,6 +209,8 @@ def command_reference() -> str:
 
 EVENT_MEANING: Final = {
     Event.ENDPOINT_STARTED: "The endpoint is connected, delivers and receives.",
+    Event.SETTLED: "A transaction that a crash had left prepared is committed or rolled back.",
+    Event.SETTLING_FAILED: "Prepared transactions cannot be finished now; it is tried again every second.",
     Event.ENDPOINT_STOPPED: "The endpoint has finished what was in flight and disconnected.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
     Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",

@@ -150,7 +150,8 @@ def guarantee(transport: TransactionalTransport, delivery: TransactionPart | Non
             raise UnsupportedTransactionMode(
                 f"TRANSACTION_SCOPE needs one transaction over {type(transport).__name__} "
                 f"({transport.transaction_domain}) and the delayed message store "
-                f"({delivery.transaction_domain if delivery else None}). Keep both in the same database, or use "
+                f"({delivery.transaction_domain if delivery else None}). Keep both in the same database, give "
+                f"both one TwoPhaseCommit where their databases can prepare transactions, or use "
                 f"transaction_mode=TransactionMode.SENDS_ATOMIC_WITH_RECEIVE and handle duplicates."
             )
         return Guarantee.EXACTLY_ONCE

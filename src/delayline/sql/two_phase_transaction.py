@@ -64,17 +64,16 @@ class TwoPhaseTransaction(Transaction):
             await branch.roll_back()
 
     async def _commit_branches(self) -> None:
-        deciding = self.branch(self._coordinator.deciding)
-        others = [database for database, one in self._branches.items() if one.begun and one is not deciding]
-        if others and (deciding.begun or len(others) > 1):
-            await self._commit_in_two_phases(deciding, others)
-        else:
-            for branch in self._branches.values():
-                await branch.commit()
+        begun = [database for database, branch in self._branches.items() if branch.begun]
+        if len(begun) > 1:
+            await self._commit_in_two_phases(begun)
+        elif begun:
+            await self._branches[begun[0]].commit()
 
-    async def _commit_in_two_phases(self, deciding: SqlTransaction, others: Sequence[Database]) -> None:
+    async def _commit_in_two_phases(self, begun: Sequence[Database]) -> None:
         coordinator = self._coordinator
-        names = {database: coordinator.new_name(database) for database in others}
+        deciding = self.branch(coordinator.deciding)
+        names = {one: coordinator.new_name(one) for one in begun if one is not coordinator.deciding}
         try:
             await deciding.run(partial(coordinator.decide, names=names.values()))
             for database, name in names.items():
