@@ -66,7 +66,7 @@ class SqlTransport:
         self._checked = False
         self._two_phase = two_phase
         if two_phase is not None:
-            two_phase.decide_in(self._database, schema)
+            two_phase.decide_in(self._database, self._schema)
 
     @property
     def transaction_domain(self) -> Hashable:
