@@ -65,7 +65,7 @@ async def main():
     store = SqlDelayedMessageStore(waiting, two_phase=both)
     delivery = StoredDelivery(store, batch_size=10, polling=role == "poller")
     endpoint = Endpoint("orders", transport=SqlTransport(queues, two_phase=both), delayed_delivery=delivery,
-                        transaction_mode=TransactionMode.TRANSACTION_SCOPE)
+                        transaction_mode=TransactionMode.TRANSACTION_SCOPE, concurrency=1)
     if role == "receiver":
         @endpoint.handler
         async def handle(message, context):
