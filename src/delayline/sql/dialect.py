@@ -57,6 +57,10 @@ class Claims(Protocol):
         """Give up claims. Idempotent; never blocks for long."""
         ...
 
+    def forget(self, rows: Iterable[int]) -> None:
+        """Give up claims on rows that are gone: nobody waits for them."""
+        ...
+
     def flush(self) -> None:
         """Let everybody have what was released; may block for a round trip."""
         ...

@@ -290,9 +290,9 @@ class SqlReceiver:
         """Delete the message, now or at the commit."""
         number = _number(received)
         delete = partial(self._statements.delete.change_each, keys=[number])
-        release = partial(self._claims.release, [number])
+        forget = partial(self._claims.forget, [number])
         deleted = await self._database.write(delete, transaction, one_statement=True)
-        release() if transaction is None else transaction.after_commit(release)
+        forget() if transaction is None else transaction.after_commit(forget)
         return deleted == 1
 
     async def release(self, received: ReceivedMessage) -> None:
@@ -329,7 +329,7 @@ class SqlReceiver:
         except BaseException:
             self._claims.release(numbers)
             raise
-        self._claims.release(set(numbers) - {row[0] for row in rows})
+        self._claims.forget(set(numbers) - {row[0] for row in rows})
         return [(ReceivedMessage(Message.from_encoded(*row[1:4]), row[0]), bool(row[4])) for row in rows]
 
     async def _discard(self, expired: list[ReceivedMessage]) -> None:
@@ -337,7 +337,7 @@ class SqlReceiver:
         if expired:
             numbers = [_number(received) for received in expired]
             await self._database.write(partial(self._statements.delete.change_each, keys=numbers), one_statement=True)
-            self._claims.release(numbers)
+            self._claims.forget(numbers)
             for received in expired:
                 text = "Deleted message %s, which nobody received in time"
                 emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)

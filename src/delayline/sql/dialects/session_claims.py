@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.server_database import ServerDatabase
+
+
+FORGOTTEN_AT_ONCE: Final = 100  # locks on rows that are gone; a server has room for some thousands
 
 
 class SessionClaims(ABC):
@@ -59,11 +62,12 @@ class SessionClaims(ABC):
 
     def release(self, rows: Iterable[int]) -> None:
         """Give up claims: here at once, for everybody else with `flush`, which is not far."""
-        with self._lock:
-            known = self._held.intersection(rows)
-            self._held -= known
-            self._released += known
-        if known:
+        if self._give_up(rows):
+            self._database.spawn(self.flush)
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Give up claims on rows that are gone: the next `take` unlocks them on its way, a round trip cheaper."""
+        if self._give_up(rows) > FORGOTTEN_AT_ONCE:
             self._database.spawn(self.flush)
 
     def flush(self) -> None:
@@ -83,6 +87,14 @@ class SessionClaims(ABC):
             self._session.close()
             self._held.clear()
             self._released.clear()
+
+    def _give_up(self, rows: Iterable[int]) -> int:
+        """Give them up here; return how many are to be unlocked."""
+        with self._lock:
+            known = self._held.intersection(rows)
+            self._held -= known
+            self._released += known
+            return len(self._released)
 
     def _try(self, connection: Connection, rows: list[int]) -> list[int]:
         self._settle(connection)

@@ -49,6 +49,10 @@ class Claims:
                     self._held.discard(row)
                     fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
 
+    def forget(self, rows: Iterable[int]) -> None:
+        """Give up claims on rows that are gone."""
+        self.release(rows)
+
     def flush(self) -> None:
         """Do nothing: what is released is free at once."""
 
