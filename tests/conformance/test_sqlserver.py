@@ -84,12 +84,18 @@ class TestSqlServerTransport(OnSqlServer, TransportConformance):
 class TestSqlServerDelivery(OnSqlServer, DeliveryConformance):
     """One database: every transaction mode up to TRANSACTION_SCOPE."""
 
+    step = timedelta(milliseconds=10)
+    keeps_order = False
+
     async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
 class TestSqlServerDeliveryOverTwoDatabases(OnSqlServer, DeliveryConformance):
     """No common transaction without a coordinator: the lower modes only."""
+
+    step = timedelta(milliseconds=10)
+    keeps_order = False
 
     @pytest.fixture(autouse=True)
     def second_database(self) -> Iterator[None]:

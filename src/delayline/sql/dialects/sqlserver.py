@@ -243,7 +243,7 @@ class SqlServer(ServerDialect):
 
     def set_savepoint(self, connection: Connection) -> None:
         """Mark where to go back to: savepoints cannot be released here, so each depth has a name of its own."""
-        connection.info["savepoints"] += 1
+        connection.info["savepoints"] = connection.info.get("savepoints", 0) + 1
         run(connection, f"SAVE TRANSACTION delayline{connection.info['savepoints']}")
 
     def roll_back_to_savepoint(self, connection: Connection) -> None:

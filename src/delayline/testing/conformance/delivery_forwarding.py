@@ -16,7 +16,7 @@ from delayline.events import Event
 from delayline.message import Headers
 from delayline.testing.clock import ManualClock
 from delayline.testing.conformance.delivery_room import ELSEWHERE, DeliveryRoom
-from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, TICK, delayed
+from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, delayed
 from delayline.testing.conformance.store_room import closed, opened
 from delayline.testing.conformance.transport_room import nothing_left, received
 from delayline.testing.signals import Signals
@@ -90,10 +90,11 @@ class DeliveryInside(DeliveryRoom):
         await transport.stop()
 
     async def test_what_is_due_moves_in_the_order_of_due_times(self, inside: Inside) -> None:
-        """Down to the microsecond, ties in the order stored; nothing that is due later moves."""
-        await inside.hold(delayed("second"), delayed("third"), delayed("first", AT - TICK), delayed("early", AT + TICK))
+        """Down to the step, ties in the order stored; nothing that is due later moves."""
+        before, later = delayed("first", AT - self.step), delayed("early", AT + self.step)
+        await inside.hold(delayed("second"), delayed("third"), before, later)
         forwarded = await inside.forward()
-        assert (forwarded.number, forwarded.next_due, forwarded.left) == (3, AT + TICK, 0)
+        assert (forwarded.number, forwarded.next_due, forwarded.left) == (3, AT + self.step, 0)
         assert await inside.takes(3) == ["first", "second", "third"]
         assert await inside.waiting() == ["early"]
 
@@ -114,7 +115,7 @@ class DeliveryInside(DeliveryRoom):
 
     async def test_the_limit_holds(self, inside: Inside) -> None:
         """At most `limit`, the earliest; the next one, due as well, is not to be waited for."""
-        await inside.hold(*(delayed(f"m{number}", AT - (5 - number) * TICK) for number in range(5)))
+        await inside.hold(*(delayed(f"m{number}", AT - (5 - number) * self.step) for number in range(5)))
         forwarded = await inside.forward(limit=2)
         assert forwarded.number == 2
         assert forwarded.next_due is not None
@@ -123,8 +124,8 @@ class DeliveryInside(DeliveryRoom):
 
     async def test_max_bytes_bounds_a_move(self, inside: Inside) -> None:
         """Bodies and headers count, as in a fetch; one that is too large moves alone."""
-        await inside.hold(*(delayed(f"m{number}", headers={"h": "x" * 500}, body=b"x" * 500) for number in range(5)))
-        assert (await inside.forward(max_bytes=3500)).number == 3
+        await inside.hold(*(delayed(f"m{number}", headers={"h": "x" * 5000}, body=b"x" * 5000) for number in range(5)))
+        assert (await inside.forward(max_bytes=35_000)).number == 3
         assert (await inside.forward(max_bytes=1)).number == 1
         assert await inside.takes(4) == ["m0", "m1", "m2", "m3"]
 
@@ -144,7 +145,7 @@ class DeliveryInside(DeliveryRoom):
 
     async def test_what_is_held_without_a_transaction_does_not_move(self, inside: Inside) -> None:
         """Somebody is sending it now."""
-        await inside.hold(delayed("held"), delayed("free"))
+        await inside.hold(delayed("held", AT - self.step), delayed("free"))
         held = await inside.store.fetch_next_due(AT)
         assert held is not None
         forwarded = await inside.forward()

@@ -17,7 +17,7 @@ from delayline.endpoint import Endpoint
 from delayline.errors import UnsupportedTransactionMode
 from delayline.events import Event
 from delayline.testing.clock import ManualClock, settle
-from delayline.testing.conformance.messages import AT, ENDPOINT, PATIENCE
+from delayline.testing.conformance.messages import AT, ENDPOINT, PATIENCE, TICK
 from delayline.testing.conformance.store_room import closed
 from delayline.testing.conformance.transport_room import received
 from delayline.testing.faults import Fault
@@ -198,6 +198,9 @@ class DeliveryRoom:
 
     #: How many messages fall due at one instant in the burst tests.
     burst: int = 1000
+    #: As in the store's suite: the steps of due times, and whether ties are in the order of storing or of their ids.
+    step: timedelta = TICK
+    keeps_order: bool = True
 
     async def make_parts(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
         """Return a new transport and a new store over storage that is empty when a test begins. Override this."""

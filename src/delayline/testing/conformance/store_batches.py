@@ -63,17 +63,17 @@ class StoreBatches(StoreRoom):
         assert [message.id for message in await batches.fetch_due(AT, 10, max_bytes=PLENTY)] == ["due"]
 
     async def test_max_bytes_bounds_a_batch(self, batches: InBatches) -> None:
-        """Three of 1000 bytes fit into 3500, a fourth does not; what did not fit is not locked."""
-        messages = [delayed(f"m{number}", headers={}, body=b"x" * 1000) for number in range(5)]
+        """Three of 10 000 bytes fit into 35 000, a fourth does not; what did not fit is not locked."""
+        messages = [delayed(f"m{number}", headers={}, body=b"x" * 10_000) for number in range(5)]
         await batches.store_many(messages)
-        assert len(await batches.fetch_due(AT, 10, max_bytes=3500)) == 3
-        assert len(await batches.fetch_due(AT, 10, max_bytes=3500)) == 2
+        assert len(await batches.fetch_due(AT, 10, max_bytes=35_000)) == 3
+        assert len(await batches.fetch_due(AT, 10, max_bytes=35_000)) == 2
 
     async def test_max_bytes_counts_headers(self, batches: InBatches) -> None:
         """Headers take memory as bodies do."""
-        messages = [delayed(f"m{number}", headers={"h": "x" * 1000}, body=b"") for number in range(3)]
+        messages = [delayed(f"m{number}", headers={"h": "x" * 10_000}, body=b"") for number in range(3)]
         await batches.store_many(messages)
-        assert len(await batches.fetch_due(AT, 10, max_bytes=2500)) == 2
+        assert len(await batches.fetch_due(AT, 10, max_bytes=25_000)) == 2
 
     async def test_one_message_larger_than_max_bytes_is_returned(self, batches: InBatches) -> None:
         """Alone: a large message must not wait for ever."""
