@@ -15,7 +15,10 @@ NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
 UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
 CREDENTIALS: Final = "{place} refuses this user: {cause}. Check the user and the password"
-RIGHTS: Final = "{place} does not allow this user that: {cause}. Grant it"
+RIGHTS: Final = (
+    "{place} does not allow this user that: {cause}. Run as an administrator: "
+    "GRANT SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
+)
 SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
 LOST: Final = "the connection to {place} is lost: {cause}"
 NAME: Final = "{place} cannot have a table of that name: {cause}. Choose another endpoint name or table_name"
