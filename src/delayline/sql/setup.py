@@ -54,10 +54,9 @@ def set_up(connection: Connection, dialect: Dialect, tables: QueueTables, *other
 
     Raises NewerSchema, and BackendUnusable for a table of another shape.
     """
-    if plan(connection, tables, *others):
-        with dialect.setting_up(connection):
-            for step in plan(connection, tables, *others):
-                dialect.make(connection, step)
+    with dialect.setting_up(connection):
+        for step in plan(connection, tables, *others):
+            dialect.make(connection, step)
 
 
 def plan(connection: Connection, tables: QueueTables, *others: Table) -> list[Executable]:
