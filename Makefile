@@ -9,7 +9,8 @@ WORKERS ?= 2
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "make %-8s %s\n", $$1, $$2}'
 
-setup: .venv/installed ## install what is missing (uv, dependencies); quick when nothing is
+setup: .venv/installed ## install what is missing (uv, dependencies, servers for the tests); quick when nothing is
+	@tests/servers/install.sh
 
 .venv/installed: pyproject.toml uv.lock
 	@command -v uv >/dev/null 2>&1 || python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet uv 2>/dev/null \
@@ -31,7 +32,7 @@ check: setup ## format, lint, types, layers, fast tests; no server, under a minu
 	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
 
 test: check ## everything: the checks, every test with coverage, the docs
-	$(RUN) pytest -n $(WORKERS) --cov --cov-branch --cov-report=
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) --cov --cov-branch --cov-report=
 	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
 	$(RUN) mkdocs build --strict --quiet
 

@@ -1,0 +1,29 @@
+#!/bin/sh
+# Install the servers that the tests start for themselves, where they are missing. The services that the packages bring
+# along are not started: while this runs, policy-rc.d says no.
+set -eu
+
+missing=""
+[ -n "$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null)" ] || command -v initdb >/dev/null || missing=" postgresql"
+PATH="$PATH:/usr/sbin:/usr/local/sbin" command -v mariadbd >/dev/null || missing="$missing mariadb-server"
+[ -n "$missing" ] || exit 0
+
+as_root=""
+[ "$(id -u)" = 0 ] || as_root="sudo -n"
+give_up() {
+    echo "not installed, and not to be installed from here:$missing. Tests that need it are skipped, in \`make test\`"
+    echo "they fail. On Debian and Ubuntu: apt-get install$missing"
+    exit 0
+}
+command -v apt-get >/dev/null || give_up
+[ -z "$as_root" ] || $as_root true 2>/dev/null || give_up
+
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+    trap '$as_root rm -f "$policy"' EXIT INT TERM
+    printf '#!/bin/sh\nexit 101\n' | $as_root tee "$policy" >/dev/null
+    $as_root chmod +x "$policy"
+fi
+echo "installing$missing"
+$as_root apt-get update -qq || give_up
+$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null || give_up
