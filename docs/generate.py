@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from sqlalchemy import make_url
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.mysql.mariadb import MariaDBDialect
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from delayline import (
@@ -71,6 +72,7 @@ def guarantees() -> str:
     """Return what every pair of parts promises in every mode."""
     one, two = "sqlite:///one.db", "sqlite:///two.db"
     here, there, both = "postgresql://server/one", "postgresql://server/two", TwoPhaseCommit()
+    near, far = "mariadb://server/one", "mariadb://server/two"
     pairs: list[tuple[str, Transport, DelayedMessageStore]] = [
         ("SQLite, queues and store in one file", SqlTransport(one), SqlDelayedMessageStore(one)),
         ("SQLite, queues and store in two files", SqlTransport(one), SqlDelayedMessageStore(two)),
@@ -81,6 +83,8 @@ def guarantees() -> str:
             SqlTransport(here, two_phase=both),
             SqlDelayedMessageStore(there, two_phase=both),
         ),
+        ("MariaDB, queues and store in one database", SqlTransport(near), SqlDelayedMessageStore(near)),
+        ("MariaDB, queues and store in two databases", SqlTransport(near), SqlDelayedMessageStore(far)),
         ("queues in memory, store on SQLite", MemoryTransport(), SqlDelayedMessageStore(one)),
         ("memory, queues and store", MemoryTransport(), MemoryDelayedMessageStore()),
     ]
@@ -352,6 +356,12 @@ def sqlserver_schema() -> str:
     return schema_in(server.sql, tables)
 
 
+def mariadb_schema() -> str:
+    """Return the statements that create the tables in MariaDB."""
+    tables = [*schema.queue_tables().of("mariadb"), schema.timeouts_table("sales.timeouts", leases=True)]
+    return schema_in(MariaDBDialect(), tables)
+
+
 def schema_in(dialect: Dialect, tables: Sequence[Table]) -> str:
     """Return the statements that create those tables."""
     statements = []
@@ -381,6 +391,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "headers": headers,
     "sqlite-schema": sqlite_schema,
     "postgresql-schema": postgresql_schema,
+    "mariadb-schema": mariadb_schema,
     "sqlserver-schema": sqlserver_schema,
 }
 
