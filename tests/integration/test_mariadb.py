@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
     from tests.servers.mariadb import MariadbServer
 
-    from delayline import Endpoint, MessageContext
-    from delayline.sql.transactions import SqlTransaction
+    from delayline import Endpoint, MessageContext, Transaction
 
 PATIENCE = 20.0
 SECONDS = 3.0
@@ -112,7 +111,7 @@ async def test_the_loser_of_a_deadlock_does_nothing_more_in_its_transaction(mari
     await store.store_many([delayed("a"), delayed("b")])
     one, other = store.transaction(), store.transaction()
 
-    async def cross(transaction: SqlTransaction, first: str, second: str, meet: asyncio.Barrier) -> None:
+    async def cross(transaction: Transaction, first: str, second: str, meet: asyncio.Barrier) -> None:
         async with transaction:
             await store.remove(delayed(first), transaction)
             await meet.wait()
