@@ -210,6 +210,16 @@ def test_an_unknown_option() -> None:
     assert isinstance(server().translated(error), ConfigurationError)
 
 
+def test_a_driver_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("Failed to load the driver.")
+
+    one = server()
+    monkeypatch.setattr(one.engine, "connect", fail)
+    with pytest.raises(ConfigurationError, match="apt-get install libltdl7 libodbc2"):
+        one.check()
+
+
 def test_a_mistake_in_the_program_is_not_hidden() -> None:
     error = of_microsoft("ProgrammingError", "Syntax error or access violation", "Incorrect syntax near 'x'.")
     assert server().translated(error) is error

@@ -58,6 +58,10 @@ CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
     MICROSOFT: {"timeout": CONNECT_TIMEOUT},
     PYMSSQL: {"login_timeout": CONNECT_TIMEOUT, "appname": "delayline"},
 }
+NOT_LOADED: Final = (
+    "mssql-python cannot be loaded: {error} On Debian run: apt-get install libltdl7 libodbc2; "
+    "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
+)
 #: Errors tell by their English texts what they are; a lock is waited for, but not for ever.
 SESSION: Final = (
     "SET LANGUAGE us_english; SET XACT_ABORT OFF; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
@@ -89,7 +93,12 @@ class SqlServer(ServerDialect):
         self.driver = _driver_of(url)
         self._pymssql = self.driver == PYMSSQL
         style = {"paramstyle": "format", "supports_comments": False} if self._pymssql else {"paramstyle": "qmark"}
-        super().__init__(url, connect_args=CONNECT_ARGS[self.driver], **style)
+        try:
+            super().__init__(url, connect_args=CONNECT_ARGS[self.driver], **style)
+        except (ImportError, OSError, RuntimeError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(NOT_LOADED.format(error=error)) from error
         sql: Any = self.engine.dialect
         sql.statement_compiler, sql.ddl_compiler = HintedSql, IdempotentDdl
         sql._supports_offset_fetch = True  # also before the first connection
@@ -115,6 +124,8 @@ class SqlServer(ServerDialect):
         """Return a new connection in autocommit, at READ COMMITTED: READPAST works at no other level."""
         try:
             connection = self.engine.connect()
+        except RuntimeError as error:  # what mssql-python says when a library that it needs is not there
+            raise ConfigurationError(NOT_LOADED.format(error=error)) from error
         except TypeError as error:  # what pymssql says of an option that it does not know
             raise ConfigurationError(
                 f"the URL of {self} has an option that the driver does not know: {error}"
