@@ -102,11 +102,6 @@ class PostgresqlServer:
             connection.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{password}'")
             connection.execute("SELECT pg_reload_conf()")
 
-    @staticmethod
-    def connected(url: str) -> psycopg.Connection:
-        """Connect to one of its databases, in autocommit."""
-        return psycopg.connect(url, autocommit=True)
-
     def new_database(self) -> str:
         """Create an empty database and return its URL."""
         name = f"test_{uuid.uuid4().hex[:12]}"
