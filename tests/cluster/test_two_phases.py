@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import NullPool
 from tests.cluster.harness import PATIENCE, eventually, new_seed
 from tests.conftest import not_installed
 from tests.servers.postgresql import INSTALL, PostgresqlServer
@@ -27,13 +30,15 @@ from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from typing import Any
 
     from sqlalchemy import Connection
 
 
 pytestmark = pytest.mark.cluster
 MESSAGES = 120
+DRIVERS = {"postgresql": "+psycopg://", "mariadb": "+pymysql://"}
 SETTINGS = ["fsync=off", "max_prepared_transactions=50"]
 
 WORKER = """
@@ -119,27 +124,29 @@ class Two:
         return bodies(self.waiting, """SELECT body FROM "orders.timeouts" WHERE destination = 'results'""")
 
     def in_doubt(self) -> list[str]:
-        return [gid for url in (self.queues, self.waiting) for (gid,) in rows(url, "SELECT gid FROM pg_prepared_xacts")]
+        return [gid for (gid,) in rows(self.waiting, "SELECT gid FROM pg_prepared_xacts")]
 
     def decisions(self) -> list[str]:
         return [name for (name,) in rows(self.queues, "SELECT id FROM delayline_decisions WHERE id <> 'log'")]
 
 
-def rows(url: str, sql: str) -> list[tuple[str, ...]]:
+def rows(url: str, sql: str) -> Sequence[Any]:
     """Ask, and ask again while the server is away."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            with psycopg.connect(url) as connection:
-                return connection.execute(sql.encode()).fetchall()
-        except psycopg.OperationalError:
+            with create_engine(
+                url.replace("://", DRIVERS[url.split(":")[0]], 1), poolclass=NullPool
+            ).connect() as asked:
+                return asked.execute(text(sql)).all()
+        except OperationalError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
 
 def bodies(url: str, sql: str) -> list[str]:
-    return [bytes(body).decode() for (body,) in rows(url, sql)]  # type: ignore[arg-type]
+    return [bytes(body).decode() for (body,) in rows(url, sql)]
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +162,13 @@ def servers() -> Iterator[tuple[PostgresqlServer, PostgresqlServer]]:
 @pytest.fixture
 def two(servers: tuple[PostgresqlServer, PostgresqlServer]) -> Iterator[Two]:
     one, other = servers
-    two = Two(one.new_database(), other.new_database())
+    first, second = one.new_database(), other.new_database()
+    two = Two(first, second)
     yield two
     two.close()
     with contextlib.suppress(psycopg.Error):  # where a failing test has left something in doubt
-        one.drop_database(two.queues)
-        other.drop_database(two.waiting)
+        one.drop_database(first)
+        other.drop_database(second)
 
 
 STEPS = {
@@ -172,8 +180,11 @@ STEPS = {
 
 
 @pytest.mark.parametrize("role", ["poller", "receiver"])
-async def test_killed_at_every_step(two: Two, role: str) -> None:
+@pytest.mark.parametrize("queues_in", ["PostgreSQL", "MariaDB"])
+async def test_killed_at_every_step(two: Two, role: str, queues_in: str, request: pytest.FixtureRequest) -> None:
     """Given messages, when a process is killed at a step of a transaction, then an endpoint's start mends it."""
+    if queues_in == "MariaDB":
+        two.queues = request.getfixturevalue("mariadb_url")
     await two.send(MESSAGES, timedelta(milliseconds=1) if role == "poller" else None)
     everybody = sorted(f"{number}" for number in range(MESSAGES))
     for step, doubtful in STEPS.items():

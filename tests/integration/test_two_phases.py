@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
 from tests.conftest import not_installed
 from tests.servers.postgresql import INSTALL, PostgresqlServer
 
@@ -52,6 +54,11 @@ def sent(number: int) -> TransportOperation:
     return TransportOperation(Message(f"{number}", {}, b""), "shop")
 
 
+def driven(url: str) -> str:
+    """Return the URL with the driver that we have."""
+    return url.replace("postgresql:", "postgresql+psycopg:").replace("mariadb:", "mariadb+pymysql:")
+
+
 class Pair:
     """Queues in one database, a store in another, and a count of what was prepared."""
 
@@ -69,9 +76,10 @@ class Pair:
         return queued, [message.id for message in await self.store.pending()]
 
 
-@pytest.fixture
-async def pair(postgresql_url: str, second_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    pair = Pair(postgresql_url, second_url)
+@pytest.fixture(params=["postgresql_url", "mariadb_url"])
+async def pair(request: pytest.FixtureRequest, second_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    """Queues in either product, the store in PostgreSQL."""
+    pair = Pair(request.getfixturevalue(request.param), second_url)
     prepare = PostgresqlTwoPhase.prepare
 
     def noting(self: PostgresqlTwoPhase, connection: Connection, name: str) -> None:
@@ -176,8 +184,8 @@ async def test_decisions_are_forgotten(pair: Pair) -> None:
             await pair.transport.dispatch([sent(number)], transaction)
             await pair.store.store(delayed(number), transaction)
     await pair.endpoint.stop()
-    with psycopg.connect(pair.queues) as connection:
-        assert connection.execute("SELECT id FROM delayline_decisions").fetchall() == [("log",)]
+    with create_engine(driven(pair.queues), poolclass=NullPool).connect() as connection:
+        assert connection.execute(text("SELECT id FROM delayline_decisions")).all() == [("log",)]
 
 
 async def test_other_pairs_are_left_alone(pair: Pair, postgresql: PostgresqlServer, second_url: str) -> None:
@@ -212,7 +220,7 @@ async def test_a_server_that_prepares_nothing_is_refused(postgresql_url: str) ->
 
 def test_databases_that_cannot_prepare_are_refused(tmp_path: Path) -> None:
     """Given SQLite, when it is to take part, then that is refused at once, with what to do instead."""
-    remedy = re.escape("keep queues and store in one database, or leave out two_phase")
+    remedy = re.escape("keep queues and store in one database, or leave out two_phase and use")
     with pytest.raises(UnsupportedTransactionMode, match=remedy):
         SqlTransport(f"sqlite:///{tmp_path}/one.db", two_phase=TwoPhaseCommit())
     with pytest.raises(UnsupportedTransactionMode, match=remedy):

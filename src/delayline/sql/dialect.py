@@ -71,6 +71,18 @@ class Claims(Protocol):
         ...
 
 
+class Decides(Protocol):
+    """How one database is asked for a decision that may be being taken."""
+
+    def wait_briefly(self, connection: Connection) -> None:
+        """Let statements of the open transaction raise BackendUnavailable that would have to wait for others'."""
+        ...
+
+    def wait_as_usual(self, connection: Connection) -> None:
+        """Undo that, where the end of the transaction does not."""
+        ...
+
+
 class TwoPhase(Protocol):
     """How one database prepares transactions, which anybody can finish later, after whatever crash."""
 
@@ -94,10 +106,6 @@ class TwoPhase(Protocol):
         """Return the names of what is prepared here and begins with the prefix."""
         ...
 
-    def wait_briefly(self, connection: Connection) -> None:
-        """Let statements of the open transaction raise BackendUnavailable that would have to wait for others'."""
-        ...
-
 
 class Dialect(Protocol):
     """One database of one product: its SQL, its errors, its ways to begin and end."""
@@ -108,6 +116,11 @@ class Dialect(Protocol):
     @property
     def identity(self) -> Hashable:
         """Equal for URLs that can share a transaction; its str shows no password."""
+        ...
+
+    @property
+    def decides(self) -> Decides | None:
+        """How a decision about transactions prepared elsewhere is kept here; None where it cannot be."""
         ...
 
     @property

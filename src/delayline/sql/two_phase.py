@@ -12,7 +12,7 @@ import contextlib
 import logging
 import uuid
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from sqlalchemy import bindparam, delete, insert, select
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.database import Database
-    from delayline.sql.dialect import Dialect, TwoPhase
+    from delayline.sql.dialect import Decides, Dialect, TwoPhase
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ LOOK_EVERY: Final = 10.0  # seconds between looks for what crashed processes lef
 LOOK_AGAIN: Final = 1.0  # after trouble of our own
 FORGOTTEN_AT_ONCE: Final = 100
 LOG: Final = "log"
+COMMIT: Final = "commit"
 
 #: The name of a prepared transaction: `delayline-LOG-DATABASE-NUMBER`.
 Name = str
@@ -82,7 +83,7 @@ class TwoPhaseCommit:
 
     def decide_in(self, database: Database, schema: str | None) -> None:
         """Keep the decisions in that schema of the transport's database. Raises UnsupportedTransactionMode."""
-        two_phase_of(database)
+        decides_of(database)
         if self._deciding not in (None, database):
             raise ConfigurationError("a TwoPhaseCommit takes one transport's database: give the other one its own")
         self._deciding, self._decisions = database, Decisions(database.dialect, schema)
@@ -213,10 +214,14 @@ class TwoPhaseCommit:
 
     async def _outcome(self, name: Name) -> bool | None:
         """Return whether it was decided to commit; None while the transaction that decides may still be under way."""
-        transaction = self.deciding.transaction()
+        decides, transaction = decides_of(self.deciding), self.deciding.transaction()
         try:
-            await transaction.run(two_phase_of(self.deciding).wait_briefly)
-            return not await transaction.run(partial(self._decided.put_new, name=name))
+            await transaction.run(decides.wait_briefly)
+            try:
+                return await transaction.run(partial(self._decided.is_commit, name=name))
+            finally:
+                with contextlib.suppress(DelaylineError):
+                    await transaction.run(decides.wait_as_usual)
         except BackendUnavailable:
             return None
         finally:
@@ -307,11 +312,12 @@ class Decisions:
     def put(self, connection: Connection, names: Iterable[Name]) -> None:
         """Write decisions."""
         for name in names:
-            self._put.change(connection, name, "commit")
+            self._put.change(connection, name, COMMIT)
 
-    def put_new(self, connection: Connection, name: Name) -> bool:
-        """Write a decision unless there is one; waits for whoever is writing it."""
-        return self._put_new.change(connection, name, "commit") == 1
+    def is_commit(self, connection: Connection, name: Name) -> bool:
+        """Return the decision; waits for whoever is taking it. Without one it is not to commit, unless rolled back."""
+        self._put_new.change(connection, name, "roll back")
+        return bool(self._value.one(connection, name) == COMMIT)
 
     def all(self, connection: Connection, prefix: str) -> list[Name]:
         """Return the names of the transactions that are decided."""
@@ -322,12 +328,18 @@ class Decisions:
         self._delete.change_each(connection, keys=list(names))
 
 
+def decides_of(database: Database) -> Decides:
+    """Return how the database is asked for decisions. Raises UnsupportedTransactionMode."""
+    return database.dialect.decides or _refuse(database, "keep the queues", "PostgreSQL or MariaDB")
+
+
 def two_phase_of(database: Database) -> TwoPhase:
     """Return how the database prepares transactions. Raises UnsupportedTransactionMode."""
-    two_phase = database.dialect.two_phase
-    if two_phase is None:
-        raise UnsupportedTransactionMode(
-            f"the {database.dialect} cannot take part in a two-phase commit: keep queues and store in one database, or "
-            "leave out two_phase and use TransactionMode.SENDS_ATOMIC_WITH_RECEIVE"
-        )
-    return two_phase
+    return database.dialect.two_phase or _refuse(database, "keep the store", "PostgreSQL")
+
+
+def _refuse(database: Database, what: str, where: str) -> NoReturn:
+    raise UnsupportedTransactionMode(
+        f"the {database.dialect} cannot take that part in a two-phase commit: {what} in {where}, keep queues and store "
+        "in one database, or leave out two_phase and use TransactionMode.SENDS_ATOMIC_WITH_RECEIVE"
+    )

@@ -51,9 +51,10 @@ CONNECT_ARGS: Final = {
     "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     "program_name": "delayline",
 }
+LOCK_PATIENCE: Final = 30  # seconds
 SESSION: Final = (
-    "SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
-    "innodb_lock_wait_timeout = 30, lock_wait_timeout = 60"
+    f"SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
+    f"innodb_lock_wait_timeout = {LOCK_PATIENCE}, lock_wait_timeout = 60"
 )
 TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
 SETUP_LOCK: Final = "delayline setup"
@@ -196,6 +197,19 @@ class Mariadb(ServerDialect):
         driver: Any = connection.connection.driver_connection
         if driver.open:
             super().rollback(connection)
+
+    @property
+    def decides(self) -> Mariadb:
+        """Rows that innodb_lock_wait_timeout waits for no longer than it has to."""
+        return self
+
+    def wait_briefly(self, connection: Connection) -> None:
+        """Wait a second for others' locks: there is nothing shorter."""
+        run(connection, "SET SESSION innodb_lock_wait_timeout = 1")
+
+    def wait_as_usual(self, connection: Connection) -> None:
+        """Wait as every session of ours does."""
+        run(connection, f"SET SESSION innodb_lock_wait_timeout = {LOCK_PATIENCE}")
 
     def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
         """For this process only: the server cannot tell anybody anything."""

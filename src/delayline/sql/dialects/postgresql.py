@@ -145,6 +145,11 @@ class Postgresql(ServerDialect):
             super().rollback(connection)
 
     @property
+    def decides(self) -> PostgresqlTwoPhase:
+        """Rows that lock_timeout does not wait for."""
+        return PostgresqlTwoPhase(self)
+
+    @property
     def two_phase(self) -> PostgresqlTwoPhase:
         """PREPARE TRANSACTION."""
         return PostgresqlTwoPhase(self)

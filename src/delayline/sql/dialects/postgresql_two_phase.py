@@ -63,6 +63,9 @@ class PostgresqlTwoPhase:
         """Let the transaction's statements fail that would have to wait for others'."""
         run(connection, WAIT_BRIEFLY)
 
+    def wait_as_usual(self, connection: Connection) -> None:
+        """Do nothing: it was for the transaction only."""
+
     def _finish(self, connection: Connection, sql: str) -> None:
         try:
             run(connection, sql)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Executable, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import Place, TwoPhase
+    from delayline.sql.dialect import Decides, Place, TwoPhase
     from delayline.sql.leases import Leases
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
@@ -42,6 +42,11 @@ class ServerDialect:
     """How many bytes of UTF-8 a table's name may have."""
     patience = 30.0
     largest_message = 500_000_000
+
+    @property
+    def decides(self) -> Decides | None:
+        """None: nobody has said how a decision is asked for."""
+        return None
 
     @property
     def two_phase(self) -> TwoPhase | None:

@@ -66,6 +66,11 @@ class Sqlite:
         self.wake_ups = WakeUps(self._directory)
 
     @property
+    def decides(self) -> None:
+        """None: its one writer would wait for the other database."""
+        return
+
+    @property
     def two_phase(self) -> None:
         """None: SQLite cannot prepare a transaction."""
         return
