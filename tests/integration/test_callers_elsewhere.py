@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.servers.mariadb import MariadbServer
     from tests.servers.postgresql import PostgresqlServer
 
 LATER = timedelta(days=1)
@@ -95,6 +96,30 @@ async def test_another_database_of_the_server_is_refused(postgresql: PostgresqlS
                 await shop.send("shop", "", delay=LATER, transaction=connection)
             connection.execute("SELECT 1")
     postgresql.drop_database(other)
+
+
+async def test_mariadb_through_sqlalchemy(mariadb: MariadbServer, mariadb_url: str) -> None:
+    """Given the messages in MariaDB, when a session there sends, then they are its own; another database is refused."""
+    other, driver = mariadb.new_database(), "mariadb+pymysql:"
+    async with shop_in(mariadb_url) as shop:
+        engine = create_engine(mariadb_url.replace("mariadb:", driver), poolclass=NullPool)
+        with Session(engine) as session:
+            await shop.send("shop", "undone", delay=LATER, transaction=session)
+            session.rollback()
+            await shop.send("shop", "kept", delay=LATER, transaction=session)
+            assert await shop.delayed.pending() == []
+            session.commit()
+        assert [message.message.text for message in await shop.delayed.pending()] == ["kept"]
+        autocommit = engine.execution_options(isolation_level="AUTOCOMMIT")
+        with autocommit.connect() as connection, pytest.raises(ConfigurationError, match="in autocommit"):
+            await shop.send("shop", "", transaction=connection)
+        elsewhere = create_engine(other.replace("mariadb:", driver), poolclass=NullPool)
+        with (
+            Session(elsewhere) as session,
+            pytest.raises(ConfigurationError, match=r"is on the MariaDB database test_\w+"),
+        ):
+            await shop.send("shop", "", transaction=session)
+    mariadb.drop_database(other)
 
 
 async def test_another_schema_is_refused(postgresql_url: str) -> None:

@@ -168,7 +168,7 @@ class Mariadb(ServerDialect):
         [(database, *server)] = run(connection, "SELECT DATABASE(), @@hostname, @@port, @@datadir")
         inside = table.schema or database
         found = run(connection, TABLE_EXISTS, inside, table.name)
-        return Place(f"{self.product} database {inside}", tuple(server), (inside, table.name) if found else None)
+        return Place(f"{self.product} database {inside}", (*server, inside), table.name if found else None)
 
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
         """Return the server's time so many seconds from now."""
