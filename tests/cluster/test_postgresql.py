@@ -15,6 +15,7 @@ from tests.cluster.test_steps import IN_HANDLER, POLLER_ONE_FILE, POLLER_TWO_FIL
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline import SqlDelayedMessageStore, TransactionMode
+from delayline.message import Headers, to_wire_time
 from delayline.testing.conformance.messages import delayed
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def store_many(cluster: Cluster, numbers: range, *, seconds: float) -> None:
     async def store_them() -> None:
         store = SqlDelayedMessageStore(cluster.store_url)
         await store.initialize("orders", TransactionMode.RECEIVE_ONLY)
-        await store.store_many([delayed(str(number), due, destination="orders") for number in numbers])
+        headers = {Headers.DELIVER_AT: to_wire_time(due)}
+        await store.store_many([delayed(str(number), due, destination="orders", headers=headers) for number in numbers])
         await store.close()
 
     asyncio.run(store_them())

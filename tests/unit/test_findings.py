@@ -53,7 +53,10 @@ def test_what_is_no_store_is_refused_with_what_it_lacks() -> None:
         StoredDelivery(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["", "delayline_messages", "delayline_queues", "delayline_schema"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "delayline_messages", "delayline_queues", "delayline_schema", "delayline_decisions", "delayline_sleeping"],
+)
 def test_a_store_cannot_take_the_queues_table(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="choose another"):
         SqlDelayedMessageStore(f"sqlite:///{tmp_path}/a.db", table_name=name)

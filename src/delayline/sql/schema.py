@@ -106,6 +106,11 @@ class QueueTables:
         )
 
     @property
+    def names(self) -> set[str]:
+        """Every name that is delayline's own in some database."""
+        return {table.name for table in self.versions.metadata.sorted_tables}
+
+    @property
     def all(self) -> list[Table]:
         """Every one of them that each database has."""
         return [self.versions, self.queues, self.queued]

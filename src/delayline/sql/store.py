@@ -59,7 +59,7 @@ class SqlDelayedMessageStore:
         self._poll_interval = time_span("poll_interval", poll_interval)
         self._schema = self._database.dialect.schema_of(schema)
         self._tables = queue_tables(self._schema)
-        if table_name is not None and (not table_name or table_name in {table.name for table in self._tables.all}):
+        if table_name is not None and (not table_name or table_name in self._tables.names):
             raise ConfigurationError(f"table_name={table_name!r} is empty or one of delayline's own: choose another")
         self._table_name = table_name
         self._open: StoreStatements | None = None
