@@ -32,7 +32,7 @@ check: setup ## format, lint, types, layers, fast tests; no server, under a minu
 	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
 
 test: check ## everything: the checks, every test with coverage, the docs
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) --cov --cov-branch --cov-report=
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) --durations=25 --cov --cov-branch --cov-report=
 	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
 	$(RUN) mkdocs build --strict --quiet
 
