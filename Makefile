@@ -32,8 +32,9 @@ check: setup ## format, lint, types, layers, fast tests; no server, under a minu
 	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
 
 test: check ## everything: the checks, every test with coverage, the docs
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) --durations=25 --cov --cov-branch --cov-report=
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not server" --cov --cov-branch --cov-report=
 	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m server --durations=15
 	$(RUN) mkdocs build --strict --quiet
 
 bench: setup ## the figures: ratios to a raw loop over the same SQLite file, into benchmarks/results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -18,6 +18,17 @@ from tests.servers.postgresql import PostgresqlServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+#: The fixtures that start one.
+SERVERS: Final = {"postgresql", "mariadb", "crashing"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a server: those tests run without coverage, which they add nothing to and which slows them."""
+    for item in items:
+        if SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.server)
 
 
 def not_installed(product: str, command: str) -> None:
