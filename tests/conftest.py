@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 #: The fixtures that start one.
-SERVERS: Final = {"postgresql", "mariadb", "crashing"}
+SERVERS: Final = {"postgresql", "mariadb", "crashing", "server_url"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

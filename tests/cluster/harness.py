@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+import pymysql
+from sqlalchemy import make_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,6 +92,18 @@ class Nursery:
 
     def close(self) -> None:
         self._process.communicate(timeout=PATIENCE)
+
+
+def mariadb_at(url: str) -> pymysql.Connection[Any]:
+    """Connect, with names in the quotes that every database understands."""
+    place = make_url(url)
+    return pymysql.connect(
+        host=place.host or "localhost",
+        port=place.port or 3306,
+        user=place.username,
+        database=place.database,
+        sql_mode="ANSI_QUOTES",
+    )
 
 
 @dataclass
@@ -217,11 +232,15 @@ class Cluster:
         eventually(lambda: len(self.journal("started")) >= number, f"{number} to start; {self.log()}")
 
     def _rows(self, url: str, query: str) -> list[tuple[Any, ...]]:
+        if url.startswith("mariadb"):
+            with contextlib.closing(mariadb_at(url)) as connection, connection.cursor() as cursor:
+                cursor.execute(query)
+                return list(cursor.fetchall())
         if not url.startswith("sqlite"):
             with psycopg.connect(url) as server:
                 return server.execute(query.encode()).fetchall()
-        connection = sqlite3.connect(f"file:{url.removeprefix('sqlite:///')}?mode=ro", uri=True, timeout=PATIENCE)
+        file = sqlite3.connect(f"file:{url.removeprefix('sqlite:///')}?mode=ro", uri=True, timeout=PATIENCE)
         try:
-            return connection.execute(query).fetchall()
+            return file.execute(query).fetchall()
         finally:
-            connection.close()
+            file.close()

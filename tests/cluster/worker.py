@@ -23,7 +23,7 @@ from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
-from delayline.sql.forwarding import FileForwarding, Moved
+from delayline.sql.forwarding import FileForwarding, LockedForwarding, Moved
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 
 if TYPE_CHECKING:
@@ -64,11 +64,15 @@ def faults_of(settings: Settings, part: str) -> list[Fault]:
     ]
 
 
+#: What moves messages inside a database, by SQLAlchemy's name of its dialect.
+FORWARDINGS = {"sqlite": FileForwarding, "postgresql": PostgresqlForwarding, "mariadb": LockedForwarding}
+
+
 def die_in_move(store: DelayedMessageStore, step: str) -> None:
     """Die at a step of the second move inside the database, where no verb is called that a fault could be put on."""
     assert isinstance(store, SqlDelayedMessageStore)
     dialect, moves = store._database.dialect, [0]
-    forwarding: type[Any] = FileForwarding if dialect.sql.name == "sqlite" else PostgresqlForwarding
+    forwarding: type[Any] = FORWARDINGS[dialect.sql.name]
     run, commit = forwarding.run, dialect.commit
 
     def counted(self: object, connection: Connection, until: object, **bounds: Any) -> Moved:  # noqa: ANN401

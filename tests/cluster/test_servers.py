@@ -1,4 +1,4 @@
-"""PostgreSQL: processes killed, connections ended, the server crashed; nothing is lost, doubled or early."""
+"""Database servers: processes killed, connections ended, the server crashed; nothing is lost, doubled or early."""
 
 from __future__ import annotations
 
@@ -45,15 +45,21 @@ def crashing() -> Iterator[PostgresqlServer]:
     server.close()
 
 
+@pytest.fixture(params=["postgresql", "mariadb"])
+def server_url(request: pytest.FixtureRequest) -> str:
+    """Provide an empty database on a server of either kind."""
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
 def all_arrived_once(cluster: Cluster) -> None:
     assert set(cluster.results()) == cluster.sent()
     assert max(cluster.results().values()) == 1
     assert cluster.early() == []
 
 
-def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], postgresql_url: str) -> None:
+def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], server_url: str) -> None:
     # Given a backlog in one database
-    cluster = make_cluster(databases=[postgresql_url])
+    cluster = make_cluster(databases=[server_url])
     cluster.send_all(MESSAGES)
     plan: list[dict[str, Any]] = [{"faults": [step]} for step in POLLER_ONE_FILE]
     plan += [{"die_in_move": step} for step in ("before move", "after move")]
@@ -87,9 +93,9 @@ def test_a_poller_killed_at_every_step_over_two_databases(make_cluster: Callable
     assert cluster.early() == []
 
 
-def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], postgresql_url: str) -> None:
+def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], server_url: str) -> None:
     # Given messages in a queue
-    cluster = make_cluster(databases=[postgresql_url])
+    cluster = make_cluster(databases=[server_url])
     cluster.send_all(MESSAGES, delays=None)
     for settings in [*({"faults": [step]} for step in RECEIVER_ONE_FILE), IN_HANDLER]:
         # When a receiver is killed at this step
@@ -103,8 +109,8 @@ def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], p
     all_arrived_once(cluster)
 
 
-def test_processes_killed_at_random(make_cluster: Callable[..., Cluster], postgresql_url: str) -> None:
-    cluster = make_cluster(databases=[postgresql_url])
+def test_processes_killed_at_random(make_cluster: Callable[..., Cluster], server_url: str) -> None:
+    cluster = make_cluster(databases=[server_url])
     chance = random.Random(new_seed())  # noqa: S311 - repeatable
     sender = cluster.send(MESSAGES, delays=(0.2, HAVOC))
     cluster.havoc(chance, ["poller", "poller", "receiver", "receiver"], HAVOC)
