@@ -167,23 +167,21 @@ class LockedRows:
 
     def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
         """Lock due rows from the watermark on; it rises by what was found, as their locks keep everybody else off."""
-        since = self._since()
-        started = time.monotonic()
-        if since is None:
-            rows = self._locks.due.rows(connection, until, limit)
-            self._watermark.looked(time.monotonic() - started)
-        else:
-            rows = self._locks.due_since.rows(connection, until, since, limit)
+        locks = self._locks
+        rows = self._from_watermark(
+            lambda since: (
+                locks.due.rows(connection, until, limit)
+                if since is None
+                else locks.due_since.rows(connection, until, since, limit)
+            )
+        )
         if rows:
             self._watermark.reached(self._from_due(rows[0][2]))
         return rows
 
     def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
-        since = self._since()
-        started = time.monotonic()
-        moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes, since=since)
-        if since is None:
-            self._watermark.looked(time.monotonic() - started)
+        run = partial(self._forwarding.run, connection, until, limit=limit, max_bytes=max_bytes)
+        moved = self._from_watermark(lambda since: run(since=since))
         if moved.reached is not None:
             self._watermark.reached(self._from_due(moved.reached))
         return moved
@@ -196,19 +194,24 @@ class LockedRows:
         return due
 
     def _look(self, connection: Connection) -> Any:  # noqa: ANN401
-        since = self._since()
-        started = time.monotonic()
-        if since is None:
-            ((due, now),) = self._locks.next_due.rows(connection)
-            self._watermark.looked(time.monotonic() - started)
-        else:
-            ((due, now),) = self._locks.next_due_since.rows(connection, since)
+        locks = self._locks
+        ((due, now),) = self._from_watermark(
+            lambda since: (
+                locks.next_due.rows(connection) if since is None else locks.next_due_since.rows(connection, since)
+            )
+        )
         self._database.clock.hear(self._from_due(now))
         return due
 
-    def _since(self) -> Any:  # noqa: ANN401
+    def _from_watermark(self, look: Callable[[object | None], Result]) -> Result:
+        """Look from the watermark on, or, when that is due, at everything, and note how long it took."""
         since = self._watermark.since()
-        return None if since is None else self._database.dialect.to_due(since)
+        if since is not None:
+            return look(self._database.dialect.to_due(since))
+        started = time.monotonic()
+        found = look(None)
+        self._watermark.looked(time.monotonic() - started)
+        return found
 
     def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
         if self._locks.one.one(connection, message_id) is not None:
