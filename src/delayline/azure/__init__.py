@@ -1,0 +1,14 @@
+"""Azure Storage Queues, delayed messages in a table, one dispatcher at a time under a lease."""
+
+from delayline.errors import MissingExtra
+
+try:
+    from delayline.azure.account import AzureAccount
+    from delayline.azure.delayed_table import AzureDelayedTable, DelayedTableDelivery
+    from delayline.azure.transport import AzureStorageQueueTransport
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in {"azure", "aiohttp"}:
+        raise
+    raise MissingExtra("azure", "Azure Storage") from error
+
+__all__ = ["AzureAccount", "AzureDelayedTable", "AzureStorageQueueTransport", "DelayedTableDelivery"]

@@ -1,0 +1,211 @@
+"""A storage account: where it is, who may use it, and the clients of its queues, tables and containers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs, urlsplit
+from urllib.request import getproxies
+
+from azure.core.pipeline.policies import AsyncRetryPolicy
+from azure.core.pipeline.transport import AioHttpTransport
+from azure.data.tables.aio import TableServiceClient
+from azure.identity.aio import DefaultAzureCredential
+from azure.storage.blob.aio import BlobServiceClient
+from azure.storage.queue.aio import QueueServiceClient
+
+from delayline.errors import ConfigurationError, NotStarted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from azure.core.credentials_async import AsyncTokenCredential
+    from azure.core.pipeline import PipelineRequest, PipelineResponse
+    from azure.core.pipeline.transport import AsyncHttpTransport
+
+SCHEME: Final = "azure"
+VARIABLE: Final = "AZURE_STORAGE_CONNECTION_STRING"
+SUFFIX: Final = "core.windows.net"
+ACCOUNT: Final = re.compile(r"[a-z0-9]{3,24}")
+SERVICES: Final = ("queue", "table", "blob")
+#: Azurite's account, the same on every machine (https://learn.microsoft.com/azure/storage/common/storage-use-azurite).
+DEVELOPMENT: Final = (
+    "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6I"
+    "FsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1;QueueEndpoint="
+    "http://127.0.0.1:10001/devstoreaccount1;TableEndpoint=http://127.0.0.1:10002/devstoreaccount1"
+)
+#: Retries inside the client, which waits as long as a Retry-After header says; what lasts longer is the breakers'.
+RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2, "timeout": 20}
+
+
+class Retries(AsyncRetryPolicy[Any, Any]):
+    """The core library's retries, in the place of the storage libraries' own, which know no Retry-After and no 429.
+
+    A send that got no answer is not sent again here: whoever asked for it decides.
+    """
+
+    async def send(self, request: PipelineRequest[Any]) -> PipelineResponse[Any, Any]:
+        """Send the request, without what only the storage libraries' policy takes off it."""
+        for option in ("hosts", "location_mode", "retry_hook", "retry_to_secondary"):
+            request.context.options.pop(option, None)
+        response = await super().send(request)
+        vars(response.http_response)["location_mode"] = "primary"
+        return response
+
+
+@dataclass(slots=True)
+class Clients:
+    """The clients of an open account."""
+
+    queues: QueueServiceClient
+    tables: TableServiceClient
+    blobs: BlobServiceClient
+
+
+class AzureAccount:
+    """A storage account, shared by the transport and the delayed messages of one event loop.
+
+    url: `azure://ACCOUNT` with DefaultAzureCredential, `azure://ACCOUNT?SAS`, `azure:CONNECTION STRING`, or `azure:`
+    alone, with the connection string in AZURE_STORAGE_CONNECTION_STRING.
+    credential: what to use instead of DefaultAzureCredential; it is not closed.
+    http: makes what carries a client's requests, where that is not aiohttp.
+    """
+
+    def __init__(
+        self,
+        url: str = f"{SCHEME}:",
+        *,
+        credential: AsyncTokenCredential | None = None,
+        http: Callable[[], AsyncHttpTransport[Any, Any]] | None = None,
+    ) -> None:
+        scheme, _, place = url.partition(":")
+        if scheme.lower() != SCHEME:
+            raise ConfigurationError(f"{scheme}: is no URL of a storage account. Write azure://ACCOUNT")
+        self._connection = ""
+        self._sas = ""
+        if place.startswith("//"):
+            self.name, self._suffix, self._sas = _parts_of(url)
+        else:
+            self._connection = _connection_string(place)
+            self.name, self._suffix = _name_in(self._connection), SUFFIX
+        self._credential = credential
+        self._http = http or _over_aiohttp
+        self._users = 0
+        self._clients: Clients | None = None
+        self._open = AsyncExitStack()
+
+    @classmethod
+    def at(cls, place: str | AzureAccount) -> AzureAccount:
+        """Return the account itself, or a new one at the URL."""
+        return place if isinstance(place, AzureAccount) else cls(place)
+
+    def __repr__(self) -> str:
+        return f"AzureAccount({self.name!r})"
+
+    @property
+    def clients(self) -> Clients:
+        """The clients. Raises NotStarted unless the account is open."""
+        if self._clients is None:
+            raise NotStarted(f"storage account {self.name!r} is not open: start its transport or store first")
+        return self._clients
+
+    async def open(self) -> None:
+        """Make the clients; no request is sent. Every open needs a `close`."""
+        self._users += 1
+        if self._clients is None:
+            self._clients = self._made()
+            for client in (self._clients.queues, self._clients.tables, self._clients.blobs):
+                await self._open.enter_async_context(client)
+
+    async def close(self) -> None:
+        """Undo one `open`; the last one lets go of all connections."""
+        self._users -= 1
+        if self._users == 0:
+            self._clients = None
+            await self._open.aclose()
+
+    def _made(self) -> Clients:
+        queues: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**RETRIES)}
+        tables: dict[str, Any] = {"transport": self._http(), **RETRIES}
+        blobs: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**RETRIES)}
+        if self._connection:
+            return Clients(
+                QueueServiceClient.from_connection_string(self._connection, **queues),
+                TableServiceClient.from_connection_string(self._connection, **tables),
+                BlobServiceClient.from_connection_string(self._connection, **blobs),
+            )
+        allowed = self._allowed()
+        queue_url, table_url, blob_url = (f"https://{self.name}.{one}.{self._suffix}{self._sas}" for one in SERVICES)
+        return Clients(
+            QueueServiceClient(queue_url, credential=allowed, **queues),
+            TableServiceClient(table_url, credential=allowed, **tables),
+            BlobServiceClient(blob_url, credential=allowed, **blobs),
+        )
+
+    def _allowed(self) -> AsyncTokenCredential | None:
+        if self._sas:
+            return None
+        if self._credential is not None:
+            return self._credential
+        own = DefaultAzureCredential()
+        self._open.push_async_callback(own.close)
+        return own
+
+
+def _over_aiohttp() -> AioHttpTransport:
+    """Return a transport that looks for a proxy, in a thread and at each request, only where there is one."""
+    return AioHttpTransport(use_env_settings=bool(getproxies()))
+
+
+def _parts_of(url: str) -> tuple[str, str, str]:
+    """Return account, suffix of its hosts and SAS."""
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    if ACCOUNT.fullmatch(parts.netloc) is None or parts.path.strip("/"):
+        raise ConfigurationError(
+            f"azure://{parts.netloc.rpartition('@')[2]}{parts.path} does not name a storage account: write "
+            "azure://ACCOUNT, 3 to 24 lower-case letters and digits, or azure:CONNECTION STRING"
+        )
+    if parts.query and "sig" not in query:
+        raise ConfigurationError("what follows ? in azure://ACCOUNT?... must be a SAS: sv=...&sig=...")
+    return parts.netloc, SUFFIX, f"?{parts.query}" if parts.query else ""
+
+
+def _connection_string(given: str) -> str:
+    """Return a connection string that the clients take; raises ConfigurationError, not repeating it."""
+    text = given or os.environ.get(VARIABLE, "")
+    if not text:
+        raise ConfigurationError(
+            f"no storage account is named: write azure://ACCOUNT, or put its connection string into {VARIABLE}"
+        )
+    pairs = dict(part.partition("=")[::2] for part in text.split(";") if part.strip())
+    if pairs.get("UseDevelopmentStorage", "").lower() == "true":
+        return DEVELOPMENT
+    named = "AccountName" in pairs or any(name.endswith("Endpoint") for name in pairs)
+    if not named or not {"AccountKey", "SharedAccessSignature"} & set(pairs):
+        raise ConfigurationError(
+            "the connection string of the storage account lacks AccountName, or AccountKey or SharedAccessSignature: "
+            "copy it from the portal, under Access keys (az storage account show-connection-string)"
+        )
+    _check_key(pairs.get("AccountKey"))
+    return text
+
+
+def _check_key(key: str | None) -> None:
+    try:
+        base64.b64decode(key or "", validate=True)
+    except binascii.Error:
+        raise ConfigurationError("the AccountKey of the connection string is not base64: copy the whole key") from None
+
+
+def _name_in(connection: str) -> str:
+    pairs = dict(part.partition("=")[::2] for part in connection.split(";") if part.strip())
+    if "AccountName" in pairs:
+        return pairs["AccountName"]
+    endpoint = next(value for name, value in pairs.items() if name.endswith("Endpoint"))
+    return urlsplit(endpoint).netloc.partition(".")[0]

@@ -1,0 +1,398 @@
+"""Delayed messages in a table of Azure Storage, as a .NET endpoint of the same name keeps them (seeds 004)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.azure.account import AzureAccount
+from delayline.azure.envelope import check_size
+from delayline.azure.lease import ContainerLease
+from delayline.azure.names import Key, checked_table_name, delays_name, due_of, id_key
+from delayline.azure.places import Places
+from delayline.azure.rows import RETRIES, ForeignRow, Row, from_entity, row_of, to_entity
+from delayline.azure.table import Table
+from delayline.checks import time_span
+from delayline.clock import EPOCH, SystemClock
+from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.store import DueCount, Outcome
+from delayline.errors import ConfigurationError, DelaylineError, NotStarted, UnsupportedTransactionMode
+from delayline.events import Event, emit
+from delayline.message import in_utc
+from delayline.transaction import TransactionMode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from datetime import datetime
+    from typing import Any
+
+    from delayline.clock import Clock
+    from delayline.message import DelayedMessage
+    from delayline.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+ONE_SECOND: Final = timedelta(seconds=1)
+#: How long a process leaves the lease alone that another one has, with messages due.
+STAND_BY: Final = 1.0
+#: How long cancelling waits for the lease, which a poller has while it dispatches; in steps.
+PATIENCE: Final = (0.1, 0.2, 0.3, 0.5, 0.9)
+#: What is due later than this is in no poller's hands, however the machines' clocks differ.
+FAR: Final = timedelta(minutes=5)
+MOST_REPORTED: Final = 1000
+NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, or call initialize first"
+
+
+class AzureDelayedTable:
+    """Keeps an endpoint's delayed messages in a table; whoever dispatches has the lease on a container.
+
+    table_name: of table and container; `delays` and the SHA-1 of the endpoint's name when left out.
+    poll_interval: how often to look for what other processes have stored.
+    clock: tells, when a message is cancelled, whether somebody may be dispatching it.
+    Due times are rounded up to whole seconds. Several messages are not stored in one transaction.
+    """
+
+    def __init__(
+        self,
+        account: str | AzureAccount,
+        *,
+        table_name: str | None = None,
+        poll_interval: timedelta = ONE_SECOND,
+        clock: Clock | None = None,
+    ) -> None:
+        self._account = AzureAccount.at(account)
+        self._given_name = None if table_name is None else checked_table_name(table_name)
+        self._poll_interval = time_span("poll_interval", poll_interval).total_seconds()
+        self._clock = clock or SystemClock()
+        self._table: Table | None = None
+        self._places: Places | None = None
+        self._lease: ContainerLease | None = None
+        self._turn = asyncio.Lock()
+        self._held: dict[tuple[str, datetime], Row] = {}
+        self._drained = True
+        self._reported: set[Key] = set()
+        self._listeners: list[Callable[[datetime], None]] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    async def setup_infrastructure(self, endpoint_name: str) -> None:
+        """Create the table and the container."""
+        await self._account.open()
+        try:
+            table, lease = self._parts(endpoint_name)
+            await table.make()
+            await lease.make_container()
+        finally:
+            await self._account.close()
+
+    async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
+        """Open the table. Raises BackendUnusable where there is none, or where the credentials do not do."""
+        if mode is TransactionMode.TRANSACTION_SCOPE:
+            raise UnsupportedTransactionMode(
+                "Azure Storage has no transactions over tables and queues: use TransactionMode.RECEIVE_ONLY, and "
+                "handle duplicates"
+            )
+        await self.close()
+        await self._account.open()
+        self._table, self._lease = self._parts(endpoint_name)
+        self._places = Places(self._table)
+        try:
+            await self.next_due()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Give up the lease and every lock, and let go of the connections."""
+        table, lease, places = self._table, self._lease, self._places
+        self._stop_watching()
+        self._table = self._lease = self._places = None
+        self._held.clear()
+        self._drained = True
+        if lease is not None:
+            await lease.release()
+        if places is not None:
+            await places.close()
+        if table is not None:
+            await self._account.close()
+
+    async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:
+        """Keep the message until it is due."""
+        await self.store_many([message], transaction)
+
+    async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
+        """Keep the messages; of several some may be kept when this fails. Raises InvalidMessage for one too large."""
+        _refuse(transaction)
+        table = self._open
+        rows: dict[str, Row] = {}
+        for message in messages:
+            check_size(message.message)
+            rows.setdefault(id_key(message.id), row_of(message))
+        entities = {key: to_entity(row) for key, row in rows.items()}
+        wanted = await self._where.take(list(rows.values()))
+        await table.create_each([entities[key] for key, take in zip(rows, wanted, strict=True) if take])
+        if rows:
+            self._tell(min(row.message.due for row in rows.values()))
+
+    async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
+        """Lock and return the earliest due message."""
+        batch = await self.fetch_due(at, 1, max_bytes=1, transaction=transaction)
+        return batch[0] if batch else None
+
+    async def fetch_due(
+        self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return the earliest due messages; none, after a second, while another process has the lease."""
+        _refuse(transaction)
+        async with self._turn:
+            if await self._leased.acquire():
+                found = await self._due(at, limit, max_bytes)
+                self._held |= {(row.message.id, row.message.due): row for row in found}
+                await self._settle()
+                return [row.message for row in found]
+        await asyncio.sleep(STAND_BY)
+        return []
+
+    async def next_due(self) -> datetime | None:
+        """Return the earliest due time of any message."""
+        async for row in self._rows(self._open.waiting(at_least=1 + len(self._reported))):
+            return row.message.due
+        return None
+
+    async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
+        """Delete the message."""
+        return await self.remove_many([message], transaction) == 1
+
+    async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
+        """Delete the messages; what tells where they were is deleted when nothing is due."""
+        _refuse(transaction)
+        rows = [self._row(message) for message in messages]
+        deleted = await self._open.delete_each([row.key for row in rows])
+        self._where.leave(row.message.id for row in rows if row.own)
+        await self._unlock(messages)
+        return sum(deleted)
+
+    async def increment_failure_count(self, message: DelayedMessage) -> bool:
+        """Count a failure and unlock."""
+        return await self.retry_many([message], message.due) == 1
+
+    async def retry_many(
+        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
+        """Count failures, move the due times, unlock."""
+        _refuse(transaction)
+        counted = 0
+        for message in messages:
+            again = replace(message, due=at, number_of_retries=message.number_of_retries + 1)
+            counted += await self._move(self._row(message), row_of(again))
+        await self._unlock(messages)
+        return counted
+
+    async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
+        """Unlock."""
+        await self._unlock(messages)
+
+    def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
+        """Call `callback` after each store here, and every poll_interval with the earliest due time."""
+        self._listeners.append(callback)
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._look_now_and_then(), name="delayline watch")
+
+        def stop() -> None:
+            self._listeners.remove(callback)
+            if not self._listeners:
+                self._stop_watching()
+
+        return stop
+
+    async def cancel(self, message_id: str) -> Outcome:
+        """Delete a waiting message; it is looked for in the whole table where a .NET endpoint has stored it."""
+        async with self._turn:
+            row = await self._where.find(message_id)
+            outcome = await self._outcome(row)
+            if row is not None and outcome is Outcome.DONE:
+                if not all(await self._open.delete_each([row.key])):
+                    outcome = Outcome.NOT_PENDING
+                self._where.leave([message_id])
+            await self._settle()
+            return outcome
+
+    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+        """Move a waiting message to another due time."""
+        due = in_utc(due)
+        async with self._turn:
+            row = await self._where.find(message_id)
+            outcome = await self._outcome(row)
+            if row is not None and outcome is Outcome.DONE:
+                again = row_of(replace(row.message, due=due))
+                if not await self._move(row, again):
+                    outcome = Outcome.NOT_PENDING
+                self._tell(again.message.due)
+            await self._settle()
+            return outcome
+
+    async def pending(
+        self, *, destination: str | None = None, limit: int = 100, offset: int = 0
+    ) -> Sequence[DelayedMessage]:
+        """Return what waits, earliest due first."""
+        only = {} if destination is None else {"Destination": destination}
+        found: list[DelayedMessage] = []
+        async for row in self._rows(self._open.waiting(at_least=offset + limit, only=only)):
+            if offset:
+                offset -= 1
+                continue
+            if len(found) == limit:
+                break
+            found.append(row.message)
+        return found
+
+    async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
+        """Count what waits by bucket and destination: reads the keys of the whole table."""
+        time_span("bucket", bucket)
+        counts: Counter[tuple[datetime, str]] = Counter()
+        async for entity in self._open.waiting(columns=["PartitionKey", "RowKey", "Destination"]):
+            due, destination = due_of(entity["RowKey"]), entity.get("Destination")
+            if due is not None and destination:
+                counts[EPOCH + (due - EPOCH) // bucket * bucket, destination] += 1
+        return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
+
+    @property
+    def _open(self) -> Table:
+        if self._table is None:
+            raise NotStarted(NOT_OPEN)
+        return self._table
+
+    @property
+    def _where(self) -> Places:
+        if self._places is None:
+            raise NotStarted(NOT_OPEN)
+        return self._places
+
+    @property
+    def _leased(self) -> ContainerLease:
+        if self._lease is None:
+            raise NotStarted(NOT_OPEN)
+        return self._lease
+
+    def _parts(self, endpoint_name: str) -> tuple[Table, ContainerLease]:
+        name, clients = self._given_name or delays_name(endpoint_name), self._account.clients
+        return (
+            Table(clients.tables.get_table_client(name)),
+            ContainerLease(clients.blobs.get_container_client(name), self._held.clear),
+        )
+
+    async def _due(self, at: datetime, limit: int, max_bytes: int) -> list[Row]:
+        found: list[Row] = []
+        size = 0
+        self._drained = False
+        reading = self._open.due(at, at_least=limit + len(self._held) + len(self._reported))
+        async for row in self._rows(reading):
+            message = row.message.message
+            if (message.id, row.message.due) in self._held:
+                continue
+            size += len(message.body) + len(message.encoded_headers)
+            if len(found) == limit or (found and size > max_bytes):
+                return found
+            found.append(row)
+        self._drained = True
+        return found
+
+    async def _rows(self, entities: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[Row]:
+        """Yield the messages; what is none stays where it is, and is reported once."""
+        async with contextlib.aclosing(entities) as reading:  # type: ignore[type-var]
+            async for entity in reading:
+                try:
+                    yield from_entity(entity)
+                except ForeignRow as error:
+                    key = Key(entity["PartitionKey"], entity["RowKey"])
+                    if key not in self._reported and len(self._reported) < MOST_REPORTED:
+                        self._reported.add(key)
+                        text = "Row %s of table %s is no delayed message and stays where it is: %s"
+                        emit(logger, logging.ERROR, Event.FOREIGN_ROW, text, key.row, self._open.name, error)
+
+    def _row(self, message: DelayedMessage) -> Row:
+        held = self._held.get((message.id, message.due))
+        return row_of(message) if held is None else replace(held, message=message)
+
+    async def _move(self, old: Row, new: Row) -> bool:
+        """Write a message anew under its new due time; False when it was gone. Whoever crashes leaves two, not none."""
+        table = self._open
+        if old.key == new.key:
+            return await table.merge(old.key, {RETRIES: new.message.number_of_retries})
+        if old.key.partition != new.key.partition:
+            if await table.get(old.key) is None:
+                return False
+            await table.put_each([to_entity(new)])
+            if not all(await table.delete_each([old.key])):
+                await table.delete_each([new.key])
+                return False
+        elif not await table.move(old.key, to_entity(new)):
+            return False
+        await self._where.put(new)
+        return True
+
+    async def _outcome(self, row: Row | None) -> Outcome:
+        """Tell what can become of a message that somebody wants back: nothing, once a poller may have it."""
+        if row is None:
+            return Outcome.NOT_PENDING
+        if (row.message.id, row.message.due) in self._held:
+            return Outcome.DISPATCHING
+        for wait in (*PATIENCE, 0.0):
+            if await self._leased.acquire():
+                return Outcome.DONE
+            await asyncio.sleep(wait)
+        return Outcome.DONE if row.message.due - self._clock.now() > FAR else Outcome.DISPATCHING
+
+    async def _unlock(self, messages: Sequence[DelayedMessage]) -> None:
+        for message in messages:
+            self._held.pop((message.id, message.due), None)
+        async with self._turn:
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Let others dispatch once nothing is in hand here and nothing more is due."""
+        if not self._held and self._drained and self._lease is not None:
+            await self._lease.release()
+            if self._places is not None:
+                self._places.sweep()
+
+    def _tell(self, due: datetime) -> None:
+        for listener in tuple(self._listeners):
+            listener(due)
+
+    async def _look_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_interval)
+            with contextlib.suppress(DelaylineError):  # the poller reports it
+                if (due := await self.next_due()) is not None:
+                    self._tell(due)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+
+class DelayedTableDelivery(StoredDelivery):
+    """Delayed delivery through the account's own table: StoredDelivery over an AzureDelayedTable, settings and all.
+
+    Start it in as many processes as you like; one at a time dispatches, and another takes over when it dies.
+    """
+
+    def __init__(
+        self,
+        account: str | AzureAccount,
+        *,
+        table_name: str | None = None,
+        **settings: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(AzureDelayedTable(account, table_name=table_name), **settings)
+
+
+def _refuse(transaction: Transaction | None) -> None:
+    if transaction is not None:
+        raise ConfigurationError("Azure Storage cannot take part in a transaction: send without transaction=")

@@ -1,0 +1,165 @@
+"""The wrapper in which NServiceBus sends messages through Azure Storage Queues (reference 2.6). Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from delayline.errors import CorruptHeaders, InvalidMessage
+from delayline.message import Headers, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LARGEST_TEXT: Final = 64 * 1024
+#: Left free in what users send, for the headers that tell why a message is in the error queue.
+ROOM_FOR_FAILURE: Final = 2 * 1024
+SHORTEST_TRACE: Final = 200
+INTENTS: Final = ("", "Send", "Publish", "Subscribe", "Unsubscribe", "Reply")
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+#: What a message too large for the error queue goes without, in this order; the last thing it loses is the reason.
+DISPENSABLE: Final = (
+    (Headers.EXCEPTION_STACK_TRACE,),
+    (Headers.EXCEPTION_MESSAGE,),
+    (Headers.EXCEPTION_PREFIX, Headers.HOST_DISPLAY_NAME, Headers.PROCESSING_MACHINE, Headers.PROCESSING_ENDPOINT),
+    (Headers.TIME_OF_FAILURE,),
+    (Headers.FAILED_QUEUE,),
+)
+
+
+class UnwrappedMessage(Message):
+    """What was in a queue and is no wrapped message: its body is the text, and it is sent on as it is."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, id: str, text: str, reason: str) -> None:
+        super().__init__(id, {}, text.encode("utf-8", "surrogatepass"))
+        self.reason = reason
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Raise CorruptHeaders: there are none."""
+        raise CorruptHeaders(f"message {self.id!r} cannot be unwrapped: {self.reason}")
+
+
+def wrap(message: Message) -> str:
+    """Return the text that a queue keeps for the message; raises InvalidMessage for one that is too large for it.
+
+    One that tells of a failure is made to fit: its stack trace goes first.
+    """
+    if isinstance(message, UnwrappedMessage):
+        return message.body.decode("utf-8", "surrogatepass")
+    text = _text(message)
+    if len(text) <= LARGEST_TEXT:
+        return text
+    try:
+        told = Headers.FAILED_QUEUE in message.headers
+    except CorruptHeaders:
+        told = False
+    if not told:
+        raise too_large(message, len(text), LARGEST_TEXT)
+    return _shortened(message, len(text))
+
+
+def check_size(message: Message) -> None:
+    """Raise InvalidMessage for what could not be dispatched, or not be moved to the error queue, later."""
+    if isinstance(message, UnwrappedMessage):
+        return
+    size, limit = len(_text(message)), LARGEST_TEXT - ROOM_FOR_FAILURE
+    if size > limit:
+        raise too_large(message, size, limit)
+
+
+def too_large(message: Message, size: int, limit: int) -> InvalidMessage:
+    """Return the error that names the sizes."""
+    return InvalidMessage(
+        f"message {message.id!r} takes {size} bytes in a queue of Azure Storage, which has room for {limit}: its body "
+        f"has {len(message.body)} bytes, about 35000 fit beside ordinary headers. Keep the body elsewhere (a blob) "
+        "and send where it is"
+    )
+
+
+def unwrap(native_id: str, text: str) -> Message:
+    """Return the message in a queue's text; an UnwrappedMessage where it is none."""
+    try:
+        return _unwrapped(json.loads(_decoded(text)))
+    except (ValueError, RecursionError) as error:
+        return UnwrappedMessage(native_id, text, str(error))
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        decoded = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"its text is not base64: {error}") from error
+    return decoded.removeprefix(BYTE_ORDER_MARK)
+
+
+def _unwrapped(wrapper: Any) -> Message:  # noqa: ANN401 - whatever JSON there is
+    if not isinstance(wrapper, dict):
+        raise ValueError(f"it is a {type(wrapper).__name__}, not an object")  # noqa: TRY004 - one kind of error
+    message_id, headers = wrapper.get("Id"), wrapper.get("Headers")
+    if not isinstance(message_id, str) or not message_id or not isinstance(headers, dict):
+        raise ValueError("it has no Id or no Headers")
+    body = base64.b64decode(wrapper.get("Body") or "", validate=True)
+    if "EncodedHeaders" in wrapper:
+        return Message.from_encoded(message_id, base64.b64decode(wrapper["EncodedHeaders"], validate=True), body)
+    found = {name: "" if value is None else str(value) for name, value in headers.items()}
+    if isinstance(reply_to := wrapper.get("ReplyToAddress"), str):
+        found[Headers.REPLY_TO] = reply_to
+    if isinstance(correlation := wrapper.get("CorrelationId"), str):
+        found[Headers.CORRELATION_ID] = correlation
+    intent = wrapper.get("MessageIntent")
+    if isinstance(intent, int) and 0 < intent < len(INTENTS):
+        found[Headers.INTENT] = INTENTS[intent]
+    return Message(message_id, found, body)
+
+
+def _text(message: Message) -> str:
+    """Return the wrapper, base64 over UTF-8 JSON, its members in the order that .NET writes them."""
+    body = base64.b64encode(message.body).decode()
+    wrapper: dict[str, Any] = {"IdForCorrelation": None, "Id": message.id}
+    try:
+        headers = dict(message.headers)
+        wrapper |= {
+            "MessageIntent": _intent(headers),
+            "ReplyToAddress": headers.get(Headers.REPLY_TO),
+            "TimeToBeReceived": "00:00:00",
+            "Headers": headers,
+            "Body": body,
+            "CorrelationId": headers.get(Headers.CORRELATION_ID),
+            "Recoverable": False,
+        }
+        return _encoded(wrapper)
+    except (CorruptHeaders, UnicodeEncodeError):
+        encoded = base64.b64encode(message.encoded_headers).decode()
+        damaged = {"MessageIntent": 1, "Headers": {}, "Body": body, "Recoverable": False, "EncodedHeaders": encoded}
+        return _encoded({"Id": message.id} | damaged)
+
+
+def _encoded(wrapper: Mapping[str, Any]) -> str:
+    return base64.b64encode(json.dumps(wrapper, ensure_ascii=False, separators=(",", ":")).encode()).decode()
+
+
+def _intent(headers: Mapping[str, str]) -> int:
+    intent = headers.get(Headers.INTENT, "")
+    return INTENTS.index(intent) if intent in INTENTS else 0
+
+
+def _shortened(message: Message, size: int) -> str:
+    """Cut the stack trace to what fits, then leave one thing after the other out."""
+    trace = message.headers.get(Headers.EXCEPTION_STACK_TRACE, "")
+    room = len(trace) - (size - LARGEST_TEXT)  # each character takes more than one byte of text
+    if room > SHORTEST_TRACE:
+        text = _text(message.with_headers({Headers.EXCEPTION_STACK_TRACE: "..." + trace[-(room - 3) :]}))
+        if len(text) <= LARGEST_TEXT:
+            return text
+    without: tuple[str, ...] = ()
+    for further in DISPENSABLE:
+        without += further
+        text = _text(message.with_headers({}, without=without))
+        if len(text) <= LARGEST_TEXT:
+            return text
+    raise too_large(message, len(text), LARGEST_TEXT)

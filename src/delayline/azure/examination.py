@@ -1,0 +1,66 @@
+"""What `delayline doctor` looks at in a storage account: its three services, one request each, and the clocks."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from delayline.azure.account import AzureAccount
+from delayline.azure.faults import azure_errors
+from delayline.errors import DelaylineError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, Callable, Sequence
+
+Finding = tuple[str, bool, str]
+
+#: More than a slow answer explains.
+CLOCKS_DIFFER: Final = timedelta(seconds=10)
+
+
+async def examine(url: str) -> Sequence[Finding]:
+    """Return a finding for each service, and one for this machine's clock, which says what is due."""
+    account = AzureAccount(url)
+    dates: list[datetime] = []
+    await account.open()
+    try:
+        clients = account.clients
+        hook = _dates_into(dates)
+        return [
+            await _look("queues", clients.queues.list_queues(results_per_page=1, raw_response_hook=hook)),
+            await _look("tables", clients.tables.list_tables(results_per_page=1, raw_response_hook=hook)),
+            await _look("containers", clients.blobs.list_containers(results_per_page=1, raw_response_hook=hook)),
+            *_clock(dates),
+        ]
+    finally:
+        await account.close()
+
+
+async def _look(what: str, listed: AsyncIterable[object]) -> Finding:
+    try:
+        with azure_errors(f"list the {what}"):
+            async for _ in listed:
+                break
+    except DelaylineError as error:
+        return what, False, str(error)
+    return what, True, "can be listed"
+
+
+def _clock(dates: Sequence[datetime]) -> list[Finding]:
+    if not dates:
+        return []
+    ahead = datetime.now(UTC) - dates[-1]
+    seconds = abs(ahead) // timedelta(seconds=1)
+    if abs(ahead) <= CLOCKS_DIFFER:
+        return [("clock", True, f"agrees with the service's within {max(seconds, 1)} s")]
+    side = "ahead of" if ahead > timedelta(0) else "behind"
+    return [("clock", False, f"{seconds} s {side} the service's: messages leave that much too early or late. Use NTP")]
+
+
+def _dates_into(dates: list[datetime]) -> Callable[[Any], None]:
+    def note(response: Any) -> None:  # noqa: ANN401 - a pipeline's response
+        if (date := response.http_response.headers.get("Date")) is not None:
+            dates.append(parsedate_to_datetime(date))
+
+    return note

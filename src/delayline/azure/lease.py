@@ -1,0 +1,129 @@
+"""The lease that lets one process at a time dispatch an endpoint's delayed messages (reference 2.5)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
+from azure.storage.blob.aio import BlobLeaseClient
+
+from delayline.azure.faults import azure_errors
+from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.events import Event, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from azure.storage.blob.aio import ContainerClient
+
+logger = logging.getLogger(__name__)
+
+DURATION: Final = 15  # seconds; as in .NET, which takes turns with this
+RENEWED_EVERY: Final = 5.0
+#: Taken off the end of the lease: the answer that granted it was on its way for a while.
+MARGIN: Final = 1.0
+TAKEN: Final = 409
+
+
+class ContainerLease:
+    """A lease of 15 seconds on a container, renewed while it is held; time is this machine's monotonic clock.
+
+    lost: called when somebody else has it, or might have it, though it was not given up.
+    """
+
+    def __init__(self, container: ContainerClient, lost: Callable[[], None]) -> None:
+        self._container = container
+        self._lost = lost
+        self._id = str(uuid.uuid4())
+        self._until = 0.0
+        self._renewing: asyncio.Task[None] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether nobody else can have it."""
+        return time.monotonic() < self._until
+
+    async def acquire(self) -> bool:
+        """Take the lease unless somebody else has it; True when it is held. Makes the container where it is missing."""
+        if self.held:
+            return True
+        try:
+            taken = await self._acquire()
+        except ResourceNotFoundError:
+            await self.make_container()
+            taken = await self._acquire_in_new()
+        if taken and self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(), name="delayline lease")
+        return taken
+
+    async def release(self) -> None:
+        """Give the lease up; whoever waits for it can take it at once. Idempotent; a failure only makes them wait."""
+        held, self._until = self.held, 0.0
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+        if held:
+            ignored = contextlib.suppress(HttpResponseError, BackendUnavailable, BackendUnusable)
+            with ignored, azure_errors("release the lease"):
+                await self._client().release()
+
+    async def make_container(self) -> None:
+        """Create the container, for nobody to read. Idempotent."""
+        with (
+            azure_errors(f"create container {self._container.container_name!r}"),
+            contextlib.suppress(ResourceExistsError),
+        ):
+            await self._container.create_container()
+
+    async def _acquire(self) -> bool:
+        asked = time.monotonic()
+        with azure_errors(f"lease container {self._container.container_name!r}"):
+            try:
+                await self._client().acquire(lease_duration=DURATION)
+            except ResourceNotFoundError:
+                raise
+            except HttpResponseError as error:
+                if error.status_code != TAKEN:
+                    raise
+                return False
+        self._until = asked + DURATION - MARGIN
+        return True
+
+    async def _acquire_in_new(self) -> bool:
+        try:
+            return await self._acquire()
+        except ResourceNotFoundError as error:
+            raise BackendUnavailable(
+                f"container {self._container.container_name!r} is being deleted: it can be made again in a minute"
+            ) from error
+
+    async def _renew(self) -> None:
+        """Renew until released; what fails is tried again until the lease has run out."""
+        while True:
+            await asyncio.sleep(RENEWED_EVERY if self.held else 0)
+            asked = time.monotonic()
+            try:
+                with azure_errors("renew the lease"):
+                    await self._client().renew()
+            except HttpResponseError as error:
+                return self._end(error)
+            except (BackendUnavailable, BackendUnusable) as error:
+                if not self.held:
+                    return self._end(error)
+            else:
+                self._until = asked + DURATION - MARGIN
+
+    def _end(self, error: Exception) -> None:
+        self._until, self._renewing = 0.0, None
+        text = "Lost the lease on %s, and with it the turn to dispatch: %s"
+        emit(logger, logging.WARNING, Event.LEASE_LOST, text, self._container.container_name, error)
+        self._lost()
+
+    def _client(self) -> BlobLeaseClient:
+        """Return a client with this holder's id: the library's forgets it at a release."""
+        return BlobLeaseClient(self._container, lease_id=self._id)

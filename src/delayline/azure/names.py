@@ -1,0 +1,118 @@
+"""What Azure calls things: queues, the table and container of an endpoint, the keys of its rows. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
+
+from delayline.errors import ConfigurationError, InvalidDueTime
+
+#: 3 to 63 lower-case letters, digits and single hyphens, none of them at either end (Azure's rule for queues).
+QUEUE: Final = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(?:-[a-z0-9]+)*")
+#: What a table and a container can both be called, before it is lower-cased (reference 2.1).
+TABLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9]{2,62}")
+#: Ids that are row keys as they are; they keep their order there. Azure refuses `/ \\ # ?` and control characters.
+PLAIN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,250}")
+ROW_KEY: Final = re.compile(r"([0-9]{14})(?:_.*)?", re.DOTALL)
+#: Sorts behind every key that begins with a digit: what comes before it are the messages.
+BEHIND_DIGITS: Final = ":"
+#: Partitions of the rows that tell where the message of an id is. Letters: no poller takes them for due ones.
+ID_PARTITIONS: Final = 4
+ONE_SECOND: Final = timedelta(seconds=1)
+LATEST: Final = datetime.max.replace(microsecond=0, tzinfo=UTC)
+
+
+class Key(NamedTuple):
+    """The key of an entity."""
+
+    partition: str
+    row: str
+
+
+def queue_name(address: str) -> str:
+    """Return the queue of an address, in lower case; raises ConfigurationError for one that Azure cannot have."""
+    name = address.lower()
+    if QUEUE.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"Azure Storage can have no queue named {address!r}: use 3 to 63 letters, digits and single hyphens, "
+            "beginning and ending with a letter or digit, as in contoso-sales"
+        )
+    return name
+
+
+def can_be_queue(address: str) -> bool:
+    """Tell whether Azure can have a queue of that name."""
+    return QUEUE.fullmatch(address.lower()) is not None
+
+
+def delays_name(endpoint_name: str) -> str:
+    """Return the name of an endpoint's table and container, as NServiceBus derives it (seeds 004, reference 2.1)."""
+    return "delays" + hashlib.sha1(endpoint_name.encode(), usedforsecurity=False).hexdigest()
+
+
+def checked_table_name(name: str) -> str:
+    """Return a name given by the user, in lower case; raises ConfigurationError."""
+    if not isinstance(name, str) or TABLE.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"table_name={name!r} cannot name a table and a container: use a letter, then 2 to 62 letters and digits"
+        )
+    return name.lower()
+
+
+def message_key(message_id: str, due: datetime) -> Key:
+    """Return where a message is kept that is due then; raises InvalidDueTime where its second is no longer in a year.
+
+    A key names the second before the one in which the message is due: a .NET endpoint, which takes a row once its
+    second is over, and this one then agree, and neither is early (reference 2.2, 2.4).
+    """
+    try:
+        second = _ceiling(due) - ONE_SECOND
+    except OverflowError as error:
+        if due.year == 1:
+            second = due.replace(microsecond=0)
+        else:
+            raise InvalidDueTime(f"{due} cannot be rounded up to a second: use {LATEST} at the latest") from error
+    digits = _digits(second)
+    return Key(digits[:10], f"{digits}_{id_key(message_id)}")
+
+
+def due_of(row_key: str) -> datetime | None:
+    """Return when the message of a row is due; None for a key that no message has."""
+    found = ROW_KEY.fullmatch(row_key)
+    try:
+        second = datetime.strptime(found[1], "%Y%m%d%H%M%S").replace(tzinfo=UTC) if found else None
+        return second + ONE_SECOND if second is not None and "_" in row_key else second
+    except (ValueError, OverflowError):
+        return None
+
+
+def latest_due(at: datetime) -> Key:
+    """Return the greatest key that a message due not after `at` may have."""
+    digits = _digits(at.astimezone(UTC).replace(microsecond=0))
+    return Key(digits[:10], digits)
+
+
+def id_key(message_id: str) -> str:
+    """Return the part of a key that stands for the id: the id, or, where Azure would refuse it, its SHA-1."""
+    if PLAIN_ID.fullmatch(message_id):
+        return message_id
+    return "~" + hashlib.sha1(message_id.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
+
+
+def place_key(message_id: str) -> Key:
+    """Return the key of the row that tells where the message of that id is kept."""
+    row = id_key(message_id)
+    bucket = hashlib.sha1(row.encode(), usedforsecurity=False).digest()[0] % ID_PARTITIONS
+    return Key(f"id{bucket}", row)
+
+
+def _ceiling(due: datetime) -> datetime:
+    due = due.astimezone(UTC)
+    whole = due.replace(microsecond=0)
+    return whole if whole == due else whole + ONE_SECOND
+
+
+def _digits(second: datetime) -> str:
+    return f"{second.year:04}{second:%m%d%H%M%S}"  # strftime does not pad years

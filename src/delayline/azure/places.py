@@ -1,0 +1,106 @@
+"""Where the message of an id is: a row an id, beside the messages, so that an id is kept once and found at once.
+
+Its partitions begin with letters, behind all due times: no poller, of .NET either, looks there. A row outlives its
+message for a while: they are deleted when nothing is due, to hold up nobody. One that a crash leaves behind does no
+harm: the next message of that id takes it over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from azure.core.exceptions import AzureError
+
+from delayline.azure.names import place_key
+from delayline.azure.rows import ForeignRow, from_entity, place_entity, place_in
+from delayline.errors import DelaylineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from delayline.azure.names import Key
+    from delayline.azure.rows import Row
+    from delayline.azure.table import Table
+
+ATTEMPTS: Final = 5
+SWEPT_AT_ONCE: Final = 400
+
+
+class Places:
+    """The rows of one table that tell where messages are."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._left: dict[Key, None] = {}
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def leave(self, message_ids: Iterable[str]) -> None:
+        """Take note of messages that are gone, whose rows can be deleted when there is time."""
+        self._left |= dict.fromkeys(place_key(one) for one in message_ids)
+
+    def sweep(self) -> None:
+        """Delete the rows of messages that are gone, in the background."""
+        if self._left and self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep(), name="delayline sweep")
+
+    async def close(self) -> None:
+        """Delete the rest of them, if that is possible now."""
+        self.sweep()
+        if self._sweeping is not None:
+            await asyncio.wait([self._sweeping])
+
+    async def take(self, rows: Sequence[Row]) -> list[bool]:
+        """Claim the ids of messages to be stored; False for one whose id waits already."""
+        for row in rows:
+            self._left.pop(place_key(row.message.id), None)
+        claimed = await self._table.create_each([place_entity(row.message.id, row.key) for row in rows])
+        known = [position for position, new in enumerate(claimed) if not new]
+        answers = await asyncio.gather(*(self._take_over(rows[position]) for position in known))
+        for position, answer in zip(known, answers, strict=True):
+            claimed[position] = answer
+        return claimed
+
+    async def put(self, row: Row) -> None:
+        """Note where the message is now."""
+        await self._table.put_each([place_entity(row.message.id, row.key)])
+
+    async def find(self, message_id: str) -> Row | None:
+        """Return the message of that id, or None; what was stored by .NET is looked for in the whole table."""
+        place = await self._table.get(place_key(message_id))
+        entity = None if place is None else await self._table.get(place_in(place))
+        if entity is not None:
+            return from_entity(entity)
+        async for one in self._table.waiting(only={"MessageId": message_id}):
+            with contextlib.suppress(ForeignRow):
+                return from_entity(one)
+        return None
+
+    async def _sweep(self) -> None:
+        try:
+            with contextlib.suppress(DelaylineError, AzureError):  # the next message of the id takes it over
+                while self._left:
+                    keys = list(self._left)[:SWEPT_AT_ONCE]
+                    for key in keys:
+                        del self._left[key]
+                    await self._table.delete_each(keys)
+        finally:
+            self._sweeping = None
+
+    async def _take_over(self, row: Row) -> bool:
+        """Claim an id that was claimed before, unless its message is there; the same message twice is one."""
+        for _ in range(ATTEMPTS):
+            place = await self._table.get(place_key(row.message.id))
+            mine = place_entity(row.message.id, row.key)
+            if place is None:
+                if all(await self._table.create_each([mine])):
+                    return True
+                continue
+            if place_in(place) == row.key:
+                return True
+            if await self._table.get(place_in(place)) is not None:
+                return False
+            if await self._table.replace(mine, place.metadata["etag"]):
+                return True
+        return True

@@ -1,0 +1,197 @@
+"""Taking messages from a queue: hidden while they are handled, for as long as that takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
+
+from delayline.azure.envelope import UnwrappedMessage, unwrap
+from delayline.azure.faults import azure_errors, code_of
+from delayline.errors import BackendUnavailable, BackendUnusable, QueueNotFound
+from delayline.events import Event, emit
+from delayline.transport import ReceivedMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from azure.storage.queue import QueueMessage
+    from azure.storage.queue.aio import QueueClient
+
+logger = logging.getLogger(__name__)
+
+LARGEST_PAGE: Final = 32
+#: How often a message that is held is hidden anew, in the time that it is hidden for.
+RENEWALS: Final = 3
+SHORTEST_WAIT: Final = 0.05
+#: What says that the message is gone, or was handed to somebody else meanwhile.
+GONE: Final = frozenset({"MessageNotFound", "PopReceiptMismatch", "QueueNotFound"})
+
+
+@dataclass(slots=True)
+class Held:
+    """A message that is hidden from others, and the receipt that lets its holder delete it."""
+
+    id: str
+    receipt: str
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class AzureReceiver:
+    """Takes messages from one queue, in pages of 32 at most.
+
+    poll_interval: the longest wait, in seconds, between looks at an empty queue; the first are shorter.
+    hidden_for: how many seconds a crash of its holder keeps a message from others.
+    """
+
+    def __init__(
+        self, client: QueueClient, queue: str, *, poll_interval: float, hidden_for: int, news: asyncio.Event
+    ) -> None:
+        self._client = client
+        self._queue = queue
+        self._poll_interval = poll_interval
+        self._hidden_for = hidden_for
+        self._news = news
+        self._numbers = count()
+        self._held: dict[int, Held] = {}
+        self._stopped = asyncio.Event()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Wait for messages and hide up to `limit` of them."""
+        wait = SHORTEST_WAIT
+        while not self._stopped.is_set():
+            self._news.clear()
+            if batch := await self._page(min(limit, LARGEST_PAGE)):
+                return batch
+            await self._sleep(wait)
+            wait = min(2 * wait, self._poll_interval)
+        return []
+
+    async def acknowledge(self, received: ReceivedMessage, transaction: object = None) -> bool:
+        """Delete the message; False when it was gone, or had been handed to somebody else."""
+        held = self._held.get(_number(received))
+        if held is None:
+            return False
+        async with held.lock:
+            with self._errors():
+                deleted = await deleted_with(self._client, held.id, held.receipt)
+        self._let_go(received)
+        return deleted
+
+    async def release(self, received: ReceivedMessage) -> None:
+        """Make the message visible again at once; a message whose release fails is visible when its time is over."""
+        held = self._held.get(_number(received))
+        self._let_go(received)
+        if held is None:
+            return
+        async with held.lock:
+            with contextlib.suppress(BackendUnavailable, BackendUnusable), self._errors():
+                await shown(self._client, held.id, held.receipt)
+        self._news.set()
+
+    async def stop(self) -> None:
+        """End a waiting receive; what is held stays hidden until it is acknowledged or released."""
+        self._stopped.set()
+
+    async def _page(self, number: int) -> list[ReceivedMessage]:
+        with self._errors():
+            page = [
+                one
+                async for one in self._client.receive_messages(
+                    messages_per_page=number, max_messages=number, visibility_timeout=self._hidden_for
+                )
+            ]
+        received = [self._hold(one) for one in page]
+        if received and self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(), name=f"delayline visibility {self._queue}")
+        return received
+
+    def _hold(self, message: QueueMessage) -> ReceivedMessage:
+        number = next(self._numbers)
+        self._held[number] = Held(message.id, receipt_of(message))
+        unwrapped = unwrap(message.id, message.content)
+        if isinstance(unwrapped, UnwrappedMessage):
+            text = "Failed to deserialize message envelope for message with id %s: %s"
+            emit(logger, logging.WARNING, Event.POISON_MESSAGE, text, message.id, unwrapped.reason, message=unwrapped)
+        return ReceivedMessage(unwrapped, number)
+
+    async def _renew(self) -> None:
+        """Keep what is held hidden, until nothing is."""
+        while self._held:
+            await asyncio.sleep(self._hidden_for / RENEWALS)
+            await asyncio.gather(*(self._hide_longer(number, held) for number, held in list(self._held.items())))
+        self._renewing = None
+
+    async def _hide_longer(self, number: int, held: Held) -> None:
+        async with held.lock:
+            if number not in self._held:
+                return
+            try:
+                with self._errors():
+                    renewed = await self._client.update_message(
+                        held.id, held.receipt, visibility_timeout=self._hidden_for
+                    )
+                    held.receipt = receipt_of(renewed)
+            except (BackendUnavailable, BackendUnusable, HttpResponseError) as error:
+                text = "Could not keep message %s of queue %s hidden while it is handled: %s"
+                emit(logger, logging.WARNING, Event.RECEIVE_LOST, text, held.id, self._queue, error)
+
+    def _let_go(self, received: ReceivedMessage) -> None:
+        self._held.pop(_number(received), None)
+        if not self._held and self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
+    async def _sleep(self, seconds: float) -> None:
+        waits = [asyncio.ensure_future(one.wait()) for one in (self._news, self._stopped)]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        with azure_errors(f"receive from queue {self._queue!r}"):
+            try:
+                yield
+            except ResourceNotFoundError as error:
+                raise QueueNotFound(self._queue) from error
+
+
+def receipt_of(message: QueueMessage) -> str:
+    """Return what lets a message be deleted, by whoever has received or changed it last."""
+    return message.pop_receipt or ""
+
+
+async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bool:
+    """Delete a message; False when the receipt is no longer good for it."""
+    try:
+        await client.delete_message(message_id, receipt)
+    except HttpResponseError as error:
+        if code_of(error) not in GONE:
+            raise
+        return False
+    return True
+
+
+async def shown(client: QueueClient, message_id: str, receipt: str) -> str | None:
+    """Make a message visible and return its new receipt; None when the old one is no longer good for it."""
+    try:
+        return receipt_of(await client.update_message(message_id, receipt, visibility_timeout=0))
+    except HttpResponseError as error:
+        if code_of(error) not in GONE:
+            raise
+        return None
+
+
+def _number(received: ReceivedMessage) -> int:
+    if not isinstance(received.receipt, int):
+        raise TypeError(f"receipt {received.receipt!r} was not given by this receiver")
+    return received.receipt

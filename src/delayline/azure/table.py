@@ -1,0 +1,188 @@
+"""A table of Azure Storage, as this room uses it: many entities in few requests, answers for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
+
+from azure.core import MatchConditions
+from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
+from azure.data.tables import TableTransactionError, UpdateMode
+
+from delayline.azure.faults import azure_errors
+from delayline.azure.names import BEHIND_DIGITS, Key, latest_due
+from delayline.errors import BackendUnusable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from datetime import datetime
+
+    from azure.data.tables.aio import TableClient
+
+    Entity = dict[str, Any]
+    Operation = tuple[str, Entity] | tuple[str, Entity, Mapping[str, Any]]
+
+LARGEST_TRANSACTION: Final = 100
+#: Azure takes 4 MiB; what is not the body is not counted.
+TRANSACTION_BYTES: Final = 2 * 1024 * 1024
+LARGEST_PAGE: Final = 1000
+AT_ONCE: Final = 16
+#: What says that an entity was not as expected: it is gone, is there already, or was changed.
+UNEXPECTED: Final = frozenset({404, 409, 412})
+
+
+class Table:
+    """The entities of one table; a verb that ends in `each` answers True for those that it changed."""
+
+    def __init__(self, client: TableClient) -> None:
+        self._client = client
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def name(self) -> str:
+        """What Azure calls it."""
+        return self._client.table_name
+
+    async def make(self) -> None:
+        """Create the table. Idempotent."""
+        with azure_errors(f"create table {self.name!r}"):
+            try:
+                await self._client.create_table()
+            except ResourceExistsError as error:
+                if "TableBeingDeleted" in str(error):
+                    raise BackendUnusable(f"table {self.name!r} is being deleted: try again in a minute") from error
+
+    async def due(self, at: datetime, *, at_least: int) -> AsyncIterator[Entity]:
+        """Yield the messages due not after `at`, earliest first, over as many pages as there are."""
+        key = latest_due(at)
+        query = f"PartitionKey le '{key.partition}' and RowKey le '{key.row}'"
+        async for entity in self._query(query, min(at_least, LARGEST_PAGE)):
+            yield entity
+
+    async def waiting(
+        self, *, at_least: int = LARGEST_PAGE, only: Mapping[str, str] | None = None, columns: list[str] | None = None
+    ) -> AsyncIterator[Entity]:
+        """Yield all messages, earliest first, or only those whose columns have these values."""
+        only = only or {}
+        query = " and ".join([f"PartitionKey lt '{BEHIND_DIGITS}'", *(f"{name} eq @{name}" for name in only)])
+        async for entity in self._query(query, min(at_least, LARGEST_PAGE), parameters=only, select=columns):
+            yield entity
+
+    async def get(self, key: Key) -> Any | None:  # noqa: ANN401 - an entity, its etag in its metadata
+        """Return the entity, or None."""
+        with self._errors("read"):
+            try:
+                return await self._client.get_entity(key.partition, key.row)
+            except ResourceNotFoundError as error:
+                self._must_exist(error)
+                return None
+
+    async def create_each(self, entities: Sequence[Entity]) -> list[bool]:
+        """Insert entities; False for one whose key is there already."""
+        return await self._change_each([("create", entity) for entity in entities])
+
+    async def delete_each(self, keys: Sequence[Key]) -> list[bool]:
+        """Delete entities; False for one that was gone."""
+        return await self._change_each([("delete", _keys(key)) for key in keys])
+
+    async def put_each(self, entities: Sequence[Entity]) -> list[bool]:
+        """Insert entities, in the place of those that are there."""
+        return await self._change_each([("upsert", entity, {"mode": UpdateMode.REPLACE}) for entity in entities])
+
+    async def merge(self, key: Key, values: Entity) -> bool:
+        """Change columns of an entity; False when it was gone."""
+        return await self.change_together([("update", _keys(key) | values, {"mode": UpdateMode.MERGE})])
+
+    async def replace(self, entity: Entity, etag: str) -> bool:
+        """Write an entity in place of one that is as it was read; False when it is not."""
+        conditions = {"mode": UpdateMode.REPLACE, "etag": etag, "match_condition": MatchConditions.IfNotModified}
+        return await self.change_together([("update", entity, conditions)])
+
+    async def move(self, old: Key, entity: Entity) -> bool:
+        """Delete an entity and insert another one of the same partition, together; False when neither happened."""
+        return await self.change_together([("delete", _keys(old)), ("create", entity)])
+
+    async def change_together(self, operations: Sequence[Operation]) -> bool:
+        """Run a transaction on one partition; False when an entity was not as expected, and nothing was changed."""
+        async with self._room:
+            with self._errors("write to"):
+                try:
+                    await self._client.submit_transaction(operations)
+                except TableTransactionError as error:
+                    if error.status_code not in UNEXPECTED:
+                        raise
+                    self._must_exist(error)
+                    return False
+        return True
+
+    async def _change_each(self, operations: Sequence[Operation]) -> list[bool]:
+        answers = [False] * len(operations)
+
+        async def change(positions: Sequence[int]) -> None:
+            if await self.change_together([operations[position] for position in positions]):
+                for position in positions:
+                    answers[position] = True
+            elif len(positions) > 1:
+                await _all(change([position]) for position in positions)
+
+        await _all(change(chunk) for chunk in _chunks(operations))
+        return answers
+
+    async def _query(
+        self, query: str, page: int, *, parameters: Mapping[str, str] | None = None, select: list[str] | None = None
+    ) -> AsyncIterator[Entity]:
+        found = self._client.query_entities(
+            query, parameters=dict(parameters or {}), results_per_page=page, select=select
+        )
+        entities = found.__aiter__()
+        while True:
+            with self._errors("read"):
+                try:
+                    entity = await entities.__anext__()
+                except StopAsyncIteration:
+                    return
+                except ResourceNotFoundError as error:
+                    self._must_exist(error)
+                    raise
+            yield entity
+
+    def _errors(self, doing: str) -> Any:  # noqa: ANN401 - a context manager
+        return azure_errors(f"{doing} table {self.name!r}")
+
+    def _must_exist(self, error: HttpResponseError) -> None:
+        if "TableNotFound" in str(error) or getattr(error, "error_code", None) == "TableNotFound":
+            raise BackendUnusable(
+                f"table {self.name!r} does not exist: run `delayline setup`, or start the endpoint with "
+                "setup_infrastructure=True"
+            ) from error
+
+
+def _keys(key: Key) -> Entity:
+    return {"PartitionKey": key.partition, "RowKey": key.row}
+
+
+def _chunks(operations: Sequence[Operation]) -> list[list[int]]:
+    """Return the positions of operations that can be one transaction: one partition, not too many, not too large."""
+    chunks: list[list[int]] = []
+    by_partition = sorted(range(len(operations)), key=lambda position: operations[position][1]["PartitionKey"])
+    for _, positions in groupby(by_partition, key=lambda position: operations[position][1]["PartitionKey"]):
+        chunks.append([])
+        size = 0
+        for position in positions:
+            entity = operations[position][1]
+            bytes_of = len(entity.get("Body", b"")) + len(entity.get("Headers", ""))
+            full = len(chunks[-1]) == LARGEST_TRANSACTION or size + bytes_of > TRANSACTION_BYTES
+            if full and chunks[-1]:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(position)
+            size += bytes_of
+    return chunks
+
+
+async def _all(works: Any) -> None:  # noqa: ANN401 - an iterable of coroutines
+    """Run them all to their ends, then raise the first error: none goes on unseen."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

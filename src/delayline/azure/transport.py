@@ -1,0 +1,291 @@
+"""The transport on Azure Storage Queues, in the envelope of NServiceBus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from azure.core.exceptions import ResourceExistsError, ResourceNotFoundError
+
+from delayline.azure.account import AzureAccount
+from delayline.azure.envelope import unwrap, wrap
+from delayline.azure.faults import azure_errors, code_of
+from delayline.azure.names import can_be_queue, queue_name
+from delayline.azure.receiver import LARGEST_PAGE, AzureReceiver, deleted_with, receipt_of, shown
+from delayline.checks import time_span
+from delayline.clock import EPOCH
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    DispatchFailed,
+    QueueNotFound,
+)
+from delayline.events import Event, emit
+from delayline.transaction import TransactionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from azure.storage.queue import QueueMessage
+    from azure.storage.queue.aio import QueueClient
+
+    from delayline.message import Message
+    from delayline.transaction import Transaction
+    from delayline.transport import TransportOperation
+
+logger = logging.getLogger(__name__)
+
+ONE_SECOND: Final = timedelta(seconds=1)
+THIRTY_SECONDS: Final = timedelta(seconds=30)
+SEVEN_DAYS: Final = timedelta(days=7)
+SENT_AT_ONCE: Final = 32
+FOR_EVER: Final = -1
+LONGEST_LIFE: Final = 2**31 - 1  # seconds
+#: How long a walk through a queue hides messages from others, at most.
+WALK: Final = 60
+NO_TIME: Final = timedelta(0)
+
+
+class AzureStorageQueueTransport:
+    """Moves messages between queues of a storage account.
+
+    account: its URL, or an AzureAccount shared with the delayed messages.
+    poll_interval: how long a waiting receiver leaves an empty queue alone, at most.
+    visibility_timeout: how long a crash of its handler's process keeps a message from others, 1 s to 7 days; a handler
+        that lives may take longer.
+    Queue names are lower-cased. Several messages sent at once may arrive in any order.
+    """
+
+    def __init__(
+        self,
+        account: str | AzureAccount,
+        *,
+        poll_interval: timedelta = ONE_SECOND,
+        visibility_timeout: timedelta = THIRTY_SECONDS,
+    ) -> None:
+        self._account = AzureAccount.at(account)
+        self._poll_interval = time_span("poll_interval", poll_interval).total_seconds()
+        if not ONE_SECOND <= time_span("visibility_timeout", visibility_timeout) <= SEVEN_DAYS:
+            raise ConfigurationError(f"visibility_timeout={visibility_timeout!r} must be 1 second to 7 days")
+        self._hidden_for = -(-visibility_timeout // ONE_SECOND)
+        self._room = asyncio.Semaphore(SENT_AT_ONCE)
+        self._clients: dict[str, QueueClient] = {}
+        self._news: dict[str, asyncio.Event] = {}
+        self._seen: dict[tuple[str, str], list[tuple[str, str]]] = {}
+
+    @property
+    def account(self) -> AzureAccount:
+        """Where the queues are."""
+        return self._account
+
+    @property
+    def transaction_domain(self) -> None:
+        """None: a queue shares no transaction with anything."""
+        return
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """A message leaves its queue after its handler's sends went out."""
+        return TransactionMode.RECEIVE_ONLY
+
+    def qualified(self, queue: str, qualifier: str) -> str:
+        """Return `queue-qualifier`, in lower case, as in `sales-timeouts`."""
+        return queue_name(f"{queue}-{qualifier}")
+
+    async def setup_infrastructure(self, queues: Sequence[str]) -> None:
+        """Create the queues. Raises ConfigurationError for a name that Azure cannot have."""
+        names = [queue_name(queue) for queue in queues]
+        await self.start()
+        try:
+            await asyncio.gather(*(self._create(name) for name in dict.fromkeys(names)))
+        finally:
+            await self.stop()
+
+    async def start(self) -> None:
+        """Connect. Raises BackendUnusable for credentials that do not do."""
+        await self._account.open()
+        try:
+            await self._greet()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Undo one `start`."""
+        self._clients.clear()
+        await self._account.close()
+
+    async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        """Send the messages, several at a time."""
+        _refuse(transaction)
+        results = await asyncio.gather(*(self._send(one) for one in operations), return_exceptions=True)
+        failures: dict[int, Exception] = {}
+        for position, result in enumerate(results):
+            if isinstance(result, Exception):
+                failures[position] = result
+            elif result is not None:
+                raise result
+        if not failures:
+            return
+        if len(failures) == len(operations) and (error := _common(list(failures.values()))):
+            raise error
+        raise DispatchFailed(failures)
+
+    async def receiver(self, queue: str) -> AzureReceiver:
+        """Return a receiver on the queue."""
+        client = await self._existing(queue)
+        return AzureReceiver(
+            client,
+            queue,
+            poll_interval=self._poll_interval,
+            hidden_for=self._hidden_for,
+            news=self._news_of(queue),
+        )
+
+    async def queues(self) -> Sequence[str]:
+        """Return the names of all queues of the account, in order."""
+        with azure_errors("list the queues"):
+            return [one.name async for one in self._account.clients.queues.list_queues()]
+
+    async def count(self, queue: str) -> int:
+        """Return how many messages are in the queue, hidden ones included; on a busy queue about how many."""
+        client = self._client(queue)
+        with self._errors("count", queue):
+            return int((await client.get_queue_properties()).approximate_message_count or 0)
+
+    async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
+        """Return messages, oldest first, hidden ones left out.
+
+        More than 32 cannot be looked at without taking them: the queue is hidden from others for the moment.
+        """
+        if offset + limit <= LARGEST_PAGE:
+            with self._errors("look into", queue):
+                found = await self._client(queue).peek_messages(max_messages=offset + limit)
+        else:
+            found = await self._walk(queue)
+        return [unwrap(one.id, one.content) for one in found[offset : offset + limit]]
+
+    async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
+        """Remove the oldest copy of the message that nobody is handling; slow unless it was browsed just before."""
+        _refuse(transaction)
+        for _ in range(2):
+            copies = self._seen.get((queue, message_id), [])
+            while copies:
+                with self._errors("take from", queue):
+                    if await deleted_with(self._client(queue), *copies.pop(0)):
+                        return True
+            await self._walk(queue)
+            if (queue, message_id) not in self._seen:
+                return False
+        return False
+
+    async def purge(self, queue: str) -> int:
+        """Remove every message that nobody is handling, a page at a time."""
+        client, number = self._client(queue), 0
+        with self._errors("purge", queue):
+            while page := await self._page(client):
+                number += sum(await asyncio.gather(*(deleted_with(client, one.id, receipt_of(one)) for one in page)))
+        return number
+
+    async def _walk(self, queue: str) -> list[QueueMessage]:
+        """Return every message that nobody is handling, oldest first, and remember how to take it."""
+        client = self._client(queue)
+        found: dict[str, QueueMessage] = {}
+        with self._errors("look into", queue):
+            while page := await self._page(client):
+                fresh = {one.id: one for one in page if one.id not in found}
+                found |= fresh
+                if not fresh:
+                    break  # so many that the first ones are visible again
+            in_order = sorted(found.values(), key=lambda one: one.inserted_on or EPOCH)
+            receipts = await asyncio.gather(*(shown(client, one.id, receipt_of(one)) for one in in_order))
+        self._seen = {key: copies for key, copies in self._seen.items() if key[0] != queue}
+        for one, receipt in zip(in_order, receipts, strict=True):
+            if receipt is not None:
+                self._seen.setdefault((queue, unwrap(one.id, one.content).id), []).append((one.id, receipt))
+        return in_order
+
+    async def _page(self, client: QueueClient) -> list[QueueMessage]:
+        reading = client.receive_messages(
+            messages_per_page=LARGEST_PAGE, max_messages=LARGEST_PAGE, visibility_timeout=WALK
+        )
+        return [one async for one in reading]
+
+    async def _send(self, operation: TransportOperation) -> None:
+        message, queue = operation.message, operation.destination
+        client = self._client(queue)
+        span = message.time_to_be_received
+        if span is not None and span <= NO_TIME:
+            text = "Deleted message %s, which nobody received in time"
+            emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
+            return
+        text = wrap(message)
+        async with self._room:
+            with self._errors("send to", queue):
+                await client.send_message(text, time_to_live=_life(span))
+        self._news_of(queue).set()
+
+    async def _create(self, name: str) -> None:
+        with azure_errors(f"create queue {name!r}"):
+            try:
+                await self._account.clients.queues.create_queue(name)
+            except ResourceExistsError as error:
+                if code_of(error) == "QueueBeingDeleted":
+                    raise BackendUnavailable(f"queue {name!r} is being deleted: try again in a minute") from error
+
+    async def _existing(self, queue: str) -> QueueClient:
+        client = self._client(queue)
+        with self._errors("find", queue):
+            await client.get_queue_properties()
+        return client
+
+    async def _greet(self) -> None:
+        """Send a request: a wrong key is noticed now. Who may not list the queues may still use them."""
+        try:
+            with azure_errors(f"connect to storage account {self._account.name!r}"):
+                async for _ in self._account.clients.queues.list_queues(results_per_page=1):
+                    break
+        except BackendUnusable as error:
+            if not str(getattr(error.__cause__, "error_code", "")).startswith("Authorization"):
+                raise
+
+    def _client(self, queue: str) -> QueueClient:
+        if not can_be_queue(queue):
+            raise QueueNotFound(queue)
+        name = queue_name(queue)
+        if name not in self._clients:
+            self._clients[name] = self._account.clients.queues.get_queue_client(name)
+        return self._clients[name]
+
+    def _news_of(self, queue: str) -> asyncio.Event:
+        return self._news.setdefault(queue_name(queue), asyncio.Event())
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str, queue: str) -> Iterator[None]:
+        with azure_errors(f"{doing} queue {queue!r}"):
+            try:
+                yield
+            except ResourceNotFoundError as error:
+                raise QueueNotFound(queue) from error
+
+
+def _life(span: timedelta | None) -> int:
+    """Return how many seconds a message lives: for ever, where .NET lets it vanish after 30 days."""
+    seconds = FOR_EVER if span is None else -(-span // ONE_SECOND)
+    return seconds if seconds <= LONGEST_LIFE else FOR_EVER
+
+
+def _common(failures: Sequence[Exception]) -> Exception | None:
+    """Return what kept everything from being sent, where it is the account's fault."""
+    first = failures[0]
+    alike = all(type(one) is type(first) for one in failures)
+    return first if alike and isinstance(first, BackendUnavailable | BackendUnusable) else None
+
+
+def _refuse(transaction: Transaction | None) -> None:
+    if transaction is not None:
+        raise ConfigurationError("Azure Storage cannot take part in a transaction: send without transaction=")

@@ -1,0 +1,70 @@
+"""Looking into a queue: AMQP can only take messages and give them back, so that is what looking does here.
+
+They are given back by closing the channel they were taken on: what is rejected goes to the end of a quorum queue. Many
+of them may come back to it in another order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pamqp import commands
+
+from delayline.errors import InvalidMessage
+from delayline.message import Message
+from delayline.rabbitmq.frames import Get, QueueDeclare, QueuePurge
+from delayline.rabbitmq.properties import message_from
+
+if TYPE_CHECKING:
+    from aiormq.abc import DeliveredMessage
+    from aiormq.channel import Channel
+
+
+async def count(channel: Channel, queue: str) -> int:
+    """Return how many messages nobody holds."""
+    answer = await channel.rpc(QueueDeclare(queue=queue, passive=True))
+    return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
+
+
+async def browse(channel: Channel, queue: str, limit: int, offset: int) -> list[Message]:
+    """Return messages that nobody holds, oldest first; they are back in the queue once the channel is closed."""
+    await count(channel, queue)
+    seen: list[Message] = []
+    number = 0
+    while number < offset + limit and (delivered := await _get(channel, queue)) is not None:
+        number += 1
+        if number > offset:
+            seen.append(_shown(delivered))
+    return seen
+
+
+async def take(channel: Channel, queue: str, message_id: str) -> bool:
+    """Remove the oldest copy that nobody holds; those before it are back once the channel is closed."""
+    await count(channel, queue)
+    while (delivered := await _get(channel, queue)) is not None:
+        if _shown(delivered).id == message_id:
+            await channel.basic_ack(delivered.delivery_tag or 0)
+            return True
+    return False
+
+
+async def purge(channel: Channel, queue: str) -> int:
+    """Remove every message that nobody holds and return how many."""
+    answer = await channel.rpc(QueuePurge(queue=queue))
+    return answer.message_count if isinstance(answer, commands.Queue.PurgeOk) and answer.message_count else 0
+
+
+async def _get(channel: Channel, queue: str) -> DeliveredMessage | None:
+    """Take one message: what aiormq's `basic_get` does, for any name."""
+    channel.getter = asyncio.get_running_loop().create_future()
+    await channel.rpc(Get(queue=queue))
+    frame, delivered = await channel.getter
+    return delivered if isinstance(frame, commands.Basic.GetOk) else None
+
+
+def _shown(delivered: DeliveredMessage) -> Message:
+    try:
+        return message_from(delivered)
+    except InvalidMessage:
+        return Message("", {}, delivered.body)

@@ -1,0 +1,127 @@
+"""A channel in confirm mode, and the frames that come back on it."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from pamqp import commands, frame, header
+
+from delayline.rabbitmq.confirms import Batch, Closed, Confirms
+from delayline.rabbitmq.wire import (
+    BASIC,
+    FRAME_BODY,
+    FRAME_END,
+    FRAME_HEADER,
+    FRAME_HEARTBEAT,
+    FRAME_METHOD,
+    FRAME_OVERHEAD,
+    PublishFrames,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["Channel", "Closed", "read_frames"]
+
+_frame_start = struct.Struct(">BHI").unpack_from
+_answer = struct.Struct(">HHQB").unpack_from
+ANSWER_SIZE: Final = 13
+ACK: Final = 80
+NACK: Final = 120
+PROTOCOL: Final = b"AMQP"
+KINDS: Final = {FRAME_METHOD, FRAME_HEADER, FRAME_BODY, FRAME_HEARTBEAT}
+
+
+class Wire(Protocol):
+    """What a channel writes to."""
+
+    frame_max: int
+
+    def write(self, data: bytes) -> None:
+        """Send frames; raises BackendUnavailable."""
+
+
+class Channel:
+    """What is outstanding on one channel, and why it was closed."""
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        self._wire = wire
+        self.number = number
+        self.confirms = Confirms()
+        self.frames = PublishFrames(number, wire.frame_max)
+        self.closed: Closed | None = None
+        self._returning: commands.Basic.Return | None = None
+
+    def write(self, batch: Batch, positions: Sequence[int], frames: Sequence[bytes]) -> None:
+        """Write the frames of these publications. Raises BackendUnavailable."""
+        self._wire.write(b"".join(frames))
+        self.confirms.wrote(batch, positions)
+
+    def close(self, closed: Closed) -> None:
+        """Leave every outstanding publication to its sender; the broker takes no more here."""
+        self.closed = closed
+        self.confirms.abandon()
+
+    def on_answer(self, kind: int, tag: int, bits: int) -> None:
+        """Take a basic.ack or basic.nack."""
+        self.confirms.settle(tag, multiple=bool(bits & 1), acknowledged=kind == ACK)
+
+    def on_return(self, method: commands.Basic.Return) -> None:
+        """Take the first frame of a message that comes back."""
+        self._returning = method
+
+    def on_header(self, properties: commands.Basic.Properties) -> None:
+        """Take the second one, which tells what message it is."""
+        back, self._returning = self._returning, None
+        if back is not None:
+            reason = f"{back.reply_code} {back.reply_text}"
+            self.confirms.returned(back.exchange or "", back.routing_key or "", properties.message_id, reason)
+
+
+def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callable[[int, Any], None]) -> bytes:
+    """Hand on every whole frame and return the rest; raises ValueError or PAMQPException for what is no frame."""
+    start, end = 0, len(data)
+    while end - start >= FRAME_OVERHEAD:
+        kind, number, size = _frame_start(data, start)
+        if kind not in KINDS:
+            raise ValueError(_no_frame(data[start : start + 16]))
+        last = start + FRAME_OVERHEAD + size - 1
+        if last >= end:
+            break
+        if data[last] != FRAME_END[0]:
+            raise ValueError(f"a frame without an end, {data[start : start + 16]!r}")
+        if kind == FRAME_METHOD:
+            _method(data, start, size, channels.get(number), number, on_method)
+        elif kind == FRAME_HEADER and number in channels:
+            content = frame.unmarshal(data[start : last + 1])[2]
+            assert isinstance(content, header.ContentHeader)  # noqa: S101 - its kind is in the frame
+            channels[number].on_header(content.properties)
+        start = last + 1
+    return data[start:]
+
+
+def _no_frame(found: bytes) -> str:
+    if found.startswith(PROTOCOL):
+        return f"it asks for another version of the protocol, {found[:8]!r}"
+    return f"no frame begins with {found!r}"
+
+
+def _method(
+    data: bytes,
+    start: int,
+    size: int,
+    channel: Channel | None,
+    number: int,
+    on_method: Callable[[int, Any], None],
+) -> None:
+    if size == ANSWER_SIZE and channel is not None:
+        group, kind, tag, bits = _answer(data, start + FRAME_OVERHEAD - 1)
+        if group == BASIC and kind in (ACK, NACK):
+            channel.on_answer(kind, tag, bits)
+            return
+    method = frame.unmarshal(data[start : start + size + FRAME_OVERHEAD])[2]
+    if isinstance(method, commands.Basic.Return) and channel is not None:
+        channel.on_return(method)
+    else:
+        on_method(number, method)

@@ -1,0 +1,163 @@
+"""What was published on a channel and is not settled yet: confirmed, returned or refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
+
+from delayline.errors import MessageRejected, QueueNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from delayline.rabbitmq.wire import Publication
+
+
+class Unroutable(QueueNotFound):
+    """The broker had no exchange or no queue for a message; the sender knows its destination, and says that instead."""
+
+    def __init__(self, exchange: str, routing_key: str, reason: str) -> None:
+        super().__init__(routing_key or exchange)
+        self.args = (f"nothing takes messages at exchange {exchange!r} with routing key {routing_key!r}: {reason}",)
+        self.exchange = exchange
+        self.routing_key = routing_key
+
+
+class Closed(NamedTuple):
+    """Why the broker closed a channel or a connection."""
+
+    code: int
+    text: str
+
+
+class Batch:
+    """The publications of one caller: which are settled, and how."""
+
+    __slots__ = ("failures", "left", "over", "publications", "settled")
+
+    def __init__(self, publications: Sequence[Publication]) -> None:
+        self.publications = publications
+        self.left = len(publications)
+        self.failures: dict[int, Exception] = {}
+        self.over: list[int] = []
+        """Positions whose channel was closed before they were settled."""
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def settle(self, number: int) -> None:
+        """Count so many positions; the last one ends the wait."""
+        self.left -= number
+        if self.left == 0 and not self.settled.done():
+            self.settled.set_result(None)
+
+    def refuse(self, position: int, error: Exception) -> None:
+        """Keep why a position that will not be sent, or was refused, failed."""
+        self.failures[position] = error
+
+    def lose(self, error: Exception) -> None:
+        """End the wait: the connection is lost, and with it the answers."""
+        if not self.settled.done():
+            self.settled.set_exception(error)
+            self.settled.exception()  # its caller may be gone
+
+
+class Run(NamedTuple):
+    """Publications of a batch that were written one after the other: positions and sequence numbers go together."""
+
+    batch: Batch
+    positions: Sequence[int]
+    first: int
+
+    def position(self, sequence: int) -> int:
+        """Return the position in the batch of what was written with that number."""
+        return self.positions[sequence - self.first]
+
+
+class Confirms:
+    """The outstanding publications of one channel, by the sequence number that the broker counts them with."""
+
+    def __init__(self) -> None:
+        self._outstanding: dict[int, Run] = {}
+        self._lowest = 1
+        self._next = 1
+        self._returned_up_to = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._outstanding)
+
+    def wrote(self, batch: Batch, positions: Sequence[int]) -> None:
+        """Expect an answer for each of these, written in this order."""
+        run = Run(batch, positions, self._next)
+        self._next += len(positions)
+        self._outstanding.update(dict.fromkeys(range(run.first, self._next), run))
+        self._empty.clear()
+
+    def settle(self, tag: int, *, multiple: bool, acknowledged: bool) -> None:
+        """Take the broker's answer to one publication, or to all up to it."""
+        outstanding = self._outstanding
+        if multiple:
+            sequences: Sequence[int] = range(self._lowest, tag + 1)
+            self._lowest = max(self._lowest, tag + 1)
+        else:
+            sequences = (tag,)
+        for sequence in sequences:
+            run = outstanding.pop(sequence, None)
+            if run is not None:
+                if not acknowledged:
+                    position = run.position(sequence)
+                    run.batch.refuse(position, _rejected(run.batch.publications[position]))
+                run.batch.settle(1)
+        if not outstanding:
+            self._empty.set()
+
+    def returned(self, exchange: str, routing_key: str, message_id: str | None, reason: str) -> bool:
+        """Mark what the broker could not route; its confirm is still to come. False when it is none of ours.
+
+        Returns come in the order of publishing, so each search begins behind the last one's find.
+        """
+        for sequence in range(max(self._returned_up_to + 1, self._lowest), self._next):
+            run = self._outstanding.get(sequence)
+            if run is None:
+                continue
+            position = run.position(sequence)
+            publication = run.batch.publications[position]
+            if (
+                publication.routing_key == routing_key
+                and publication.exchange == exchange
+                and (publication.properties is not None or publication.message.id == message_id)
+            ):
+                self._returned_up_to = sequence
+                run.batch.refuse(position, Unroutable(exchange, routing_key, reason))
+                return True
+        return False
+
+    def abandon(self) -> None:
+        """Leave what is not settled to its senders, when the channel is closed: it may or may not have arrived."""
+        for sequence, run in self._outstanding.items():
+            position = run.position(sequence)
+            if position not in run.batch.failures:
+                run.batch.over.append(position)
+            run.batch.settle(1)
+        self._forget()
+
+    def lose(self, error: Exception) -> None:
+        """Fail every batch with something outstanding, when the connection is gone."""
+        for run in self._outstanding.values():
+            run.batch.lose(error)
+        self._forget()
+
+    async def empty(self) -> None:
+        """Return when nothing is outstanding."""
+        await self._empty.wait()
+
+    def _forget(self) -> None:
+        self._outstanding.clear()
+        self._empty.set()
+
+
+def _rejected(publication: Publication) -> MessageRejected:
+    return MessageRejected(
+        f"RabbitMQ did not take message {publication.message.id!r} for exchange {publication.exchange!r} with routing "
+        f"key {publication.routing_key!r}: a queue there is full, or has no majority of its replicas"
+    )

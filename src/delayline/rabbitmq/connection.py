@@ -1,0 +1,187 @@
+"""The connection that declares, binds and consumes: aio-pika's, opened again on the next use after it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from typing import TYPE_CHECKING, Final, TypeVar, cast
+
+from aio_pika import Connection
+from aio_pika import exceptions as pika
+from aio_pika.abc import ConnectionParameter
+from aio_pika.connection import make_url
+
+from delayline.errors import BackendUnusable
+from delayline.rabbitmq.confirms import Closed
+from delayline.rabbitmq.refusals import ACCESS_REFUSED, not_connected, refused_connection
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    import aiormq
+    from aiormq.channel import Channel
+
+    from delayline.rabbitmq.address import BrokerAddress
+
+Result = TypeVar("Result")
+
+#: What aio-pika, aiormq and the socket raise when the broker is not there, or no longer.
+LOST: Final = (pika.AMQPError, pika.ChannelInvalidStateError, OSError, TimeoutError, asyncio.IncompleteReadError)
+#: RabbitMQ's text names the permission since 3.9: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
+REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
+
+
+class NamedConnection(Connection):
+    """A connection to a broker whose certificate may have another name than its host."""
+
+    PARAMETERS = (*Connection.PARAMETERS, ConnectionParameter("server_hostname", str, is_kwarg=True))
+
+
+class BrokerConnection:
+    """One connection to a broker, shared by those who receive, declare and look; a lost one is replaced on next use.
+
+    name: what the broker's management shows it as.
+    """
+
+    def __init__(self, address: BrokerAddress, name: str) -> None:
+        self._address = address
+        self._name = name
+        self._connection: NamedConnection | None = None
+        self._channels: list[Channel] = []
+        self._opening = asyncio.Lock()
+        self.generation = 0
+        """How often it was opened: what was learnt over an earlier one may no longer hold."""
+
+    async def open(self) -> NamedConnection:
+        """Return a connection that was alive a moment ago. Raises BackendUnavailable or BackendUnusable."""
+        async with self._opening:
+            if self._connection is not None and self._connection.connected.is_set():
+                return self._connection
+            await self._drop()
+            with explained(self._address):
+                self._connection = await self._connect()
+            self.generation += 1
+            return self._connection
+
+    async def close(self) -> None:
+        """Close channels one by one, so that what was written on them gets there, then the connection. Idempotent."""
+        async with self._opening:
+            for channel in self._channels:
+                with contextlib.suppress(*LOST, asyncio.CancelledError):
+                    await asyncio.wait_for(channel.close(), self._address.connection_timeout)
+            await self._drop()
+
+    async def channel(self) -> Channel:
+        """Return a new channel, to be closed by the caller, or with the connection."""
+        connection = await self.open()
+        with explained(self._address):
+            async with asyncio.timeout(self._address.connection_timeout):
+                if connection.transport is None:
+                    raise ConnectionResetError("the connection was closed")
+                channel = await connection.transport.connection.channel(publisher_confirms=False)
+        self._channels = [one for one in self._channels if not one.is_closed]
+        self._channels.append(cast("Channel", channel))
+        return self._channels[-1]
+
+    async def run(self, work: Callable[[Channel], Awaitable[Result]]) -> Result:
+        """Run `work` on a channel of its own: what the broker refuses ends that channel only.
+
+        Raises BackendUnavailable or BackendUnusable; LookupError for what does not exist.
+        """
+        channel = await self.channel()
+        try:
+            with explained(self._address):
+                return await work(channel)
+        finally:
+            with contextlib.suppress(*LOST):
+                await channel.close()
+
+    async def version(self) -> tuple[int, ...]:
+        """Return the broker's version. Raises BackendUnavailable or BackendUnusable."""
+        channel = await self.channel()
+        properties = cast("aiormq.Connection", channel.connection).server_properties or {}
+        await channel.close()
+        return tuple(int(part) for part in re.findall(r"\d+", str(properties.get("version", "")))[:3])
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Have errors of aio-pika's raised as delayline's."""
+        return explained(self._address)
+
+    async def _connect(self) -> NamedConnection:
+        address = self._address
+        connection = NamedConnection(
+            make_url(
+                host=address.host,
+                port=address.port,
+                login=address.user,
+                password=address.password,
+                virtualhost=address.vhost,
+                ssl=address.tls is not None,
+                heartbeat=str(address.heartbeat),
+            ),
+            ssl_context=None if address.tls is None else address.tls.context(),
+            server_hostname=None if address.tls is None else address.tls.server_name_indication or address.host,
+            client_properties={"connection_name": self._name},
+        )
+        try:
+            await connection.connect(timeout=address.connection_timeout)
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        self._channels.clear()
+        if connection is not None:
+            with contextlib.suppress(*LOST, asyncio.CancelledError):
+                await connection.close()
+
+
+class NothingThere(LookupError):
+    """The broker says that an exchange or a queue does not exist."""
+
+
+class Differs(BackendUnusable):
+    """The broker has it already, with other arguments."""
+
+
+@contextlib.contextmanager
+def explained(address: BrokerAddress) -> Iterator[None]:
+    """Raise what aio-pika raises inside as delayline's errors; NothingThere and Differs for 404 and 406."""
+    try:
+        yield
+    except LOST as error:
+        raise _explained(error, address) from error
+
+
+def _explained(error: BaseException, address: BrokerAddress) -> Exception:
+    text = _text(error)
+    if isinstance(error, pika.ChannelNotFoundEntity):
+        return NothingThere(text)
+    if isinstance(error, pika.ChannelPreconditionFailed):
+        return Differs(text)
+    if isinstance(error, pika.ChannelClosed) and "ACCESS_REFUSED" in text:
+        return _refused(text, address)
+    if isinstance(error, pika.ProbableAuthenticationError | pika.AuthenticationError):
+        return refused_connection(address, Closed(ACCESS_REFUSED, text))
+    code = error.args[0] if isinstance(error, pika.ConnectionClosed) and error.args else None
+    if isinstance(code, int) and code > 0:
+        return refused_connection(address, Closed(code, text))
+    return not_connected(address, error.__cause__ if isinstance(error.__cause__, OSError) else error)
+
+
+def _refused(text: str, address: BrokerAddress) -> BackendUnusable:
+    refused = REFUSED.search(text)
+    if refused is None:
+        return BackendUnusable(f"RabbitMQ at {address} refuses: {text}")
+    what, thing, vhost, user = refused.groups()
+    return BackendUnusable(
+        f"user {user!r} has no {what or 'sufficient'} permission on {thing} in virtual host {vhost!r}. Allow it with: "
+        f"rabbitmqctl set_permissions -p {vhost} {user} CONFIGURE WRITE READ ({text})"
+    )
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(part) for part in error.args if isinstance(part, str) and part) or str(error)

@@ -1,0 +1,281 @@
+"""Delayed delivery inside the broker: no process of ours has to run for a message to come due (seeds 002)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.checks import time_span
+from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError, NotStarted, QueueNotFound
+from delayline.events import Event, emit
+from delayline.rabbitmq.connection import NothingThere
+from delayline.rabbitmq.delay_levels import (
+    MAXIMUM_DELAY,
+    check_destination,
+    checked_until,
+    crossings,
+    seconds_until,
+)
+from delayline.rabbitmq.frames import ExchangeDeclare
+from delayline.rabbitmq.front import LevelsBehind, held
+from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.publisher import Publication, Unroutable
+from delayline.rabbitmq.transport import RabbitMQTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime
+
+    from delayline.callers import Caller
+    from delayline.clock import Clock
+    from delayline.delayed.delivery import StoredDelivery
+    from delayline.delayed.host import DeliveryHost
+    from delayline.delayed.store import DelayedMessageStore
+    from delayline.rabbitmq.front import Deferred
+    from delayline.transaction import Transaction
+    from delayline.transport import TransportOperation
+
+logger = logging.getLogger(__name__)
+
+LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
+BOUND_FOR: Final = 10.0
+"""Seconds after which a destination is bound again: it may have been deleted, and its messages would get stuck."""
+#: How long before the levels could take a message it may stay in the store: for clocks that differ, or step back.
+MARGIN: Final = timedelta(minutes=1)
+OLDEST_BROKER: Final = (3, 10)
+
+
+class DelayLevelDelivery:
+    """Messages wait in the 28 delay levels of RabbitMQTransport's broker, for whole seconds, up to 3106 days.
+
+    stored: a store in front, for delays that the levels cannot hold yet, and for your own transactions.
+    stored_below: delays shorter than this wait in the store as well, to the microsecond; none if left out.
+    """
+
+    def __init__(self, *, stored: StoredDelivery | None = None, stored_below: timedelta | None = None) -> None:
+        if stored_below is not None:
+            time_span("stored_below", stored_below)
+            if stored is None:
+                raise ConfigurationError("stored_below= needs a store: pass stored=StoredDelivery(...)")
+        self.stored = stored
+        self.stored_below = stored_below
+        self._host: DeliveryHost | None = None
+        self._transport: RabbitMQTransport | None = None
+        self._levels = DelayInfrastructure()
+        self._bound: dict[str, float] = {}
+        self._bound_over = 0
+        self._binding = asyncio.Lock()
+        self._started = False
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def transaction_domain(self) -> None:
+        """Nothing shares a transaction with a broker."""
+        return
+
+    @property
+    def clock(self) -> Clock | None:
+        """That of the store in front; without one, this machine's says how long a message is to wait."""
+        return None if self.stored is None else self.stored.clock
+
+    @property
+    def store(self) -> DelayedMessageStore:
+        """The store in front, for those who look into it. Raises AttributeError without one."""
+        if self.stored is None:
+            raise AttributeError("there is no store: what waits in delay levels can be counted, not listed")
+        return self.stored.store
+
+    @property
+    def levels(self) -> DelayInfrastructure:
+        """The exchanges and queues that messages wait in."""
+        return self._levels
+
+    def bind(self, host: DeliveryHost) -> None:
+        """Belong to that endpoint. Raises ConfigurationError when its transport is not RabbitMQTransport."""
+        transport = host.transport
+        if not isinstance(transport, RabbitMQTransport):
+            raise ConfigurationError(
+                f"DelayLevelDelivery needs a RabbitMQTransport, not {type(transport).__name__}: use StoredDelivery"
+            )
+        if self._host is not None and self._host.endpoint_name != host.endpoint_name:
+            raise ConfigurationError(
+                f"this DelayLevelDelivery belongs to endpoint {self._host.endpoint_name!r}; "
+                f"give endpoint {host.endpoint_name!r} one of its own"
+            )
+        self._host, self._transport = host, transport
+        self._levels = DelayInfrastructure.named(transport.address.delays)
+        if self.stored is not None:
+            behind = LevelsBehind(transport, host.error_queue, self._defer_all)
+            self.stored.bind(replace(host, transport=behind))
+
+    async def setup_infrastructure(self) -> None:
+        """Declare the levels, and bind the endpoint's own queue to what comes out of them."""
+        host, transport = self._parts()
+        await self._check_version(transport)
+        await transport.connection.run(self._levels.declare)
+        with contextlib.suppress(QueueNotFound):  # an endpoint that only sends has none
+            await transport.bind_delivery(host.endpoint_name, self._levels.delivery)
+        if self.stored is not None:
+            await self.stored.setup_infrastructure()
+
+    async def start(self) -> None:
+        """Look whether the levels are there, else raise BackendUnusable; start the store in front."""
+        _, transport = self._parts()
+        await self._check_version(transport)
+        try:
+            await transport.connection.run(
+                lambda channel: channel.rpc(ExchangeDeclare(exchange=self._levels.delivery, passive=True))
+            )
+        except NothingThere as error:
+            raise self._not_set_up() from error
+        if self.stored is not None:
+            await self.stored.start()
+        self._started = True
+        if transport.address.management is not None:
+            self._looking = asyncio.create_task(self._look_for_crossings(transport))
+
+    async def stop(self) -> None:
+        """Stop the store in front; what waits in the levels comes due by itself."""
+        self._started = False
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+            self._looking = None
+        if self.stored is not None:
+            await self.stored.stop()
+
+    async def join(self, caller: Caller) -> Transaction:
+        """Return the caller's transaction as one that the store in front takes part in. Raises ConfigurationError."""
+        if self.stored is None:
+            raise ConfigurationError(
+                "RabbitMQ takes part in no transaction: send without transaction=, or put a store in front with "
+                "DelayLevelDelivery(stored=StoredDelivery(...))"
+            )
+        return await self.stored.join(caller)
+
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        """Have the broker keep the operation for the seconds until `due`, rounded up; overdue goes straight on.
+
+        Raises InvalidDueTime for more than 268435455 seconds without a store in front, InvalidMessage for a
+        destination that the levels cannot carry or a message that expires, QueueNotFound for a missing destination.
+        """
+        host, transport = self._parts()
+        if not self._started:
+            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
+        now = host.clock.now()
+        if self.stored is not None and (transaction is not None or self._is_for_store(due, now)):
+            await self._hold(self.stored, operation, due, now, transaction)
+        elif transaction is not None:
+            raise ConfigurationError("RabbitMQ takes part in no transaction: put a store in front with stored=")
+        elif due <= now:
+            await transport.dispatch([operation])
+        else:
+            for error in (await self._defer_all([(operation, due)])).values():
+                raise error
+
+    def _is_for_store(self, due: datetime, now: datetime) -> bool:
+        below = self.stored_below
+        return seconds_until(due, now) > MAXIMUM_DELAY or (below is not None and now < due < now + below)
+
+    async def _hold(
+        self,
+        stored: StoredDelivery,
+        operation: TransportOperation,
+        due: datetime,
+        now: datetime,
+        transaction: Transaction | None,
+    ) -> None:
+        """Keep it in the store: until it is due, or until the levels can take the rest."""
+        if seconds_until(due, now) > MAXIMUM_DELAY:
+            check_destination(operation.destination)
+            await stored.defer(held(operation, due), due - LONGEST + MARGIN, transaction)
+        else:
+            await stored.defer(operation, due, transaction)
+
+    async def _defer_all(self, deferred: Sequence[Deferred]) -> Mapping[int, Exception]:
+        """Publish these to the levels; return the errors of those that are not there, by position."""
+        host, transport = self._parts()
+        failures: dict[int, Exception] = {}
+        positions: list[int] = []
+        publications: list[Publication] = []
+        for position, (operation, due) in enumerate(deferred):
+            try:
+                await self._bind_destination(transport, operation.destination)
+                delay = checked_until(due, host.clock.now())
+            except (QueueNotFound, ValueError) as error:
+                failures[position] = error
+                continue
+            exchange, key = self._levels.route(delay, operation.destination)
+            positions.append(position)
+            publications.append(Publication(operation.message, exchange, key, delay))
+        for index, refused in (await transport.publisher.publish(publications)).items():
+            failures[positions[index]] = self._not_set_up() if isinstance(refused, Unroutable) else refused
+        return failures
+
+    async def _bind_destination(self, transport: RabbitMQTransport, destination: str) -> None:
+        """See to it that what comes out of the levels gets there. Raises QueueNotFound or InvalidMessage."""
+        if self._is_bound(transport, destination):
+            return
+        check_destination(destination)
+        async with self._binding:
+            if self._is_bound(transport, destination):
+                return
+            try:
+                await transport.bind_delivery(destination, self._levels.delivery)
+            except QueueNotFound:
+                self._bound.pop(destination, None)
+                raise
+            if self._bound_over != transport.connection.generation:
+                self._bound.clear()
+                self._bound_over = transport.connection.generation
+            if destination not in self._bound:
+                self._warn_of_crossings(destination, [*self._bound, self._parts()[0].endpoint_name])
+            self._bound[destination] = asyncio.get_running_loop().time()
+
+    def _is_bound(self, transport: RabbitMQTransport, destination: str) -> bool:
+        since = self._bound.get(destination)
+        if since is None or self._bound_over != transport.connection.generation:
+            return False
+        return asyncio.get_running_loop().time() < since + BOUND_FOR
+
+    async def _look_for_crossings(self, transport: RabbitMQTransport) -> None:
+        """Ask the management API, where its URL is given, for names that cross this endpoint's."""
+        from delayline.rabbitmq.management import ManagementApi
+        from delayline.rabbitmq.verification import destinations
+
+        with contextlib.suppress(DelaylineError):
+            async with ManagementApi(transport.address) as api:
+                bound = destinations(self._levels, await api.bindings())
+            self._warn_of_crossings(self._parts()[0].endpoint_name, bound)
+
+    def _warn_of_crossings(self, destination: str, others: Iterable[str]) -> None:
+        for receiver, meant in crossings([*others, destination]):
+            if destination in (receiver, meant):
+                text = (
+                    "%r also receives the delayed messages for %r, whose name ends in it: rename one of the endpoints"
+                )
+                emit(logger, logging.WARNING, Event.DESTINATIONS_CROSS, text, receiver, meant)
+
+    async def _check_version(self, transport: RabbitMQTransport) -> None:
+        version = await transport.connection.version()
+        if self._levels.quorum and version < OLDEST_BROKER:
+            raise BackendUnusable(
+                f"RabbitMQ at {transport.address} has version {'.'.join(map(str, version))}: delay levels on quorum "
+                "queues need 3.10 or later. Upgrade it, or use delays=v1"
+            )
+
+    def _not_set_up(self) -> BackendUnusable:
+        return BackendUnusable(
+            f"the delay levels {self._levels.delivery!r} are not on the broker. Run: delayline rabbitmq create"
+        )
+
+    def _parts(self) -> tuple[DeliveryHost, RabbitMQTransport]:
+        if self._host is None or self._transport is None:
+            raise NotStarted(
+                "this DelayLevelDelivery belongs to no endpoint yet: pass it to Endpoint(delayed_delivery=...)"
+            )
+        return self._host, self._transport

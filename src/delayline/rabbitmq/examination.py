@@ -1,0 +1,52 @@
+"""What `delayline doctor` can tell of a broker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.rabbitmq import verification
+from delayline.rabbitmq.connection import NothingThere
+from delayline.rabbitmq.frames import ExchangeDeclare
+from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.management import ManagementApi
+from delayline.rabbitmq.transport import RabbitMQTransport
+from delayline.rabbitmq.verification import Check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from delayline.rabbitmq.address import BrokerAddress
+
+WHAT: Final = "delay levels"
+
+
+async def examine(url: str, *, delay_levels: bool = True) -> Sequence[Check]:
+    """Return what was looked at, whether it is good, and what it is. Raises BackendUnusable or BackendUnavailable.
+
+    delay_levels: whether messages wait in them; without, they are not looked for.
+    """
+    transport = RabbitMQTransport(url)
+    connection, levels = transport.connection, DelayInfrastructure.named(transport.address.delays)
+    await transport.start()
+    try:
+        version = Check("RabbitMQ", ok=True, text=".".join(map(str, await connection.version())))
+        if not delay_levels:
+            return [version]
+        await connection.run(lambda channel: channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True)))
+    except NothingThere:
+        return [version, Check(WHAT, ok=False, text="none. Create them: delayline setup, or delayline rabbitmq create")]
+    finally:
+        await transport.stop()
+    return [version, *await _closely(transport.address, levels)]
+
+
+async def _closely(address: BrokerAddress, levels: DelayInfrastructure) -> Sequence[Check]:
+    """Return what is wrong with the levels, or that nothing is: as far as the management API lets anybody see."""
+    async with ManagementApi(address) as api:
+        try:
+            checks = [*await verification.verify(api, levels), *await verification.examine(api, levels)]
+        except (BackendUnavailable, BackendUnusable) as error:
+            return [Check(WHAT, ok=True, text=f"{levels.delivery!r} is there; not looked at more closely: {error}")]
+    wrong = [Check(f"{WHAT}: {check.what}", ok=False, text=check.text) for check in checks if not check.ok]
+    return wrong or [Check(WHAT, ok=True, text=f"{levels.prefix}.* are complete, and due messages get through")]

@@ -1,0 +1,213 @@
+"""What delayed messages wait in: 29 exchanges, 28 queues and 56 bindings, as .NET declares them (reference 1.1)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from aio_pika.exceptions import ChannelPreconditionFailed
+
+from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.rabbitmq.delay_levels import (
+    LEVELS,
+    V1_PREFIX,
+    V2_PREFIX,
+    delivery_name,
+    level_name,
+    passing_key,
+    route,
+    waiting_key,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiormq.abc import AbstractChannel
+
+Arguments = Mapping[str, str | int]
+
+#: RabbitMQ's own names allow more; these need no quoting anywhere.
+PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+#: `inequivalent arg 'x' for queue 'q' in vhost '/': received 'a' but current is 'b'`, in the words of several versions.
+INEQUIVALENT: Final = re.compile(
+    r"inequivalent arg '(?P<argument>.*?)' for (?P<kind>\w+) '(?P<name>.*?)' in vhost '.*?': "
+    r"received (?P<ours>.*?) but current is (?P<theirs>.*)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelQueue:
+    """A queue that keeps messages for 2^level seconds; durable, shared by all, never deleted by itself."""
+
+    name: str
+    arguments: Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What goes from an exchange to a queue, or to another exchange."""
+
+    source: str
+    destination: str
+    routing_key: str
+    to_queue: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An argument that the broker has otherwise."""
+
+    kind: str
+    """`queue` or `exchange`."""
+    name: str
+    argument: str
+    theirs: str
+    ours: str
+
+    def __str__(self) -> str:
+        """Return it as a sentence for people."""
+        return f"{self.kind} {self.name!r} has {self.argument} {self.theirs}, and {self.ours} was asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class DelayInfrastructure:
+    """The delay levels of one name: a prefix, and what kind of queues messages wait in."""
+
+    prefix: str = V2_PREFIX
+    quorum: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for a prefix that makes no good names."""
+        if not isinstance(self.prefix, str) or PREFIX.fullmatch(self.prefix) is None:
+            raise ConfigurationError(
+                f"the prefix of delay levels must be 1 to 200 letters, digits, _ . : or -, not {self.prefix!r}"
+            )
+
+    @classmethod
+    def v2(cls) -> DelayInfrastructure:
+        """Return what NServiceBus.RabbitMQ 7 and later share: quorum queues, forwarded at least once."""
+        return cls()
+
+    @classmethod
+    def v1(cls) -> DelayInfrastructure:
+        """Return what NServiceBus.RabbitMQ 4.3 to 6 share: lazy classic queues, which may lose messages."""
+        return cls(V1_PREFIX, quorum=False)
+
+    @classmethod
+    def custom(cls, prefix: str) -> DelayInfrastructure:
+        """Return levels apart from all others, made as v2 makes them; raises ConfigurationError for the prefix."""
+        if prefix == V1_PREFIX:
+            raise ConfigurationError(f"the prefix {prefix!r} is that of v1, with classic queues. Choose another, or v1")
+        return cls(prefix)
+
+    @classmethod
+    def named(cls, delays: str) -> DelayInfrastructure:
+        """Return what the setting `delays` names: v2, v1, or a prefix of your own."""
+        return {"v1": cls.v1, "v2": cls.v2}[delays]() if delays in ("v1", "v2") else cls.custom(delays)
+
+    @property
+    def delivery(self) -> str:
+        """The exchange that hands due messages to their destinations."""
+        return delivery_name(self.prefix)
+
+    def level(self, level: int) -> str:
+        """Return the name of a level's exchange and queue."""
+        return level_name(self.prefix, level)
+
+    def route(self, delay: int, destination: str) -> tuple[str, str]:
+        """Return the exchange and the routing key for a delay in seconds, which was checked before."""
+        level, key = route(delay, destination)
+        return self.level(level), key
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """All 29: topic, durable, without arguments."""
+        return (*(self.level(level) for level in reversed(range(LEVELS))), self.delivery)
+
+    @property
+    def queues(self) -> tuple[LevelQueue, ...]:
+        """All 28, the highest level first."""
+        return tuple(
+            LevelQueue(self.level(level), MappingProxyType(dict(self._arguments(level))))
+            for level in reversed(range(LEVELS))
+        )
+
+    @property
+    def bindings(self) -> tuple[Binding, ...]:
+        """All 56: of each level to its queue, and to the next lower exchange."""
+        return (
+            *(Binding(self.level(n), self.level(n), waiting_key(n), to_queue=True) for n in reversed(range(LEVELS))),
+            *(Binding(self.level(n), self._below(n), passing_key(n), to_queue=False) for n in reversed(range(LEVELS))),
+        )
+
+    async def declare(self, channel: AbstractChannel) -> None:
+        """Create what is missing. Idempotent, safe in several processes at once.
+
+        Raises BackendUnusable, saying which argument differs, for levels that somebody else made otherwise: the
+        channel is closed then. Raises aiormq's errors for anything else.
+        """
+        try:
+            for exchange in self.exchanges:
+                await channel.exchange_declare(exchange, exchange_type="topic", durable=True)
+            for queue in self.queues:
+                await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
+            for binding in self.bindings:
+                if binding.to_queue:
+                    await channel.queue_bind(binding.destination, binding.source, routing_key=binding.routing_key)
+                else:
+                    await channel.exchange_bind(
+                        destination=binding.destination, source=binding.source, routing_key=binding.routing_key
+                    )
+        except ChannelPreconditionFailed as error:
+            raise refusal(error) from error
+
+    async def delete(self, channel: AbstractChannel) -> None:
+        """Delete levels and what waits in them. Idempotent."""
+        await channel.exchange_delete(self.delivery)
+        for level in reversed(range(LEVELS)):
+            await channel.queue_delete(self.level(level))
+            await channel.exchange_delete(self.level(level))
+
+    def _arguments(self, level: int) -> Iterator[tuple[str, str | int]]:
+        if self.quorum:
+            yield "x-queue-type", "quorum"
+            yield "x-dead-letter-strategy", "at-least-once"
+            yield "x-overflow", "reject-publish"
+        else:
+            yield "x-queue-mode", "lazy"
+        yield "x-message-ttl", (1 << level) * 1000
+        yield "x-dead-letter-exchange", self._below(level)
+
+    def _below(self, level: int) -> str:
+        return self.level(level - 1) if level else self.delivery
+
+
+def refusal(error: ChannelPreconditionFailed) -> BackendUnusable:
+    """Return a 406 as an error that says which argument differs, and what to do."""
+    text = " ".join(str(part) for part in error.args)
+    difference = difference_in(text)
+    if difference is None:
+        return BackendUnusable(f"the broker refuses what delayline needs: {text}")
+    return BackendUnusable(
+        f"{difference}. Somebody made it otherwise: use it as it is, choose another name, or delete it once it is empty"
+    )
+
+
+def difference_in(text: str) -> Difference | None:
+    """Return the argument that a 406's text complains of; None where it is about something else."""
+    found = INEQUIVALENT.search(text)
+    if found is None:
+        return None
+    return Difference(
+        found["kind"], found["name"], found["argument"], theirs=_value(found["theirs"]), ours=_value(found["ours"])
+    )
+
+
+def _value(text: str) -> str:
+    """Return the value in `the value '8000' of type 'long'`, or in `'8000'`."""
+    quoted = re.search(r"'(.*?)'", text, re.DOTALL)
+    return quoted[1] if quoted else text.strip(' "')

@@ -1,0 +1,117 @@
+"""Messages that a move could not move: in a queue of their own, each with the reason and where it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from delayline.message import Message, from_wire_time, to_wire_time
+from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.connection import BrokerConnection, NothingThere
+from delayline.rabbitmq.delay_levels import parse
+from delayline.rabbitmq.due_times import Waiting
+from delayline.rabbitmq.properties import unchanged
+from delayline.rabbitmq.publisher import Publication, Publisher
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from aiormq.abc import DeliveredMessage
+    from aiormq.channel import Channel
+    from pamqp.commands import Basic
+
+    from delayline.rabbitmq.address import BrokerAddress
+
+#: Headers that say why, where it was, and when it is due where that is known.
+MARK: Final = "Delayline.KeptApart."
+REASON: Final = f"{MARK}Reason"
+ROUTING_KEY: Final = f"{MARK}RoutingKey"
+LEVEL: Final = f"{MARK}Level"
+DUE: Final = f"{MARK}Due"
+
+
+class Unmoved(NamedTuple):
+    """A message that stays behind: why, and when it is due where that is known."""
+
+    delivered: DeliveredMessage
+    reason: str
+    found: Waiting | None
+
+
+class KeptApart:
+    """The queue beside the levels that a move keeps them in; classic, as .NET's tool makes it (reference 1.12)."""
+
+    def __init__(self, address: BrokerAddress, connection: BrokerConnection, name: str) -> None:
+        self.queue = f"delays-{name}-poison-messages"
+        self._connection = connection
+        self._publisher = Publisher(address, connection_name=f"delayline {name} apart")
+
+    async def open(self) -> None:
+        """Create the queue where it is missing. Raises BackendUnavailable or BackendUnusable."""
+        try:
+            await self._connection.run(lambda channel: count(channel, self.queue))
+        except NothingThere:
+            await self._connection.run(lambda channel: channel.queue_declare(self.queue, durable=True))
+        await self._publisher.open()
+
+    async def close(self) -> None:
+        """Disconnect what publishes. Idempotent."""
+        await self._publisher.close()
+
+    async def keep(self, unmoved: Sequence[Unmoved], level: int) -> None:
+        """Put these into the queue; they are safe there on return. Raises the first error."""
+        refused = await self._publisher.publish([self._publication(one, level) for one in unmoved])
+        for error in refused.values():
+            raise error
+
+    async def movable(self, channel: Channel) -> AsyncIterator[tuple[DeliveredMessage, Waiting]]:
+        """Yield those that only lacked a destination; what is not acknowledged is back once the channel is closed."""
+        for _ in range(await count(channel, self.queue)):
+            delivered = await channel.basic_get(self.queue)
+            if delivered.delivery_tag is None:
+                return
+            found = _waiting(headers_of(delivered))
+            if found is not None:
+                yield delivered, found
+
+    def _publication(self, one: Unmoved, level: int) -> Publication:
+        marks: dict[str, Any] = {
+            REASON: one.reason,
+            ROUTING_KEY: one.delivered.routing_key or "",
+            LEVEL: level,
+        }
+        if one.found is not None:
+            marks[DUE] = to_wire_time(one.found.due)
+        return Publication(content(one.delivered), "", self.queue, properties=unchanged(carried(one.delivered, marks)))
+
+
+def content(delivered: DeliveredMessage) -> Message:
+    """Return the body as a message for a publication that brings its properties along."""
+    return Message(str(delivered.header.properties.message_id or ""), {}, delivered.body)
+
+
+def headers_of(delivered: DeliveredMessage) -> Mapping[str, Any]:
+    """Return the headers as AMQP has them."""
+    return delivered.header.properties.headers or {}
+
+
+def carried(delivered: DeliveredMessage, marks: Mapping[str, Any] | None = None) -> Basic.Properties:
+    """Return the properties to send on, with these marks and no older ones.
+
+    A lifetime would cut the delay short, and brokers refuse what another user has signed: both are left out.
+    """
+    properties = copy.copy(delivered.header.properties)
+    kept = {name: value for name, value in headers_of(delivered).items() if not name.startswith(MARK)}
+    properties.headers = kept | dict(marks or {})
+    properties.expiration = properties.user_id = None
+    return properties
+
+
+def _waiting(headers: Mapping[str, Any]) -> Waiting | None:
+    """Return where and when a kept message goes; None for one with another fault, or that another tool has kept."""
+    parsed = parse(str(headers.get(ROUTING_KEY, "")))
+    try:
+        due = from_wire_time(str(headers.get(DUE, "")))
+    except ValueError:
+        return None
+    return None if parsed is None else Waiting(parsed[1], due, stale=False)

@@ -1,0 +1,223 @@
+"""The broker's management API over HTTP: what AMQP does not tell, and the policies that it cannot set."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import quote
+
+import httpx
+
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
+from delayline.rabbitmq.infrastructure import Binding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from delayline.rabbitmq.address import BrokerAddress
+
+SECONDS: Final = 30.0
+TOTALS: Final = {"disable_stats": "true", "enable_queue_totals": "true"}
+"""Counts as they are now, at a tenth of the cost; the statistics are seconds old."""
+VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFacts:
+    """An exchange as it is on the broker."""
+
+    name: str
+    type: str
+    durable: bool
+    auto_delete: bool
+    internal: bool
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """A queue as it is on the broker, and what is in it; counts are None where the broker does not know them yet."""
+
+    name: str
+    type: str
+    durable: bool
+    auto_delete: bool
+    exclusive: bool
+    arguments: Mapping[str, Any]
+    messages: int | None
+    ready: int | None
+    unacknowledged: int | None
+
+    @property
+    def undeliverable(self) -> int:
+        """How many are due and have nowhere to go: neither ready nor taken (reference 1.10)."""
+        if self.messages is None:
+            return 0
+        return max(0, self.messages - (self.ready or 0) - (self.unacknowledged or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Settings for all queues or exchanges whose name matches."""
+
+    name: str
+    pattern: str
+    definition: Mapping[str, Any]
+    apply_to: str = "exchanges"
+    priority: int = 0
+
+    def reaches(self, name: str, kind: str) -> bool:
+        """Tell whether it is for the exchange or queue of that name; `kind` is exchanges, or a queue's type."""
+        wanted = {"all", "exchanges"} if kind == "exchanges" else {"all", "queues", f"{kind}_queues"}
+        try:
+            return self.apply_to in wanted and re.search(self.pattern, name) is not None
+        except re.error:  # Erlang's regular expressions know more than Python's
+            return False
+
+
+class ManagementApi:
+    """One virtual host, seen through the management API; use it with `async with`.
+
+    Every method raises BackendUnavailable when nobody answers, and BackendUnusable where the user may not look.
+    """
+
+    def __init__(self, address: BrokerAddress, url: str | None = None) -> None:
+        self._address = address
+        self.url = (url or address.management_url).rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"the management API's URL must start with http:// or https://, not {self.url!r}")
+        self._vhost = quote(address.vhost, safe="")
+        verify = address.tls.context() if address.tls and self.url.startswith("https:") else True
+        self._http = httpx.AsyncClient(auth=(address.user, address.password), timeout=SECONDS, verify=verify)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close connections. Idempotent."""
+        await self._http.aclose()
+
+    async def version(self) -> str:
+        """Return the broker's version, as `3.10.8`."""
+        return str((await self._get("overview")).get("rabbitmq_version", "unknown"))
+
+    async def feature_flags(self) -> Mapping[str, str]:
+        """Return the state of each feature flag: enabled, disabled or unavailable."""
+        return {one["name"]: one["state"] for one in await self._get("feature-flags")}
+
+    async def exchanges(self) -> Mapping[str, ExchangeFacts]:
+        """Return the virtual host's exchanges by name."""
+        found = await self._get(f"exchanges/{self._vhost}", disable_stats="true")
+        return {
+            one["name"]: ExchangeFacts(
+                one["name"],
+                one["type"],
+                one["durable"],
+                one["auto_delete"],
+                one["internal"],
+                one["arguments"],
+            )
+            for one in found
+        }
+
+    async def queues(self) -> Mapping[str, QueueFacts]:
+        """Return the virtual host's queues by name, with what is in them now."""
+        return {one["name"]: _queue(one) for one in await self._get(f"queues/{self._vhost}", **TOTALS)}
+
+    async def bindings(self) -> Sequence[Binding]:
+        """Return the virtual host's bindings, without those of the default exchange."""
+        return [
+            Binding(one["source"], one["destination"], one["routing_key"], to_queue=one["destination_type"] == "queue")
+            for one in await self._get(f"bindings/{self._vhost}")
+            if one["source"]
+        ]
+
+    async def policies(self, *, of_operators: bool = False) -> Sequence[Policy]:
+        """Return the virtual host's policies, or those that its operators lay over them."""
+        kind = "operator-policies" if of_operators else "policies"
+        return [
+            Policy(one["name"], one["pattern"], one["definition"], one["apply-to"], one["priority"])
+            for one in await self._get(f"{kind}/{self._vhost}")
+        ]
+
+    async def set_policy(self, policy: Policy) -> None:
+        """Create or replace a policy. Idempotent."""
+        content = {
+            "pattern": policy.pattern,
+            "definition": dict(policy.definition),
+            "apply-to": policy.apply_to,
+            "priority": policy.priority,
+        }
+        await self._ask("PUT", f"policies/{self._vhost}/{quote(policy.name, safe='')}", json=content)
+
+    async def delete_policy(self, name: str) -> bool:
+        """Delete a policy; False when there was none."""
+        answer = await self._ask("DELETE", f"policies/{self._vhost}/{quote(name, safe='')}", missing=True)
+        return answer.status_code != httpx.codes.NOT_FOUND
+
+    async def _get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
+        answer = await self._ask("GET", path, params=parameters)
+        try:
+            return answer.json()
+        except ValueError:
+            raise BackendUnusable(f"{self.url} is no RabbitMQ management API: {HINT}") from None
+
+    async def _ask(self, method: str, path: str, *, missing: bool = False, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
+        try:
+            answer = await self._http.request(method, f"{self.url}/api/{path}", **content)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise BackendUnavailable(f"no management API at {self.url}: {reason}. {HINT}") from error
+        if answer.is_success or (missing and answer.status_code == httpx.codes.NOT_FOUND):
+            return answer
+        raise self._refused(answer)
+
+    def _refused(self, answer: httpx.Response) -> BackendUnavailable | BackendUnusable:
+        user, vhost = self._address.user, self._address.vhost
+        match answer.status_code:
+            case httpx.codes.UNAUTHORIZED | httpx.codes.FORBIDDEN:
+                return BackendUnusable(
+                    f"the management API at {self.url} refuses user {user!r}, by name, password or rights on virtual "
+                    f"host {vhost!r}: it needs the tag management, to set policies policymaker: "
+                    f"rabbitmqctl set_user_tags {user} policymaker"
+                )
+            case httpx.codes.NOT_FOUND:
+                return BackendUnusable(f"{self.url} has no virtual host {vhost!r}, or is no management API: {HINT}")
+            case code if code >= httpx.codes.INTERNAL_SERVER_ERROR:
+                return BackendUnavailable(f"the management API at {self.url} fails: {code} {answer.text[:200]}")
+            case code:
+                return BackendUnusable(f"the management API at {self.url} refuses: {code} {answer.text[:200]}")
+
+
+HINT: Final = (
+    "Switch it on with: rabbitmq-plugins enable rabbitmq_management; where it is elsewhere, say so: ?management=URL"
+)
+
+
+def _queue(one: Mapping[str, Any]) -> QueueFacts:
+    return QueueFacts(
+        one["name"],
+        one.get("type", one.get("arguments", {}).get("x-queue-type", "classic")),
+        bool(one["durable"]),
+        bool(one["auto_delete"]),
+        bool(one.get("exclusive")),
+        one["arguments"],
+        one.get("messages"),
+        one.get("messages_ready"),
+        one.get("messages_unacknowledged"),
+    )
+
+
+def effective(policies: Iterable[Policy], name: str, kind: str) -> Policy | None:
+    """Return the one policy that counts for the exchange or queue: of those that reach it, the highest priority's."""
+    return max((one for one in policies if one.reaches(name, kind)), key=lambda one: one.priority, default=None)
+
+
+def version_of(text: str) -> tuple[int, int, int]:
+    """Return a version's three numbers; what follows them is left out. Zeros for a text that is none."""
+    found = VERSION.match(text)
+    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)

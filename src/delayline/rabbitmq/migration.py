@@ -1,0 +1,278 @@
+"""Moves what waits in delay levels to others: from v1 to v2 on one broker, or from one broker to another.
+
+Nothing is lost: a message leaves its level once the broker that it goes to has confirmed it. Whatever stops a move, the
+next one goes on with what is left; what was on its way just then may arrive twice. Nothing is early: due times are
+rounded up. What cannot be moved is kept apart, in a queue beside the levels, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from delayline.clock import SystemClock
+from delayline.errors import BackendUnusable, ConfigurationError, InvalidMessage
+from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.connection import LOST, BrokerConnection, NothingThere
+from delayline.rabbitmq.delay_levels import LEVELS, seconds_until
+from delayline.rabbitmq.due_times import Unmovable, Waiting, waiting
+from delayline.rabbitmq.frames import ExchangeDeclare
+from delayline.rabbitmq.kept_apart import KeptApart, Unmoved, carried, content, headers_of
+from delayline.rabbitmq.properties import unchanged
+from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.reach import Reach
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from aiormq.abc import DeliveredMessage
+    from aiormq.channel import Channel
+
+    from delayline.clock import Clock
+    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+BATCH: Final = 200
+"""Messages that are moved at once, and may arrive twice when a move is cut off."""
+SAMPLE: Final = 1000
+"""Messages of each level that a dry run looks at; brokers from version 4 count how often each was looked at."""
+Going = tuple["DeliveredMessage", Waiting]
+SILENCE: Final = 1.0  # seconds without a message, before the level is counted again
+PATIENCE: Final = 30  # such silences, while others seem to hold what is left
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """One end of a move: a broker and its delay levels."""
+
+    address: BrokerAddress
+    infrastructure: DelayInfrastructure
+
+
+@dataclass(slots=True)
+class LevelReport:
+    """What became of one level's messages."""
+
+    level: int
+    found: int
+    moved: int = 0
+    apart: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """What a move did; of a dry run, what it would do with the messages that it looked at."""
+
+    levels: list[LevelReport] = field(default_factory=list)
+    again: int = 0
+    """Moved that an earlier run had kept apart."""
+    stale: int = 0
+    """Moved by the place they were found in, for their headers are those of an earlier attempt."""
+    destinations: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why messages were kept apart."""
+    apart_in: str = ""
+    """The queue that they are kept in, on the broker they came from."""
+
+    @property
+    def moved(self) -> int:
+        """How many went to the other levels."""
+        return sum(one.moved for one in self.levels) + self.again
+
+    @property
+    def apart(self) -> int:
+        """How many were kept apart."""
+        return sum(one.apart for one in self.levels)
+
+
+class Move:
+    """One run: from the source's levels to the target's.
+
+    name: `migrate` or `transfer`; part of the name of the queue that keeps what cannot be moved.
+    progress: called with level, messages done and messages found, as it goes.
+    """
+
+    def __init__(
+        self,
+        source: Levels,
+        target: Levels,
+        *,
+        name: str,
+        dry_run: bool = False,
+        clock: Clock | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        if _place(source) == _place(target):
+            raise ConfigurationError(
+                f"source and target are the same delay levels, {source.infrastructure.prefix}* on {source.address}"
+            )
+        self._ends = source, target
+        self._from, self._to = source.infrastructure, target.infrastructure
+        self._source = BrokerConnection(source.address, f"delayline {name}")
+        self._target = BrokerConnection(target.address, f"delayline {name}")
+        self._publisher = Publisher(target.address, connection_name=f"delayline {name} Publish")
+        self._apart = KeptApart(source.address, self._source, name)
+        self._reach = Reach(self._target, self._to.delivery, only_look=dry_run)
+        self._dry_run = dry_run
+        self._clock = clock or SystemClock()
+        self._progress = progress or (lambda level, done, found: None)
+        self.report = Report(apart_in=self._apart.queue)
+        """What is done so far."""
+
+    async def run(self) -> Report:
+        """Move everything that waits, highest level first. Idempotent: run it again after whatever stopped it.
+
+        Raises BackendUnusable when either end has no levels, BackendUnavailable when it goes away.
+        """
+        try:
+            await self._open()
+            if not self._dry_run:
+                await self._move_again()
+            for level in reversed(range(LEVELS)):
+                await self._drain(level)
+        finally:
+            for part in (self._publisher, self._apart, self._target, self._source):
+                await part.close()
+        return self.report
+
+    async def _open(self) -> None:
+        for end, connection in zip(self._ends, (self._source, self._target), strict=True):
+            await _must_have_levels(end, connection)
+        if not self._dry_run:
+            await self._publisher.open()
+            await self._apart.open()
+
+    async def _drain(self, level: int) -> None:
+        """Move what waits at the level now; what comes in meanwhile, too."""
+        queue = self._from.level(level)
+        found = await self._source.run(lambda channel: count(channel, queue))
+        report = LevelReport(level, found)
+        self.report.levels.append(report)
+        self._progress(level, 0, found)
+        if not found:
+            return
+        async with self._channel() as channel:
+            await self._consume(channel, queue, report)
+
+    @contextlib.asynccontextmanager
+    async def _channel(self) -> AsyncIterator[Channel]:
+        """Provide a channel; what it took and did not acknowledge is back where it was after that."""
+        channel = await self._source.channel()
+        try:
+            with self._source.explained():
+                yield channel
+        finally:
+            with contextlib.suppress(*LOST):
+                await channel.close()
+
+    async def _consume(self, channel: Channel, queue: str, report: LevelReport) -> None:
+        inbox: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
+        wanted = min(report.found, SAMPLE) if self._dry_run else report.found
+        await channel.basic_qos(prefetch_count=SAMPLE if self._dry_run else 2 * BATCH)
+        await channel.basic_consume(queue, inbox.put)
+        done = silences = 0
+        while done < wanted and silences < PATIENCE:
+            batch = await _next(inbox, min(BATCH, wanted - done))
+            if not batch:
+                silences += 1
+                if not await count(channel, queue):
+                    return
+                continue
+            silences = 0
+            await self._move(channel, batch, report)
+            done += len(batch)
+            self._progress(report.level, done, report.found)
+
+    async def _move(self, channel: Channel, batch: Sequence[DeliveredMessage], report: LevelReport) -> None:
+        """Move these, or keep them apart; each is off its level once it is safe elsewhere."""
+        going: list[Going] = []
+        unmoved: list[Unmoved] = []
+        for delivered in batch:
+            try:
+                found = waiting(delivered.routing_key or "", headers_of(delivered), report.level, self._clock.now())
+            except Unmovable as error:
+                unmoved.append(Unmoved(delivered, str(error), None))
+                continue
+            if await self._reach.includes(found.destination):
+                going.append((delivered, found))
+            else:
+                unmoved.append(Unmoved(delivered, f"its destination {found.destination!r} does not exist there", found))
+        if self._dry_run:
+            self._count(report, [found for _, found in going])
+        else:
+            unmoved += await self._send(channel, going, report)
+            await self._apart.keep(unmoved, report.level)
+            # One acknowledgement for all: of many single ones a broker loses the last when the channel is closed.
+            await channel.basic_ack(batch[-1].delivery_tag or 0, multiple=True)
+        report.apart += len(unmoved)
+        self.report.reasons.update(one.reason for one in unmoved)
+
+    async def _send(self, channel: Channel, going: Sequence[Going], report: LevelReport) -> list[Unmoved]:
+        """Publish to the other levels; return what that broker will never take. Raises what may be otherwise later."""
+        refused = await self._publisher.publish([self._publication(*one) for one in going])
+        moved = [one for index, one in enumerate(going) if index not in refused]
+        self._count(report, [found for _, found in moved])
+        for error in refused.values():
+            if not isinstance(error, InvalidMessage):
+                for delivered, _ in moved:
+                    await channel.basic_ack(delivered.delivery_tag or 0)
+                raise error
+        return [Unmoved(going[index][0], str(error), None) for index, error in refused.items()]
+
+    def _count(self, report: LevelReport, moved: Sequence[Waiting]) -> None:
+        report.moved += len(moved)
+        self.report.stale += sum(found.stale for found in moved)
+        self.report.destinations.update(found.destination for found in moved)
+
+    def _publication(self, delivered: DeliveredMessage, found: Waiting) -> Publication:
+        """Return the message as it came, on its way to the level that its remaining time begins with."""
+        exchange, key = self._to.route(seconds_until(found.due, self._clock.now()), found.destination)
+        return Publication(content(delivered), exchange, key, properties=unchanged(carried(delivered)))
+
+    async def _move_again(self) -> None:
+        """Move what an earlier run kept apart for lack of a destination that is there now."""
+        async with self._channel() as channel:
+            async for delivered, found in self._apart.movable(channel):
+                if await self._reach.includes(found.destination):
+                    for error in (await self._publisher.publish([self._publication(delivered, found)])).values():
+                        raise error
+                    await channel.basic_ack(delivered.delivery_tag or 0)
+                    self.report.again += 1
+                    self.report.destinations[found.destination] += 1
+
+
+async def _must_have_levels(end: Levels, connection: BrokerConnection) -> None:
+    """Raise BackendUnusable where they are not complete."""
+    levels = end.infrastructure
+
+    async def look(channel: Channel) -> None:
+        await channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True))
+        for queue in levels.queues:
+            await count(channel, queue.name)
+
+    try:
+        await connection.run(look)
+    except NothingThere as error:
+        raise BackendUnusable(
+            f"there are no complete delay levels {levels.prefix}* at {end.address}: {error}. "
+            "Create them with: delayline rabbitmq create"
+        ) from error
+
+
+async def _next(inbox: asyncio.Queue[DeliveredMessage], limit: int) -> list[DeliveredMessage]:
+    """Return what has come, at least one message unless it stays silent."""
+    try:
+        batch = [await asyncio.wait_for(inbox.get(), SILENCE)]
+    except TimeoutError:
+        return []
+    while len(batch) < limit and not inbox.empty():
+        batch.append(inbox.get_nowait())
+    return batch
+
+
+def _place(levels: Levels) -> tuple[str, int, str, str]:
+    address = levels.address
+    return address.host, address.port, address.vhost, levels.infrastructure.prefix

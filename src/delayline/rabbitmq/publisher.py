@@ -1,0 +1,261 @@
+"""Sends messages to exchanges with many confirms outstanding, over one connection of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
+from delayline.rabbitmq.confirms import Batch, Unroutable
+from delayline.rabbitmq.publishing import PublishingConnection
+from delayline.rabbitmq.refusals import NOT_FOUND, refused_publication, size_limit, too_large
+from delayline.rabbitmq.wire import Publication
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.channel import Channel, Closed
+
+__all__ = ["Publication", "Publisher", "Unroutable"]
+
+PIPELINE: Final = 1
+APART: Final = 2
+CHUNK: Final = 128  # publications that are encoded before anything else may run
+CHUNK_BYTES: Final = 1 << 18
+FIRST_BACK_OFF: Final = 0.1  # seconds, doubled with every failure
+LONGEST_BACK_OFF: Final = 5.0
+CLOSING_PATIENCE: Final = 10.0  # seconds for outstanding confirms, and again for the good-bye
+#: What brokers take by default, before version 4 and from then on.
+LARGEST_MESSAGE: Final = 134_217_728
+LARGEST_MESSAGE_OF_4: Final = 16_777_216
+
+
+class Publisher:
+    """Publishes to one virtual host. Concurrent calls of one event loop share the connection and its pipeline.
+
+    Every message is mandatory, and persistent unless its headers say otherwise. A lost connection is opened again by
+    the next use, after a pause that grows while that fails.
+    """
+
+    def __init__(self, address: BrokerAddress, *, connection_name: str = "delayline Publish") -> None:
+        self._address = address
+        self._name = connection_name
+        self._started = False
+        self._link: Link | None = None
+        self._opening = asyncio.Lock()
+        self._failed: Exception | None = None
+        self._back_off = FIRST_BACK_OFF
+        self._not_before = 0.0
+
+    @property
+    def blocked(self) -> str | None:
+        """Why the broker takes no messages now, as when its memory or disk runs short; None when it does."""
+        return self._link.connection.blocked if self._link is not None else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is no connection now; the next use opens one."""
+        return self._link is None or self._link.connection.lost is not None
+
+    @property
+    def outstanding(self) -> int:
+        """How many publications are written and not settled."""
+        return self._link.outstanding if self._link is not None else 0
+
+    async def open(self) -> None:
+        """Connect. Raises BackendUnavailable or BackendUnusable. Idempotent."""
+        self._started = True
+        self._not_before = 0.0
+        await self._connected()
+
+    async def close(self) -> None:
+        """Wait for what is outstanding, ten seconds at most, then disconnect. Idempotent."""
+        self._started = False
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
+        """Send all, in this order, and return when each is confirmed or refused: the refused ones' errors by position.
+
+        Unroutable: no such exchange, or no queue bound; MessageRejected: a full queue; InvalidMessage: what AMQP or the
+        broker does not carry; BackendUnusable: the user may not write there. Waits while the broker is blocked. Raises
+        BackendUnavailable when the connection is lost before all were settled: those may have arrived. After a
+        cancellation too, what was written may arrive. Where the broker refuses a publication by closing the channel,
+        what was outstanding beside it is sent again, and may arrive twice.
+        """
+        if not publications:
+            return {}
+        link = await self._connected()
+        return await link.publish(publications)
+
+    async def _connected(self) -> Link:
+        if not self._started:
+            raise NotStarted("the publisher is closed: open it first")
+        link = self._link
+        if link is not None and link.connection.lost is None:
+            return link
+        async with self._opening:
+            return await self._reopened()
+
+    async def _reopened(self) -> Link:
+        link, now = self._link, asyncio.get_running_loop().time()
+        if link is not None and link.connection.lost is None:
+            return link
+        if self._failed is not None and now < self._not_before:
+            raise BackendUnavailable(f"{self._failed} (tried again in {self._not_before - now:.1f} s)")
+        try:
+            self._link = await Link.open(self._address, self._name)
+        except (BackendUnavailable, BackendUnusable) as error:
+            self._failed = error
+            self._not_before = asyncio.get_running_loop().time() + self._back_off
+            self._back_off = min(2 * self._back_off, LONGEST_BACK_OFF)
+            raise
+        self._failed, self._back_off = None, FIRST_BACK_OFF
+        if not self._started:
+            await self.close()
+            raise NotStarted("the publisher was closed while it connected")
+        return self._link
+
+
+class Link:
+    """One connection with its two channels: the pipeline, and one where publications go apart from the others."""
+
+    def __init__(self, address: BrokerAddress, connection: PublishingConnection) -> None:
+        self._address = address
+        self.connection = connection
+        self._channels: dict[int, Channel] = {}
+        self._opening = asyncio.Lock()
+        self._apart = asyncio.Lock()
+        self._known: set[str] = {""}
+        newer = connection.version.partition(".")[0] not in ("", "3")
+        self._largest = LARGEST_MESSAGE_OF_4 if newer else LARGEST_MESSAGE
+
+    @classmethod
+    async def open(cls, address: BrokerAddress, name: str) -> Link:
+        """Connect and open the pipeline. Raises BackendUnavailable or BackendUnusable."""
+        link = cls(address, await PublishingConnection.open(address, name))
+        try:
+            await link._channel(PIPELINE)
+        except BaseException:
+            link.connection.abort()
+            raise
+        return link
+
+    @property
+    def outstanding(self) -> int:
+        """How many publications are written and not settled."""
+        return sum(len(channel.confirms) for channel in self._channels.values())
+
+    async def close(self) -> None:
+        """Wait for what is outstanding, then disconnect."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING_PATIENCE):
+                for channel in list(self._channels.values()):
+                    await channel.confirms.empty()
+        await self.connection.close(CLOSING_PATIENCE)
+
+    async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
+        """Send all; see Publisher.publish."""
+        missing = await self._missing({publication.exchange for publication in publications})
+        batch = Batch(publications)
+        await self._write(batch, missing)
+        await batch.settled
+        if batch.over:
+            await self._one_by_one(batch)
+        return batch.failures
+
+    async def _missing(self, exchanges: set[str]) -> Mapping[str, str]:
+        """Return which exchanges are not there, and the broker's words; those that are, are asked for once only.
+
+        Publishing to one that is missing would close the channel, and make others' outstanding messages be sent twice.
+        """
+        unknown = exchanges - self._known
+        missing: dict[str, str] = {}
+        if unknown:
+            async with self._apart:
+                for exchange in sorted(unknown - self._known):
+                    if len(exchange.encode()) > 255:
+                        continue
+                    channel = await self._channel(APART)
+                    await self.connection.ask_for_exchange(channel, exchange)
+                    if channel.closed is None:
+                        self._known.add(exchange)
+                    else:
+                        missing[exchange] = f"{channel.closed.code} {channel.closed.text}"
+        return missing
+
+    async def _write(self, batch: Batch, missing: Mapping[str, str]) -> None:
+        positions: list[int] = []
+        frames: list[bytes] = []
+        size = 0
+        channel = await self._channel(PIPELINE)
+        for position, publication in enumerate(batch.publications):
+            if len(positions) >= CHUNK or size >= CHUNK_BYTES:
+                channel = await self._flush(channel, batch, positions, frames)
+                await asyncio.sleep(0)
+                positions, frames, size = [], [], 0
+            try:
+                encoded = self._encoded(channel, publication, missing)
+            except (InvalidMessage, Unroutable) as error:
+                batch.failures[position] = error
+                batch.settle(1)
+                continue
+            positions.append(position)
+            frames.append(encoded)
+            size += len(encoded)
+        await self._flush(channel, batch, positions, frames)
+
+    def _encoded(self, channel: Channel, publication: Publication, missing: Mapping[str, str]) -> bytes:
+        if publication.exchange in missing:
+            raise Unroutable(publication.exchange, publication.routing_key, missing[publication.exchange])
+        if len(publication.message.body) > self._largest:
+            raise too_large(publication, self._largest)
+        return channel.frames.encode(publication)
+
+    async def _flush(
+        self, channel: Channel, batch: Batch, positions: Sequence[int], frames: Sequence[bytes]
+    ) -> Channel:
+        """Write when that is possible and return the channel to go on with: frames fit any of the same number."""
+        if positions:
+            await self.connection.flowing()
+            if channel.closed is not None:
+                channel = await self._channel(channel.number)
+            channel.write(batch, positions, frames)
+        return channel
+
+    async def _one_by_one(self, batch: Batch) -> None:
+        """Send again what a closed channel left open, each alone, so that only those that are to blame fail."""
+        async with self._apart:
+            for position in batch.over:
+                publication = batch.publications[position]
+                channel = await self._channel(APART)
+                alone = Batch([publication])
+                await self._flush(channel, alone, [0], [channel.frames.encode(publication)])
+                await alone.settled
+                error = alone.failures.get(0)
+                if alone.over and channel.closed is not None:
+                    error = self._to_blame(publication, channel.closed)
+                if error is not None:
+                    batch.failures[position] = error
+
+    def _to_blame(self, publication: Publication, closed: Closed) -> Exception:
+        if closed.code == NOT_FOUND:
+            self._known.discard(publication.exchange)
+        limit = size_limit(closed)
+        if limit is not None:
+            self._largest = limit
+        return refused_publication(self._address, publication, closed)
+
+    async def _channel(self, number: int) -> Channel:
+        """Return the open channel of that number, opening it where it is closed. Raises BackendUnavailable."""
+        channel = self._channels.get(number)
+        if channel is not None and channel.closed is None:
+            return channel
+        async with self._opening:
+            channel = self._channels.get(number)
+            if channel is None or channel.closed is not None:
+                channel = self._channels[number] = await self.connection.channel(number)
+            return channel

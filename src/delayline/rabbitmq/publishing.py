@@ -1,0 +1,286 @@
+"""One connection that only publishes: opened, kept alive, read frame by frame. An ended one is not used again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from pamqp import commands, frame, header, heartbeat
+from pamqp.exceptions import PAMQPException
+
+from delayline.errors import BackendUnavailable
+from delayline.events import Event, emit
+from delayline.rabbitmq.channel import Channel, Closed, read_frames
+from delayline.rabbitmq.refusals import not_connected, refused_connection
+from delayline.rabbitmq.wire import passive_declare
+
+if TYPE_CHECKING:
+    from delayline.rabbitmq.address import BrokerAddress
+
+logger = logging.getLogger("delayline.rabbitmq")
+
+WRITE_BUFFER: Final = 1 << 20  # bytes beyond which senders wait for the socket
+FRAME_MAX: Final = 1 << 17
+HEARTBEAT: Final = heartbeat.Heartbeat().marshal()
+CAPABILITIES: Final = {
+    "publisher_confirms": True,
+    "basic.nack": True,
+    "connection.blocked": True,
+    "authentication_failure_close": True,
+}
+
+
+class PublishingConnection(asyncio.Protocol):
+    """Speaks AMQP 0-9-1 as far as publishing goes; `open` makes one, `lost` tells why it is of no use any more."""
+
+    def __init__(self, address: BrokerAddress, name: str) -> None:
+        self._address = address
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._rest = b""
+        self._unsent: list[bytes] = []
+        self._replies: dict[int, deque[asyncio.Future[Any]]] = {}
+        self._channels: dict[int, Channel] = {}
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._paused = False
+        self._ended = asyncio.Event()
+        self._heartbeat = 0
+        self._ticking: asyncio.TimerHandle | None = None
+        self._received = self._sent = False
+        self._silent = 0
+        self.frame_max = FRAME_MAX
+        self.lost: Exception | None = None
+        self.blocked: str | None = None
+        self.version = ""
+
+    @classmethod
+    async def open(cls, address: BrokerAddress, name: str) -> PublishingConnection:
+        """Connect and log in. Raises BackendUnavailable, BackendUnusable, and ConfigurationError for TLS files."""
+        context = address.tls.context() if address.tls else None
+        expected = (address.tls.server_name_indication or address.host) if address.tls else None
+        connection, loop = cls(address, name), asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(address.connection_timeout):
+                await loop.create_connection(
+                    lambda: connection, address.host, address.port, ssl=context, server_hostname=expected
+                )
+                await connection._greet()
+        except BaseException as error:
+            connection.abort()
+            if isinstance(error, OSError) and not isinstance(error, BackendUnavailable):
+                raise not_connected(address, error) from error
+            raise
+        return connection
+
+    async def _greet(self) -> None:
+        start = await self._call(0, header.ProtocolHeader())
+        self.version = str((start.server_properties or {}).get("version", ""))
+        properties: dict[str, Any] = {
+            "product": "delayline",
+            "connection_name": self._name,
+            "capabilities": CAPABILITIES,
+        }
+        secret = f"\0{self._address.user}\0{self._address.password}"
+        tune = await self._call(
+            0, commands.Connection.StartOk(client_properties=properties, mechanism="PLAIN", response=secret)
+        )
+        self.frame_max = min(tune.frame_max or FRAME_MAX, FRAME_MAX)
+        self._heartbeat = min(tune.heartbeat or self._address.heartbeat, self._address.heartbeat)
+        self.send(0, commands.Connection.TuneOk(tune.channel_max, self.frame_max, self._heartbeat))
+        if self._heartbeat:
+            self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)
+        await self._call(0, commands.Connection.Open(virtual_host=self._address.vhost))
+
+    async def channel(self, number: int) -> Channel:
+        """Open a channel in confirm mode. Raises BackendUnavailable."""
+        await self._call(number, commands.Channel.Open())
+        await self._call(number, commands.Confirm.Select())
+        channel = self._channels[number] = Channel(self, number)
+        return channel
+
+    async def ask_for_exchange(self, channel: Channel, exchange: str) -> None:
+        """Have the broker close the channel when there is no such exchange. Raises BackendUnavailable."""
+        with contextlib.suppress(ChannelEnded):
+            await self._call(channel.number, passive_declare(exchange, channel.number))
+
+    async def flowing(self) -> None:
+        """Return when more may be written: the socket takes it and the broker is not blocked. Raises when lost."""
+        while not self._flowing.is_set():
+            await self._flowing.wait()
+        if self.lost is not None:
+            raise self.lost
+
+    def write(self, data: bytes) -> None:
+        """Send frames, with what others write in this turn of the loop; raises BackendUnavailable when lost."""
+        if self.lost is not None:
+            raise self.lost
+        if not self._unsent:
+            self._loop.call_soon(self._send_now)
+        self._unsent.append(data)
+
+    def _send_now(self) -> None:
+        data, self._unsent = b"".join(self._unsent), []
+        if self.lost is None and self._transport is not None:
+            self._sent = True
+            self._transport.write(data)
+
+    def send(self, channel: int, method: frame.FrameTypes) -> None:
+        """Send one method."""
+        self.write(frame.marshal(method, channel))
+
+    async def close(self, patience: float) -> None:
+        """Say good-bye and wait so many seconds for the answer, then hang up. Idempotent."""
+        if self.lost is None:
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(patience):
+                    await self._call(0, commands.Connection.Close(200, "good-bye", 0, 0))
+        self.abort()
+        if self._transport is not None:
+            await self._ended.wait()
+
+    def abort(self) -> None:
+        """Hang up at once."""
+        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self._address} is closed"))
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _call(self, channel: int, method: frame.FrameTypes | bytes) -> Any:  # noqa: ANN401 - each has its own answer
+        """Send a method that the broker answers and return the answer; raises ChannelEnded where it closes instead."""
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._replies.setdefault(channel, deque()).append(answer)
+        self.write(method if isinstance(method, bytes) else frame.marshal(method, channel))
+        return await answer
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the socket."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101
+        self._transport = transport
+        transport.set_write_buffer_limits(WRITE_BUFFER)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail whatever waits."""
+        reason = str(exc) if exc else "the broker hung up"
+        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self._address} is lost: {reason}"))
+        self._ended.set()
+
+    def pause_writing(self) -> None:
+        """Make senders wait: the socket is full."""
+        self._paused = True
+        self._set_flow()
+
+    def resume_writing(self) -> None:
+        """Let senders go on."""
+        self._paused = False
+        self._set_flow()
+
+    def data_received(self, data: bytes) -> None:
+        """Take the broker's frames."""
+        self._received = True
+        try:
+            self._rest = read_frames(self._rest + data if self._rest else data, self._channels, self._on_method)
+        except (PAMQPException, ValueError) as error:
+            text = f"RabbitMQ at {self._address} sent what is not AMQP 0-9-1: {error}. Check host and port"
+            self._end(BackendUnavailable(text))
+            assert self._transport is not None  # noqa: S101
+            self._transport.abort()
+
+    def _set_flow(self) -> None:
+        if self.lost is not None or not (self._paused or self.blocked is not None):
+            self._flowing.set()
+        else:
+            self._flowing.clear()
+
+    def _end(self, error: Exception) -> None:
+        if self.lost is not None:
+            return
+        self.lost = error
+        if self._ticking is not None:
+            self._ticking.cancel()
+        for answers in self._replies.values():
+            while answers:
+                _fail(answers.popleft(), error)
+        for channel in self._channels.values():
+            channel.confirms.lose(error)
+        self._set_flow()
+
+    def _tick(self) -> None:
+        """Twice a heartbeat interval: say that this side is alive, and hang up when the other side is not."""
+        if not self._sent:
+            self.write(HEARTBEAT)
+        self._silent = 0 if self._received else self._silent + 1
+        self._sent = self._received = False
+        if self._silent >= 4:
+            seconds = 2 * self._heartbeat
+            text = f"RabbitMQ at {self._address} was silent for {seconds} s: the connection is given up"
+            self._end(BackendUnavailable(text))
+            self.abort()
+            return
+        self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)
+
+    def _on_method(self, number: int, method: Any) -> None:  # noqa: ANN401 - any of pamqp's
+        match method:
+            case commands.Connection.Close():
+                self._on_connection_close(Closed(method.reply_code or 0, method.reply_text))
+            case commands.Channel.Close():
+                self._on_channel_close(number, Closed(method.reply_code or 0, method.reply_text))
+            case commands.Connection.Blocked():
+                self._on_blocked(method.reason)
+            case commands.Connection.Unblocked():
+                self._on_blocked(None)
+            case commands.Channel.Flow():
+                self.send(number, commands.Channel.FlowOk(method.active))
+            case _:
+                answers = self._replies.get(number)
+                if answers:
+                    answer = answers.popleft()
+                    if not answer.done():
+                        answer.set_result(method)
+
+    def _on_connection_close(self, closed: Closed) -> None:
+        with contextlib.suppress(BackendUnavailable):
+            self.send(0, commands.Connection.CloseOk())
+            self._send_now()
+        self._end(refused_connection(self._address, closed))
+        assert self._transport is not None  # noqa: S101
+        self._transport.close()
+
+    def _on_channel_close(self, number: int, closed: Closed) -> None:
+        self.send(number, commands.Channel.CloseOk())
+        channel = self._channels.pop(number, None)
+        if channel is not None:
+            channel.close(closed)
+        answers = self._replies.pop(number, deque())
+        while answers:
+            _fail(answers.popleft(), ChannelEnded(closed.text))
+
+    def _on_blocked(self, reason: str | None) -> None:
+        self.blocked = reason
+        self._set_flow()
+        if reason is None:
+            emit(
+                logger,
+                logging.WARNING,
+                Event.PUBLISHING_UNBLOCKED,
+                "RabbitMQ at %s takes messages again",
+                self._address,
+            )
+        else:
+            text = "RabbitMQ at %s takes no messages now (%s): sends wait until it does"
+            emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, text, self._address, reason, reason=reason)
+
+
+class ChannelEnded(Exception):
+    """The broker closed the channel in place of an answer."""
+
+
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # nobody may be waiting any more

@@ -1,0 +1,297 @@
+"""Receiving from one queue: messages are pushed ahead of their handling, acknowledgements leave in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pamqp import commands
+
+from delayline.errors import InvalidMessage, QueueNotFound
+from delayline.events import Event, emit
+from delayline.rabbitmq.connection import LOST, NothingThere
+from delayline.rabbitmq.frames import Consume
+from delayline.rabbitmq.properties import message_from
+from delayline.transport import ReceivedMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from aiormq.abc import DeliveredMessage
+    from aiormq.channel import Channel
+
+    from delayline.rabbitmq.connection import BrokerConnection
+
+logger = logging.getLogger(__name__)
+
+READ_AHEAD: Final = 3
+"""How many messages a receiver holds for each that is handled at once (reference 1.11)."""
+MOST_UNACKNOWLEDGED: Final = 65_535
+NO_TAG: Final = 2**64
+"""Above all delivery tags."""
+
+
+class Delivery(NamedTuple):
+    """What the broker calls a delivery: a number, on one channel."""
+
+    channel: int
+    tag: int
+
+
+class RabbitMQReceiver:
+    """Takes messages from one queue. A lost connection or consumer is replaced by the next `receive`.
+
+    It reads ahead: the broker hides from other receivers more than `receive` has returned; `stop` gives that back.
+    restore: declares the queue again, where it is this process' own; called when it is gone. False for not its own.
+    move_aside: what to do with a message that nobody could handle, whole, before it is taken off the queue.
+    """
+
+    def __init__(
+        self,
+        connection: BrokerConnection,
+        queue: str,
+        *,
+        restore: Callable[[str], Awaitable[bool]],
+        move_aside: Callable[[DeliveredMessage], Awaitable[None]],
+    ) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._restore = restore
+        self._move_aside = move_aside
+        self._channel: Channel | None = None
+        self._number = 0
+        self._capacity = 0
+        self._consumers: list[str] = []
+        self._buffer: deque[tuple[int, DeliveredMessage]] = deque()
+        self._redelivered = 0
+        self._held: set[int] = set()
+        self._acknowledged: set[int] = set()
+        self._flushes: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._lost: Exception | None = None
+        self._stopped = False
+
+    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Wait for messages and return up to `limit` of those that the broker has pushed."""
+        while not self._stopped:
+            if self._buffer:
+                batch = await self._take(limit)
+                if batch:
+                    return batch
+                continue
+            self._changed.clear()
+            await self._consume(limit)
+            if not self._buffer and self._lost is None:
+                await self._changed.wait()
+            if self._lost is not None and not self._stopped:
+                lost, self._lost = self._lost, None
+                with self._connection.explained():
+                    raise lost
+        return []
+
+    async def acknowledge(self, received: ReceivedMessage, transaction: object = None) -> bool:
+        """Tell the broker, together with others that are done by then; False when the delivery is no longer ours.
+
+        A crash before the broker knows doubles the message, with the same id. Takes part in no transaction.
+        """
+        del transaction
+        tag = self._tag(received)
+        if tag is None:
+            return False
+        self._done(tag)
+        if self._stopped:
+            await self._close_when_done()
+        return True
+
+    async def release(self, received: ReceivedMessage) -> None:
+        """Give the message back to the queue."""
+        tag = self._tag(received)
+        if tag is None:
+            return
+        await self._give_back(tag)
+        if self._stopped:
+            await self._close_when_done()
+
+    async def stop(self) -> None:
+        """End a waiting receive, and give back what was read ahead; what was returned can still be acknowledged."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._changed.set()
+        async with self._opening:
+            if self._channel is not None:
+                with contextlib.suppress(*LOST):
+                    await self._stop_consuming(self._channel)
+        await self._close_when_done()
+
+    async def flushed(self) -> None:
+        """Return once every acknowledgement so far is written.
+
+        A quorum queue takes 32 of them at a time, and forgets the rest when the channel is closed just then: those
+        messages come again. One for all that was received, as after a stop, is always heeded.
+        """
+        await asyncio.gather(*self._flushes)
+
+    def _tag(self, received: ReceivedMessage) -> int | None:
+        delivery = received.receipt
+        if not isinstance(delivery, Delivery):
+            raise TypeError(f"receipt {delivery!r} was not given by this receiver")
+        return delivery.tag if delivery.channel == self._number and delivery.tag in self._held else None
+
+    def _done(self, tag: int) -> None:
+        self._held.discard(tag)
+        if not self._acknowledged:
+            flush = asyncio.create_task(self._flush())
+            self._flushes.add(flush)
+            flush.add_done_callback(self._flushes.discard)
+        self._acknowledged.add(tag)
+
+    async def _give_back(self, tag: int) -> None:
+        self._held.discard(tag)
+        if self._channel is not None:
+            with contextlib.suppress(*LOST):
+                await self._channel.basic_reject(tag, requeue=True)
+
+    async def _take(self, limit: int) -> list[ReceivedMessage]:
+        """Return what is there; a message that cannot be read ends the batch, and is moved aside when it is next."""
+        batch: list[ReceivedMessage] = []
+        while self._buffer and len(batch) < limit:
+            tag, delivered = self._buffer[0]
+            try:
+                message = message_from(delivered)
+            except InvalidMessage as error:
+                if not batch:
+                    self._pop()
+                    await self._set_aside(tag, delivered, error)
+                return batch
+            self._pop()
+            batch.append(ReceivedMessage(message, Delivery(self._number, tag)))
+        return batch
+
+    def _pop(self) -> None:
+        tag, _ = self._buffer.popleft()
+        self._redelivered = max(0, self._redelivered - 1)
+        self._held.add(tag)
+
+    async def _set_aside(self, tag: int, delivered: DeliveredMessage, error: Exception) -> None:
+        text = "A message in %s is classified as a poison message: %s"
+        emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, self._queue, error)
+        try:
+            await self._move_aside(delivered)
+        except BaseException:
+            await self._give_back(tag)
+            raise
+        self._done(tag)
+
+    async def _consume(self, limit: int) -> None:
+        """See to it that the broker pushes as much as is wanted."""
+        async with self._opening:
+            if self._stopped:
+                return
+            wanted = len(self._held) + limit
+            if self._channel is not None and wanted <= self._capacity:
+                return
+            try:
+                with self._connection.explained():
+                    await self._grow(wanted)
+            except NothingThere as error:
+                self._forget()
+                self._lost = None
+                if not await self._restore(self._queue):
+                    raise QueueNotFound(self._queue) from error
+                with self._connection.explained():
+                    await self._grow(wanted)
+
+    async def _grow(self, wanted: int) -> None:
+        channel = self._channel
+        if channel is None:
+            channel = await self._open()
+        more = min(wanted * READ_AHEAD, MOST_UNACKNOWLEDGED) - self._capacity
+        tag = f"delayline-{uuid.uuid4().hex}"
+        self._consumers.append(tag)
+        channel.consumers[tag] = self._delivered
+        await channel.basic_qos(prefetch_count=more)
+        await channel.rpc(Consume(queue=self._queue, consumer_tag=tag))
+        self._capacity += more
+
+    async def _open(self) -> Channel:
+        channel = await self._connection.channel()
+        self._number += 1
+        self._channel = channel
+        number = self._number
+        channel.closing.add_done_callback(lambda closing: self._channel_closed(number, closing))
+        channel.on_consumer_cancel_callbacks.add(self._cancelled)
+        return channel
+
+    async def _delivered(self, delivered: DeliveredMessage) -> None:
+        """Keep what the broker pushed: what it had pushed to somebody before goes first, as it did in the queue."""
+        tag = delivered.delivery_tag
+        if tag is None or delivered.channel is not self._channel:
+            return
+        if delivered.redelivered:
+            self._buffer.insert(self._redelivered, (tag, delivered))
+            self._redelivered += 1
+        else:
+            self._buffer.append((tag, delivered))
+        self._changed.set()
+
+    async def _cancelled(self, frame: commands.Basic.Cancel) -> None:
+        """Consume again: the broker ended it, because the queue was deleted or has moved to another node."""
+        del frame
+        self._consumers.clear()
+        self._capacity = 0
+        self._changed.set()
+
+    def _channel_closed(self, number: int, closing: asyncio.Future[object]) -> None:
+        error = None if closing.cancelled() else closing.exception()
+        if number == self._number and self._channel is not None:
+            self._forget()
+            self._lost = error if isinstance(error, Exception) else ConnectionResetError("the channel was closed")
+            self._changed.set()
+
+    def _forget(self) -> None:
+        """Nothing that was received is ours any more: the broker gives it to others."""
+        self._channel = None
+        self._number += 1
+        self._capacity = self._redelivered = 0
+        self._consumers.clear()
+        self._buffer.clear()
+        self._held.clear()
+        self._acknowledged.clear()
+
+    async def _flush(self) -> None:
+        """Send the acknowledgements of one turn of the loop: as one, where nothing before them is still open."""
+        channel, tags = self._channel, self._acknowledged
+        if channel is None or not tags:
+            return
+        self._acknowledged = set()
+        unsettled = min(min(self._held, default=NO_TAG), min((tag for tag, _ in self._buffer), default=NO_TAG))
+        whole = [tag for tag in tags if tag < unsettled]
+        with contextlib.suppress(*LOST):
+            if whole:
+                await channel.basic_ack(max(whole), multiple=True, wait=False)
+            for tag in tags.difference(whole):
+                await channel.basic_ack(tag, wait=False)
+
+    async def _stop_consuming(self, channel: Channel) -> None:
+        for consumer in self._consumers:
+            await channel.basic_cancel(consumer)
+        self._consumers.clear()
+        while self._buffer:
+            tag, _ = self._buffer.popleft()
+            await channel.basic_reject(tag, requeue=True)
+
+    async def _close_when_done(self) -> None:
+        channel = self._channel
+        if channel is None or self._held:
+            return
+        await self.flushed()
+        if self._channel is channel:
+            self._channel = None
+            with contextlib.suppress(*LOST):
+                await channel.close()

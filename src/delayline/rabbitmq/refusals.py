@@ -1,0 +1,90 @@
+"""Why a broker closed a channel or a connection, or did not open one, in words that say what to do."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, MessageRejected
+from delayline.rabbitmq.confirms import Closed, Unroutable
+
+if TYPE_CHECKING:
+    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.wire import Publication
+
+ACCESS_REFUSED: Final = 403
+NOT_FOUND: Final = 404
+PRECONDITION_FAILED: Final = 406
+NOT_ALLOWED: Final = 530
+FROM_BROKER: Final = {320, 506, 541}  # connection forced, resource error, internal error
+TOO_LARGE: Final = re.compile(r"message size (\d+) is larger than configured max size (\d+)")
+
+
+def not_connected(address: BrokerAddress, error: BaseException) -> BackendUnavailable | BackendUnusable:
+    """Return what it means that no connection could be made."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return BackendUnusable(
+            f"the certificate of {address} is not trusted: {error.verify_message}. Give cacertfile=, the PEM file of "
+            "the authority that signed it, or server_name_indication=, the name in it"
+        )
+    if isinstance(error, ssl.SSLError):
+        return BackendUnusable(f"{address} does not speak TLS as this client does: {error}. Its TLS port is often 5671")
+    reason = (
+        "no answer in time; is that its port for AMQP?"
+        if isinstance(error, TimeoutError)
+        else str(error) or type(error).__name__
+    )
+    return BackendUnavailable(f"RabbitMQ at {address} does not answer: {reason}")
+
+
+def refused_connection(address: BrokerAddress, closed: Closed) -> BackendUnavailable | BackendUnusable:
+    """Return what it means that the broker closed the connection, at its opening or later."""
+    if closed.code == ACCESS_REFUSED:
+        return BackendUnusable(
+            f"RabbitMQ at {address} refuses user {address.user!r} or the password. Check both; the user guest may come "
+            f"from the broker's own machine only ({closed.text})"
+        )
+    if closed.code == NOT_ALLOWED and "not found" in closed.text:
+        return BackendUnusable(
+            f"RabbitMQ at {address.authority} has no virtual host {address.vhost!r}. "
+            f"Create it with: rabbitmqctl add_vhost {address.vhost}"
+        )
+    if closed.code == NOT_ALLOWED and "access" in closed.text:
+        return BackendUnusable(
+            f"user {address.user!r} may not use virtual host {address.vhost!r} of RabbitMQ at {address.authority}. "
+            f"Allow it with: rabbitmqctl set_permissions -p {address.vhost} {address.user} CONFIGURE WRITE READ"
+        )
+    text = f"RabbitMQ at {address} closed the connection: {closed.code} {closed.text}"
+    return BackendUnavailable(text) if closed.code in FROM_BROKER else BackendUnusable(text)
+
+
+def refused_publication(address: BrokerAddress, publication: Publication, closed: Closed) -> Exception:
+    """Return what it means for one publication that the broker closed the channel over it."""
+    if closed.code == NOT_FOUND:
+        return Unroutable(publication.exchange, publication.routing_key, f"{closed.code} {closed.text}")
+    if closed.code == ACCESS_REFUSED:
+        return BackendUnusable(
+            f"user {address.user!r} may not write to exchange {publication.exchange!r} in virtual host "
+            f"{address.vhost!r}. Allow it with: rabbitmqctl set_permissions -p {address.vhost} {address.user} "
+            f"CONFIGURE WRITE READ, where WRITE matches it ({closed.text})"
+        )
+    limit = size_limit(closed)
+    if limit is not None:
+        return too_large(publication, limit)
+    message = f"RabbitMQ refuses message {publication.message.id!r}: {closed.code} {closed.text}"
+    return InvalidMessage(message) if closed.code == PRECONDITION_FAILED else MessageRejected(message)
+
+
+def size_limit(closed: Closed) -> int | None:
+    """Return the broker's max_message_size where it closed the channel over it."""
+    sizes = TOO_LARGE.search(closed.text) if closed.code == PRECONDITION_FAILED else None
+    return int(sizes[2]) if sizes else None
+
+
+def too_large(publication: Publication, limit: int) -> InvalidMessage:
+    """Return the error of a message beyond the broker's max_message_size."""
+    return InvalidMessage(
+        f"message {publication.message.id!r} has a body of {len(publication.message.body)} bytes, the broker takes "
+        f"{limit} at most: send a reference to it, or raise max_message_size in the broker's configuration"
+    )

@@ -1,0 +1,82 @@
+"""How queues hang together with exchanges: as NServiceBus' conventional or direct routing has it (reference 1.8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from delayline.rabbitmq.frames import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare
+
+if TYPE_CHECKING:
+    from aiormq.channel import Channel
+
+#: What a queue is declared with; a classic one has no argument that says so.
+QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {}}
+
+
+class Topology(Protocol):
+    """A way to lay queues out. Its methods raise aiormq's errors: 404 for what does not exist, 406 for what differs."""
+
+    def address_of(self, destination: str) -> tuple[str, str]:
+        """Return the exchange and the routing key that lead to the destination's queue."""
+        ...
+
+    async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
+        """Create the queue and what leads to it. Idempotent."""
+        ...
+
+    async def check(self, channel: Channel, destination: str) -> None:
+        """Raise ChannelNotFoundEntity when what `address_of` names does not exist."""
+        ...
+
+    async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
+        """Have delayed messages for the destination get there: bind `#.<destination>`. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConventionalTopology:
+    """A fanout exchange of each queue's name leads to it: others may bind to that as well."""
+
+    def address_of(self, destination: str) -> tuple[str, str]:
+        """Return the exchange of the destination's name."""
+        return destination, ""
+
+    async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
+        """Create the queue, its exchange and their binding."""
+        await channel.rpc(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+        await channel.rpc(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
+        await channel.rpc(QueueBind(queue=queue, exchange=queue))
+
+    async def check(self, channel: Channel, destination: str) -> None:
+        """Look whether the exchange is there: publishing to one that is not would end the publisher's channel."""
+        await channel.rpc(ExchangeDeclare(exchange=destination, passive=True))
+
+    async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
+        """Bind the destination's exchange."""
+        await channel.rpc(
+            ExchangeBind(destination=destination, source=delivery_exchange, routing_key=f"#.{destination}")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DirectTopology:
+    """The broker's default exchange leads to every queue by its name."""
+
+    def address_of(self, destination: str) -> tuple[str, str]:
+        """Return the default exchange, and the destination as key."""
+        return "", destination
+
+    async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
+        """Create the queue."""
+        await channel.rpc(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+
+    async def check(self, channel: Channel, destination: str) -> None:
+        """Do nothing: the broker returns what has no queue."""
+
+    async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
+        """Bind the queue."""
+        await channel.rpc(QueueBind(queue=destination, exchange=delivery_exchange, routing_key=f"#.{destination}"))
+
+
+TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}

@@ -1,0 +1,218 @@
+"""Queues in RabbitMQ: published with confirms over one connection, declared and consumed over another."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+from weakref import WeakSet
+
+from delayline.errors import BackendUnusable, ConfigurationError, DispatchFailed, InvalidMessage, QueueNotFound
+from delayline.message import Message
+from delayline.rabbitmq import browsing
+from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
+from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
+from delayline.rabbitmq.connection import BrokerConnection, Differs, NothingThere
+from delayline.rabbitmq.properties import unchanged
+from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
+from delayline.rabbitmq.receiver import RabbitMQReceiver
+from delayline.rabbitmq.topology import TOPOLOGIES
+from delayline.rabbitmq.wire import LONGEST_SHORT_STRING
+from delayline.transaction import TransactionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Sequence
+
+    from aiormq.abc import DeliveredMessage
+
+    from delayline.transaction import Transaction
+    from delayline.transport import TransportOperation
+
+Result = TypeVar("Result")
+
+POISON_ID: Final = ""
+
+
+class RabbitMQTransport:
+    """Moves messages between queues of one virtual host; at least once, for AMQP has no transactions worth the name.
+
+    url: where the broker is, with options, which the arguments below win over; or a connection string of NServiceBus.
+    queue_type: of queues that are created: `quorum`, which is replicated, or `classic`; as in the URL, else quorum.
+    topology: `conventional`, a fanout exchange before each queue, or `direct`; as in the URL, else conventional.
+    delays: the delay levels: `v2`, `v1` or a prefix of your own; as in the URL, else v2.
+    error_queue: where messages without a message id go, unchanged: nothing could handle or name them.
+    name: begins the names of its connections, as the broker's management shows them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        queue_type: str | None = None,
+        topology: str | None = None,
+        delays: str | None = None,
+        error_queue: str = "error",
+        name: str = "delayline",
+    ) -> None:
+        address = BrokerAddress.parse(url)
+        self.address = replace(
+            address,
+            queue_type=_one_of("queue_type", queue_type or address.queue_type, QUEUE_TYPES),
+            topology=_one_of("topology", topology or address.topology, TOPOLOGY_NAMES),
+            delays=delays or address.delays,
+        )
+        self.topology = TOPOLOGIES[self.address.topology]
+        self.connection = BrokerConnection(self.address, name)
+        self.publisher = Publisher(self.address, connection_name=f"{name} Publish")
+        self._error_queue = error_queue
+        self._starts = 0
+        self._declared: dict[str, set[str]] = {}
+        self._receivers: WeakSet[RabbitMQReceiver] = WeakSet()
+
+    @property
+    def transaction_domain(self) -> None:
+        """Nothing shares a transaction with a broker."""
+        return
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """A message leaves its queue after its handler's sends have been confirmed."""
+        return TransactionMode.RECEIVE_ONLY
+
+    async def setup_infrastructure(self, queues: Sequence[str]) -> None:
+        """Create the queues and what leads to them. Raises BackendUnusable where one is there, but differs."""
+        await self.start()
+        try:
+            for queue in queues:
+                _check_length(queue)
+                await self._declare(queue)
+                self._declared.setdefault(queue, set())
+        finally:
+            await self.stop()
+
+    async def start(self) -> None:
+        """Open both connections."""
+        if self._starts == 0:
+            await self.publisher.open()
+            try:
+                await self.connection.open()
+            except BaseException:
+                await self.publisher.close()
+                raise
+        self._starts += 1
+
+    async def stop(self) -> None:
+        """Undo one `start`; the last one waits for confirms, then disconnects."""
+        self._starts = max(0, self._starts - 1)
+        if self._starts == 0:
+            try:
+                await self.publisher.close()
+                await asyncio.gather(*(receiver.flushed() for receiver in self._receivers))
+            finally:
+                await self.connection.close()
+
+    async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        """Publish every message whose destination exists, and wait until the broker has confirmed them all."""
+        if transaction is not None:
+            raise ConfigurationError("RabbitMQ takes part in no transaction: send without transaction=")
+        address_of = self.topology.address_of
+        publications = [Publication(one.message, *address_of(one.destination)) for one in operations]
+        failures = await self.publisher.publish(publications)
+        if failures:
+            raise DispatchFailed(
+                {
+                    position: QueueNotFound(operations[position].destination)
+                    if isinstance(error, Unroutable)
+                    else error
+                    for position, error in sorted(failures.items())
+                }
+            )
+
+    async def bind_delivery(self, destination: str, exchange: str) -> None:
+        """Have that exchange pass delayed messages on to the destination. Idempotent. Raises QueueNotFound."""
+        _check_length(destination)
+        try:
+            await self.connection.run(
+                partial(self.topology.bind_delivery, destination=destination, delivery_exchange=exchange)
+            )
+        except NothingThere as error:
+            raise QueueNotFound(destination) from error
+        if destination in self._declared:
+            self._declared[destination].add(exchange)
+
+    async def receiver(self, queue: str) -> RabbitMQReceiver:
+        """Return a receiver on the queue."""
+        await self.count(queue)
+        receiver = RabbitMQReceiver(self.connection, queue, restore=self._restore, move_aside=self._move_aside)
+        self._receivers.add(receiver)
+        return receiver
+
+    async def count(self, queue: str) -> int:
+        """Return how many messages are in the queue, without those that a receiver holds."""
+        return await self._look(queue, browsing.count)
+
+    async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
+        """Return messages that no receiver holds, oldest first: each is taken and given back."""
+        return await self._look(queue, partial(browsing.browse, limit=limit, offset=offset))
+
+    async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
+        """Remove the oldest copy of the message that no receiver holds; those before it are taken and given back."""
+        if transaction is not None:
+            raise ConfigurationError("RabbitMQ takes part in no transaction: take without transaction=")
+        return await self._look(queue, partial(browsing.take, message_id=message_id))
+
+    async def purge(self, queue: str) -> int:
+        """Remove every message that no receiver holds."""
+        return await self._look(queue, browsing.purge)
+
+    async def _look(self, queue: str, work: Callable[..., Awaitable[Result]]) -> Result:
+        _check_length(queue)
+        try:
+            return await self.connection.run(partial(work, queue=queue))
+        except NothingThere as error:
+            raise QueueNotFound(queue) from error
+
+    async def _declare(self, queue: str) -> None:
+        declare = partial(self.topology.declare, queue=queue, queue_type=self.address.queue_type)
+        try:
+            await self.connection.run(declare)
+        except Differs as error:
+            raise BackendUnusable(
+                f"queue {queue!r} is there already, but not as a {self.address.queue_type} queue: {error}. Give "
+                "RabbitMQTransport the queue_type= and topology= it has, or delete it"
+            ) from error
+
+    async def _restore(self, queue: str) -> bool:
+        """Declare a queue of this process' own again, with what leads to it; False for other queues."""
+        if queue not in self._declared:
+            return False
+        await self._declare(queue)
+        for exchange in self._declared[queue]:
+            await self.bind_delivery(queue, exchange)
+        return True
+
+    async def _move_aside(self, delivered: DeliveredMessage) -> None:
+        """Send a message to the error queue as it is. Raises QueueNotFound, BackendUnavailable."""
+        copy = Publication(
+            Message(POISON_ID, {}, delivered.body),
+            *self.topology.address_of(self._error_queue),
+            properties=unchanged(delivered.header.properties),
+        )
+        failures = await self.publisher.publish([copy])
+        for error in failures.values():
+            raise QueueNotFound(self._error_queue) if isinstance(error, Unroutable) else error
+
+
+def _check_length(name: str) -> None:
+    if len(name.encode()) > LONGEST_SHORT_STRING:
+        raise InvalidMessage(
+            f"queue {name[:40]!r}... has {len(name.encode())} bytes in UTF-8, RabbitMQ takes {LONGEST_SHORT_STRING} "
+            "at most: use a shorter name"
+        )
+
+
+def _one_of(setting: str, value: str, known: Collection[str]) -> str:
+    if value not in known:
+        raise ConfigurationError(f"{setting}={value!r} must be one of {', '.join(known)}")
+    return value

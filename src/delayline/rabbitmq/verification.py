@@ -1,0 +1,208 @@
+"""Holds the delay levels of a broker against what they have to be, and finds what keeps messages from their way."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from delayline.clock import SystemClock
+from delayline.rabbitmq.delay_levels import crossings
+from delayline.rabbitmq.infrastructure import Difference
+from delayline.rabbitmq.management import effective, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from delayline.clock import Clock
+    from delayline.rabbitmq.infrastructure import Binding, DelayInfrastructure, LevelQueue
+    from delayline.rabbitmq.management import ExchangeFacts, ManagementApi, Policy, QueueFacts
+
+OLDEST: Final = (3, 10, 0)
+#: From here on the flag is part of the broker.
+FLAG_IS_GIVEN: Final = (3, 12, 0)
+FLAG: Final = "stream_queue"
+SHOWN: Final = 5
+#: What a policy must not do to a level: cut delays, drop messages, or delete the queue.
+HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange", "delivery-limit")
+LOOKS: Final = 3
+BETWEEN_LOOKS: Final = 1.0
+DESTINATION_START: Final = "#."
+
+
+class Check(NamedTuple):
+    """One thing that was looked at: what, whether it is as it should be, and what it is."""
+
+    what: str
+    ok: bool
+    text: str
+
+
+async def verify(api: ManagementApi, infrastructure: DelayInfrastructure) -> list[Check]:
+    """Return whether the broker can carry the levels, and has them all exactly as they should be (reference 1.1, 1.12).
+
+    Raises BackendUnavailable or BackendUnusable when it cannot be looked at.
+    """
+    checks = [check_version(await api.version())]
+    if infrastructure.quorum:
+        checks.append(_flag(await api.version(), await api.feature_flags()))
+    queues, bindings = await api.queues(), await api.bindings()
+    return [
+        *checks,
+        _exchanges(infrastructure, await api.exchanges()),
+        _queues(infrastructure, queues),
+        _bindings(infrastructure, bindings),
+        _policies(infrastructure, await api.policies(), await api.policies(of_operators=True)),
+    ]
+
+
+async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> list[Check]:
+    """Return whether messages reach their destinations, and only those (reference 1.9, 1.10).
+
+    Looks several times, a second apart, where due messages seem to have nowhere to go: some may just be on their way.
+    """
+    return [
+        await _undeliverable(api, infrastructure, clock or SystemClock()),
+        _names(infrastructure, await api.bindings()),
+    ]
+
+
+def destinations(infrastructure: DelayInfrastructure, bindings: Iterable[Binding]) -> list[str]:
+    """Return the destinations that are bound to the delivery exchange."""
+    return sorted(
+        binding.routing_key.removeprefix(DESTINATION_START)
+        for binding in bindings
+        if binding.source == infrastructure.delivery and binding.routing_key.startswith(DESTINATION_START)
+    )
+
+
+def check_version(version: str) -> Check:
+    """Return whether a broker of that version can carry levels of quorum queues."""
+    if version_of(version) >= OLDEST:
+        return Check("version", ok=True, text=version)
+    return Check(
+        "version",
+        ok=False,
+        text=f"An unsupported broker version was detected: {version}. The broker must be at least version 3.10.0.",
+    )
+
+
+def _flag(version: str, flags: Mapping[str, str]) -> Check:
+    if flags.get(FLAG) == "enabled" or version_of(version) >= FLAG_IS_GIVEN:
+        return Check("feature flag", ok=True, text=f"{FLAG} is enabled")
+    return Check(
+        "feature flag",
+        ok=False,
+        text=f"An unsupported broker configuration was detected. The '{FLAG}' feature flag needs to be enabled. "
+        f"Without it due messages may be lost on their way. Enable it with: rabbitmqctl enable_feature_flag {FLAG}",
+    )
+
+
+def _exchanges(infrastructure: DelayInfrastructure, found: Mapping[str, ExchangeFacts]) -> Check:
+    faults: list[str] = []
+    for name in infrastructure.exchanges:
+        if name not in found:
+            faults.append(f"{name} is missing")
+            continue
+        exchange = found[name]
+        wanted: dict[str, object] = {"type": "topic", "durable": True, "auto_delete": False, "internal": False}
+        actual = {argument: getattr(exchange, argument) for argument in wanted} | dict(exchange.arguments)
+        faults += _differences("exchange", name, wanted, actual)
+    return _judged("exchanges", len(infrastructure.exchanges), faults)
+
+
+def _queues(infrastructure: DelayInfrastructure, found: Mapping[str, QueueFacts]) -> Check:
+    faults: list[str] = []
+    for queue in infrastructure.queues:
+        if queue.name not in found:
+            faults.append(f"{queue.name} is missing")
+            continue
+        fact = found[queue.name]
+        wanted = {"durable": True, "auto_delete": False, **queue.arguments}
+        actual = {"durable": fact.durable, "auto_delete": fact.auto_delete, **fact.arguments}
+        faults += _differences("queue", queue.name, wanted, actual)
+    return _judged("queues", len(infrastructure.queues), faults)
+
+
+def _bindings(infrastructure: DelayInfrastructure, found: Sequence[Binding]) -> Check:
+    """Every binding of ours is there; and from a level, no other: it would lead messages astray."""
+    ours, there = set(infrastructure.bindings), set(found)
+    levels = {binding.source for binding in ours}
+    faults = [f"{one.source} to {one.destination} with key {one.routing_key} is missing" for one in ours - there]
+    faults += [
+        f"{one.source} to {one.destination} with key {one.routing_key} is too many"
+        for one in there - ours
+        if one.source in levels or (one.to_queue and one.destination in levels)
+    ]
+    return _judged("bindings", len(ours), sorted(faults))
+
+
+def _policies(infrastructure: DelayInfrastructure, *layers: Sequence[Policy]) -> Check:
+    """Policies that reach the levels by accident, as one for all queues does."""
+    kind = "quorum" if infrastructure.quorum else "classic"
+    reached: dict[str, list[str]] = defaultdict(list)
+    for queue in infrastructure.queues:
+        for policy in (effective(layer, queue.name, kind) for layer in layers):
+            for setting in HARMFUL if policy else ():
+                if policy and setting in policy.definition:
+                    reached[f"{policy.name!r} sets {setting}={policy.definition[setting]}"].append(queue.name)
+    faults = [f"{setting} on {_some(names)}" for setting, names in reached.items()]
+    if not faults:
+        return Check("policies", ok=True, text="none changes what the levels do")
+    return Check(
+        "policies",
+        ok=False,
+        text=f"policy {'; '.join(faults)}. Narrow its pattern: delays are cut, or messages lost",
+    )
+
+
+def _differences(kind: str, name: str, wanted: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[str]:
+    for argument in (*wanted, *(extra for extra in actual if extra not in wanted)):
+        ours, theirs = wanted.get(argument, "none"), actual.get(argument, "none")
+        if ours != theirs:
+            yield str(Difference(kind, name, argument, theirs=str(theirs), ours=str(ours)))
+
+
+def _judged(what: str, number: int, faults: Sequence[str]) -> Check:
+    if not faults:
+        return Check(what, ok=True, text=f"all {number} are as they should be")
+    return Check(what, ok=False, text=f"{len(faults)} of {number} differ: {_some(faults)}")
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
+
+
+async def _undeliverable(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> Check:
+    """Count what stays in levels though it is due, through all looks."""
+    stuck = await _stuck(api, infrastructure.queues)
+    for _ in range(LOOKS - 1):
+        if stuck:
+            await clock.sleep(BETWEEN_LOOKS)
+            again = await _stuck(api, infrastructure.queues)
+            stuck = {name: min(number, again[name]) for name, number in stuck.items() if name in again}
+    if not stuck:
+        return Check("due messages", ok=True, text="all find their destinations")
+    where = _some([f"{number} in {name}" for name, number in stuck.items()])
+    return Check(
+        "due messages",
+        ok=False,
+        text=f"{where} have no destination: its queue was deleted, or is full. From 32 on a level stops for everybody. "
+        "Create the queue again, or let a queue catch them: delayline rabbitmq catch-all on",
+    )
+
+
+async def _stuck(api: ManagementApi, levels: Sequence[LevelQueue]) -> dict[str, int]:
+    found = await api.queues()
+    facts = (found[level.name] for level in levels if level.name in found)
+    return {fact.name: fact.undeliverable for fact in facts if fact.undeliverable}
+
+
+def _names(infrastructure: DelayInfrastructure, bindings: Iterable[Binding]) -> Check:
+    crossed = list(crossings(destinations(infrastructure, bindings)))
+    if not crossed:
+        return Check("names", ok=True, text="no destination gets another's delayed messages")
+    pairs = _some([f"{receiver!r} also gets those for {meant!r}" for receiver, meant in crossed])
+    return Check(
+        "names", ok=False, text=f"delayed messages cross: {pairs}. Rename one: no name may be the dotted end of another"
+    )
