@@ -13,12 +13,25 @@ from delayline.delayed.store import (
     DueCount,
     Forwarded,
     ForwardingStore,
+    JournaledStore,
     ManagedStore,
     Outcome,
     StoreClock,
     StoreInfrastructure,
     StoreTransactions,
     StoreWakeUps,
+)
+from delayline.delayed.timeout_headers import TimeoutHeaders
+from delayline.delayed.timeout_manager import TimeoutManagerDelivery
+from delayline.delayed.timeout_persister import (
+    CountedTimeouts,
+    DueTimeout,
+    TakesTimeouts,
+    Timeout,
+    TimeoutCount,
+    TimeoutPersister,
+    TimeoutsChunk,
+    TimeoutStorage,
 )
 from delayline.endpoint import Endpoint
 from delayline.errors import (
@@ -28,8 +41,10 @@ from delayline.errors import (
     CorruptHeaders,
     DelaylineError,
     DispatchFailed,
+    DuplicateMessage,
     InvalidDueTime,
     InvalidMessage,
+    MessageRejected,
     MissingExtra,
     NewerSchema,
     NotStarted,
@@ -38,7 +53,7 @@ from delayline.errors import (
     UnsupportedTransactionMode,
 )
 from delayline.events import Event
-from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
+from delayline.memory import MemoryDelayedMessageStore, MemoryTimeoutPersister, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.pipeline import MessageContext
 from delayline.recoverability import Recoverability
@@ -46,6 +61,7 @@ from delayline.sync import SyncEndpoint
 from delayline.transaction import Guarantee, Savepoints, Transaction, TransactionMode, guarantee
 from delayline.transport import (
     ManagedQueues,
+    QualifiedQueues,
     ReceivedMessage,
     Receiver,
     Transport,
@@ -54,16 +70,22 @@ from delayline.transport import (
 )
 
 if typing.TYPE_CHECKING:
-    from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
+    from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport, TwoPhaseCommit
 else:
+    #: What is loaded when it is asked for: it needs SQLAlchemy and takes longer than all the rest.
+    _ROOMS = {
+        "SqlDelayedMessageStore": "delayline.sql",
+        "SqlTimeoutPersister": "delayline.sql",
+        "SqlTransport": "delayline.sql",
+        "TwoPhaseCommit": "delayline.sql",
+    }
 
     def __getattr__(name: str) -> object:
-        """Load what needs SQLAlchemy when it is asked for: that takes longer than all the rest."""
-        if name not in {"SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit"}:
+        if name not in _ROOMS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from delayline import sql
+        import importlib
 
-        return getattr(sql, name)
+        return getattr(importlib.import_module(_ROOMS[name]), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
@@ -78,6 +100,7 @@ __all__ = [
     "ClosableStore",
     "ConfigurationError",
     "CorruptHeaders",
+    "CountedTimeouts",
     "DelayedDelivery",
     "DelayedMessage",
     "DelayedMessageStore",
@@ -85,6 +108,8 @@ __all__ = [
     "DeliveryHost",
     "DispatchFailed",
     "DueCount",
+    "DueTimeout",
+    "DuplicateMessage",
     "Endpoint",
     "Event",
     "Forwarded",
@@ -94,22 +119,27 @@ __all__ = [
     "InvalidDueTime",
     "InvalidMessage",
     "JoinsCallers",
+    "JournaledStore",
     "ManagedQueues",
     "ManagedStore",
     "MemoryDelayedMessageStore",
+    "MemoryTimeoutPersister",
     "MemoryTransport",
     "Message",
     "MessageContext",
+    "MessageRejected",
     "MissingExtra",
     "NewerSchema",
     "NotStarted",
     "Outcome",
+    "QualifiedQueues",
     "QueueNotFound",
     "ReceivedMessage",
     "Receiver",
     "Recoverability",
     "Savepoints",
     "SqlDelayedMessageStore",
+    "SqlTimeoutPersister",
     "SqlTransport",
     "StorageFull",
     "StoreClock",
@@ -119,6 +149,14 @@ __all__ = [
     "StoredDelivery",
     "SyncEndpoint",
     "SystemClock",
+    "TakesTimeouts",
+    "Timeout",
+    "TimeoutCount",
+    "TimeoutHeaders",
+    "TimeoutManagerDelivery",
+    "TimeoutPersister",
+    "TimeoutStorage",
+    "TimeoutsChunk",
     "Transaction",
     "TransactionMode",
     "Transport",

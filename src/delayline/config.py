@@ -2,91 +2,39 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
+from delayline import setting_values
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.host import DISPATCHER, TIMEOUTS
+from delayline.draining import drained_from, persister_at
 from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoint
 from delayline.errors import ConfigurationError
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
-from delayline.outgoing import check_endpoint_name
+from delayline.setting_sources import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags
+from delayline.setting_values import masked
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from delayline.clock import Clock
+    from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import DelayedMessageStore
     from delayline.recoverability import Recoverability
     from delayline.transport import Transport
 
-FILE_NAME: Final = "delayline.toml"
-PREFIX: Final = "DELAYLINE_"
 MEMORY: Final = "memory"
-
-Read = Callable[[Any], Any]
-
-
-def _whole(at_least: int) -> Read:
-    def read(value: object) -> int:
-        if isinstance(value, str) and value.strip().isascii() and value.strip().isdecimal():
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            raise ValueError(f"must be a whole number of {at_least} or more")
-        return value
-
-    return read
+BROKERS: Final = ("amqp", "amqps")
+AZURE: Final = "azure"
 
 
-def _seconds(value: object) -> float:
-    try:
-        seconds = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else 0.0
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= timedelta.max.total_seconds():
-        raise ValueError("must be a number of seconds above 0")
-    return seconds
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a text")  # noqa: TRY004 - one kind of error for every value that cannot work
-    return check_endpoint_name(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("must be a text that is not empty")
-    return value
-
-
-def _url(value: object) -> str:
-    url = _text(value)
-    if re.match(r"[A-Za-z][\w+.-]*:", url) is None:
-        raise ValueError("must be a URL")
-    return url
-
-
-def _mode(value: object) -> TransactionMode:
-    if isinstance(value, TransactionMode):
-        return value
-    name = str(value).strip().upper().replace("-", "_").replace(" ", "_")
-    if name not in TransactionMode.__members__:
-        raise ValueError(f"must be one of {', '.join(TransactionMode.__members__)}{_did_you_mean(name, _MODES)}")
-    return TransactionMode[name]
-
-
-_MODES: Final = tuple(TransactionMode.__members__)
-
-
-def _setting(default: Any, read: Read, text: str, example: str) -> Any:  # noqa: ANN401 - typed where it is assigned
+def _setting(default: Any, read: setting_values.Read, text: str, example: str) -> Any:  # noqa: ANN401 - typed where it is assigned
     return field(default=default, metadata={"read": read, "text": text, "example": example})
 
 
@@ -94,32 +42,60 @@ def _setting(default: Any, read: Read, text: str, example: str) -> Any:  # noqa:
 class Settings:
     """Everything that can be set from outside, checked. Passwords in its URLs never show in its repr."""
 
-    endpoint: str | None = _setting(None, _name, "Name of the endpoint; its queue carries it.", "sales")
-    url: str = _setting("sqlite:///delayline.db", _url, "Where queues and delayed messages are.", "sqlite:///my.db")
-    store_url: str | None = _setting(None, _url, "Where delayed messages are, if not at url.", "sqlite:///my.db")
-    transport_url: str | None = _setting(None, _url, "Where queues are, if not at url.", "sqlite:///my.db")
+    endpoint: str | None = _setting(None, setting_values.name, "Name of the endpoint; its queue carries it.", "sales")
+    url: str = _setting(
+        "sqlite:///delayline.db", setting_values.url, "Where queues and delayed messages are.", "sqlite:///my.db"
+    )
+    store_url: str | None = _setting(
+        None, setting_values.url, "Where delayed messages are, if not at url.", "sqlite:///my.db"
+    )
+    transport_url: str | None = _setting(
+        None, setting_values.url, "Where queues are, if not at url.", "sqlite:///my.db"
+    )
+    delay_levels_from_seconds: float | None = _setting(
+        None,
+        setting_values.seconds_or_none,
+        "With queues on RabbitMQ and a store: delays of so many seconds or more wait in the broker.",
+        "60",
+    )
     table_name: str | None = _setting(
-        None, _text, "Table of the delayed messages; {endpoint}.timeouts if left out.", "sales.timeouts"
+        None, setting_values.text, "Table of the delayed messages; {endpoint}.timeouts if left out.", "sales.timeouts"
     )
-    error_queue: str = _setting("error", _name, "Queue of messages that failed for good.", "error")
-    number_of_retries: int = _setting(0, _whole(0), "Further attempts to forward a due message.", "7")
+    journal: bool | None = _setting(
+        None, setting_values.yes_or_no, "Write down, in SQL, what becomes of each message; set up, it stays on.", "true"
+    )
+    cold_tier: str | None = _setting(
+        None,
+        setting_values.text,
+        "Folder or URI of the Parquet files in which far messages wait; needs the extra spark.",
+        "s3://bucket/sales",
+    )
+    timeouts_url: str | None = _setting(
+        None, setting_values.url, "Where an old timeout manager's timeouts are, to be drained.", "sqlite:///my.db"
+    )
+    disable_timeout_manager: bool = _setting(False, setting_values.yes_or_no, "Drain it no more.", "true")
+    error_queue: str = _setting("error", setting_values.name, "Queue of messages that failed for good.", "error")
+    number_of_retries: int = _setting(0, setting_values.whole(0), "Further attempts to forward a due message.", "7")
     transaction_mode: TransactionMode | None = _setting(  # noqa: RUF009 - a field, made by dataclasses.field
-        None, _mode, f"{', '.join(_MODES)}; the strongest possible if left out.", "TRANSACTION_SCOPE"
+        None,
+        setting_values.mode,
+        f"{', '.join(setting_values.MODES)}; the strongest possible if left out.",
+        "TRANSACTION_SCOPE",
     )
-    concurrency: int = _setting(DEFAULT_CONCURRENCY, _whole(1), "Messages handled at once.", "4")
-    batch_size: int = _setting(500, _whole(1), "Due messages forwarded at once.", "500")
-    batch_bytes: int = _setting(16 * 1024 * 1024, _whole(1), "Bytes forwarded at once.", "16777216")
+    concurrency: int = _setting(DEFAULT_CONCURRENCY, setting_values.whole(1), "Messages handled at once.", "4")
+    batch_size: int = _setting(500, setting_values.whole(1), "Due messages forwarded at once.", "500")
+    batch_bytes: int = _setting(16 * 1024 * 1024, setting_values.whole(1), "Bytes forwarded at once.", "16777216")
     maximum_recovery_failures_per_second: int = _setting(
-        1, _whole(1), "Failures to move failed messages before a critical error.", "1"
+        1, setting_values.whole(1), "Failures to move failed messages before a critical error.", "1"
     )
     store_circuit_breaker_seconds: float = _setting(
-        30.0, _seconds, "How long storing may fail before a critical error.", "30"
+        30.0, setting_values.seconds, "How long storing may fail before a critical error.", "30"
     )
     fetch_circuit_breaker_seconds: float = _setting(
-        30.0, _seconds, "How long fetching may fail before a critical error.", "30"
+        30.0, setting_values.seconds, "How long fetching may fail before a critical error.", "30"
     )
     dispatch_circuit_breaker_seconds: float = _setting(
-        30.0, _seconds, "How long dispatching may fail before a critical error.", "30"
+        30.0, setting_values.seconds, "How long dispatching may fail before a critical error.", "30"
     )
 
     def __post_init__(self) -> None:
@@ -151,14 +127,6 @@ class Settings:
                 f'or endpoint = "NAME" in {FILE_NAME}'
             )
         return self.endpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a value came from, and how a right one is written there."""
-
-    place: str
-    form: str
 
 
 _KNOWN: Final = {one.name: one.metadata for one in fields(Settings)}
@@ -197,51 +165,11 @@ def load_settings(
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    for name, (value, source) in (_from_file(config) | _from_environment(environ) | _from_flags(flags or {})).items():
+    variables = {variable_of(name): name for name in _KNOWN}
+    given = from_file(config, _KNOWN) | from_environment(environ, variables) | from_flags(flags or {}, flag_of)
+    for name, (value, source) in given.items():
         values[name] = _checked(name, value, source)
     return Settings(**values)
-
-
-Sourced = dict[str, tuple[object, Source]]
-
-
-def _from_file(config: Path | str | None) -> Sourced:
-    path = Path(FILE_NAME if config is None else config)
-    if config is None and not path.is_file():
-        return {}
-    try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}. Check --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not TOML: {error}. Write lines such as: batch_size = 500") from error
-    for name in table:
-        if name not in _KNOWN:
-            known = f"The settings are: {', '.join(_KNOWN)}"
-            raise ConfigurationError(f"{path} has an unknown setting {name!r}{_did_you_mean(name, _KNOWN)}. {known}")
-    return {name: (value, Source(str(path), "{name} = {example}")) for name, value in table.items()}
-
-
-def _from_environment(environ: Mapping[str, str]) -> Sourced:
-    variables = {variable_of(name): name for name in _KNOWN}
-    for given in environ:
-        close = difflib.get_close_matches(given, variables, 1, 0.9) if given.startswith(PREFIX) else []
-        if close and given not in variables:
-            raise ConfigurationError(f"the variable {given} is no setting; did you mean {close[0]}? Rename or unset it")
-    return {
-        name: (environ[variable], Source(f"the variable {variable}", f"{variable}={{example}}"))
-        for variable, name in variables.items()
-        if environ.get(variable)
-    }
-
-
-def _from_flags(flags: Mapping[str, object]) -> Sourced:
-    return {
-        name: (value, Source(f"the flag {flag_of(name)}", f"{flag_of(name)} {{example}}"))
-        for name, value in flags.items()
-        if value is not None
-    }
 
 
 def _checked(name: str, value: object, source: Source) -> object:
@@ -255,73 +183,120 @@ def _checked(name: str, value: object, source: Source) -> object:
         ) from None
 
 
-def _did_you_mean(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def masked(url: str) -> str:
-    """Return the URL without passwords: for people, logs and errors."""
-    url = re.sub(r"(//[^/@:]*):.*@", r"\1:***@", url)
-    return re.sub(r"(?i)\b(password|passwd|pwd|secret|accountkey|odbc_connect)=[^&;]*", r"\1=***", url)
-
-
 def _shown(value: object) -> object:
     if isinstance(value, TransactionMode):
         return value.name
     return masked(value) if isinstance(value, str) else value
 
 
-def transport_from(url: str) -> Transport:
-    """Return a new transport on the queues at `url`; raises ConfigurationError naming the supported schemes."""
+def transport_from(url: str, *, error_queue: str = "error", name: str = "delayline") -> Transport:
+    """Return a new transport on the queues at `url`; raises ConfigurationError naming the supported schemes.
+
+    On RabbitMQ messages that cannot be read go to `error_queue`, and `name` begins the names of connections.
+    """
     if in_memory(url):
         return MemoryTransport()
-    _must_be_sql(url, "transport")
+    if on_rabbitmq(url):
+        from delayline.rabbitmq import RabbitMQTransport
+
+        return RabbitMQTransport(url, error_queue=error_queue, name=name)
+    if _scheme_of(url) == AZURE:
+        from delayline.azure import AzureStorageQueueTransport
+
+        return AzureStorageQueueTransport(url)
+    _must_be_sql(url, "transport", BROKERS)
     from delayline.sql import SqlTransport
 
     return SqlTransport(url)
 
 
-def store_from(url: str, *, table_name: str | None = None) -> DelayedMessageStore:
+def store_from(
+    url: str, *, table_name: str | None = None, journal: bool | None = None, cold_tier: str | None = None
+) -> DelayedMessageStore:
     """Return a new delayed message store at `url`; raises ConfigurationError naming the supported schemes."""
+    if journal and _scheme_of(url) in {MEMORY, AZURE}:
+        raise ConfigurationError(
+            f"journal = true needs a store in a SQL database, not at {masked(url)!r}: leave it out"
+        )
+    if cold_tier is not None:
+        _must_be_sql(url, "store with a cold tier")
+        from delayline.sql.cold_store import TwoTierStore
+
+        return TwoTierStore(url, table_name=table_name, journal=journal, cold_tier=cold_tier)
     if in_memory(url):
         return MemoryDelayedMessageStore()
+    if on_rabbitmq(url):
+        raise ConfigurationError(
+            "what waits in RabbitMQ's delay levels can be counted, not listed, cancelled or rescheduled. Count it "
+            "with: delayline rabbitmq pending. For the rest keep delayed messages in a database: store_url"
+        )
+    if _scheme_of(url) == AZURE:
+        from delayline.azure import AzureDelayedTable
+
+        return AzureDelayedTable(url, table_name=table_name)
     _must_be_sql(url, "delayed message store")
     from delayline.sql import SqlDelayedMessageStore
 
-    return SqlDelayedMessageStore(url, table_name=table_name)
+    return SqlDelayedMessageStore(url, table_name=table_name, journal=journal)
 
 
 def must_exist(url: str) -> None:
     """Raise BackendUnusable where opening what is at `url` would make it, empty."""
+    if on_rabbitmq(url) or _scheme_of(url) == AZURE:
+        return
     _must_be_sql(url, "database")
     from delayline.sql import urls
 
     urls.must_exist(url)
 
 
-async def examine(url: str) -> Sequence[tuple[str, bool, str]]:
-    """Return what was looked at in the back end at `url`, whether it is as it should be, and what it is."""
+async def examine(url: str, *, delay_levels: bool = True) -> Sequence[tuple[str, bool, str]]:
+    """Return what was looked at in the back end at `url`, whether it is good, and what it is; levels where used."""
+    if on_rabbitmq(url):
+        from delayline.rabbitmq import examination
+
+        return await examination.examine(url, delay_levels=delay_levels)
+    if _scheme_of(url) == AZURE:
+        from delayline.azure.examination import examine as examine_account
+
+        return await examine_account(url)
     _must_be_sql(url, "database")
     from delayline.sql import urls
 
     return await urls.examine(url)
 
 
-async def planned_setup(settings: Settings, queues: Sequence[str]) -> Sequence[str]:
-    """Return the SQL that setting the endpoint up, with further queues, would run; nothing is made or changed."""
+async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Return the SQL that setting the endpoint up, with further queues, would run, by the URL of where it would.
+
+    Nothing is made or changed.
+    """
+    if on_rabbitmq(settings.where_queues_are):
+        raise ConfigurationError("a dry run shows SQL, and RabbitMQ has none. See: delayline rabbitmq verify")
+    if AZURE in {_scheme_of(settings.where_queues_are), _scheme_of(settings.where_messages_wait)}:
+        raise ConfigurationError(
+            "a dry run shows SQL, and Azure Storage has none: delayline setup makes what is missing"
+        )
     _must_be_sql(settings.where_queues_are, "transport")
     _must_be_sql(settings.where_messages_wait, "delayed message store")
     from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
     names = list(queues)
-    statements: list[str] = []
+    planned: dict[str, Sequence[str]] = {}
     if settings.endpoint is not None:
         names = [settings.endpoint, settings.error_queue, *names]
-        store = SqlDelayedMessageStore(settings.where_messages_wait, table_name=settings.table_name)
-        statements += await store.planned_infrastructure(settings.endpoint)
-    statements += await SqlTransport(settings.where_queues_are).planned_infrastructure(names)
-    return list(dict.fromkeys(statements)) if settings.where_queues_are == settings.where_messages_wait else statements
+        store = SqlDelayedMessageStore(
+            settings.where_messages_wait, table_name=settings.table_name, journal=settings.journal
+        )
+        planned[settings.where_messages_wait] = await store.planned_infrastructure(settings.endpoint)
+        drained = None if settings.disable_timeout_manager else settings.timeouts_url
+        if drained is not None:
+            names += [f"{settings.endpoint}.{qualifier}" for qualifier in (TIMEOUTS, DISPATCHER)]
+            statements = await persister_at(drained).planned_infrastructure(settings.endpoint)
+            planned[drained] = list(dict.fromkeys([*planned.get(drained, ()), *statements]))
+    statements = await SqlTransport(settings.where_queues_are).planned_infrastructure(names)
+    both = [*planned.get(settings.where_queues_are, ()), *statements]
+    return planned | {settings.where_queues_are: list(dict.fromkeys(both))}
 
 
 def in_memory(url: str) -> bool:
@@ -329,12 +304,17 @@ def in_memory(url: str) -> bool:
     return _scheme_of(url) == MEMORY
 
 
-def _must_be_sql(url: str, what: str) -> None:
+def on_rabbitmq(url: str) -> bool:
+    """Tell whether `url` leads to RabbitMQ."""
+    return _scheme_of(url) in BROKERS
+
+
+def _must_be_sql(url: str, what: str, besides: tuple[str, ...] = ()) -> None:
     """Raise ConfigurationError for a scheme of no room; only here and below it SQLAlchemy is loaded, which is slow."""
     from delayline.sql.urls import SCHEMES
 
     if _scheme_of(url) not in SCHEMES:
-        known = ", ".join(f"{name}:" for name in sorted((MEMORY, *SCHEMES)))
+        known = ", ".join(f"{name}:" for name in sorted((MEMORY, AZURE, *SCHEMES, *besides)))
         raise ConfigurationError(f"no {what} for the URL {masked(url)!r}. The supported schemes are {known}")
 
 
@@ -343,10 +323,34 @@ def _scheme_of(url: str) -> str:
     return url.partition(":")[0].partition("+")[0].lower()
 
 
-def delivery_from(settings: Settings, *, polling: bool = True) -> StoredDelivery:
-    """Return stored delayed delivery as the settings say; without polling it stores only."""
+def delivery_from(settings: Settings, *, polling: bool = True) -> DelayedDelivery:
+    """Return the delayed delivery that the settings describe; without polling its store, if any, is only stored in."""
+    levels_from = settings.delay_levels_from_seconds
+    if levels_from is not None and not on_rabbitmq(settings.where_queues_are):
+        raise ConfigurationError(
+            f"delay_levels_from_seconds = {levels_from:g} needs queues on RabbitMQ, not at "
+            f"{masked(settings.where_queues_are)!r}: leave it out, or give a transport_url that begins with amqp:"
+        )
+    if on_rabbitmq(settings.where_messages_wait):
+        from delayline.rabbitmq import DelayLevelDelivery
+
+        return DelayLevelDelivery()
+    stored = _stored_delivery(settings, polling=polling)
+    if levels_from is None:
+        return stored
+    from delayline.rabbitmq import DelayLevelDelivery
+
+    return DelayLevelDelivery(stored=stored, stored_below=timedelta(seconds=levels_from) if levels_from else None)
+
+
+def _stored_delivery(settings: Settings, *, polling: bool) -> StoredDelivery:
     return StoredDelivery(
-        store_from(settings.where_messages_wait, table_name=settings.table_name),
+        store_from(
+            settings.where_messages_wait,
+            table_name=settings.table_name,
+            journal=settings.journal,
+            cold_tier=settings.cold_tier,
+        ),
         number_of_retries=settings.number_of_retries,
         time_to_trigger_store_circuit_breaker=timedelta(seconds=settings.store_circuit_breaker_seconds),
         time_to_trigger_fetch_circuit_breaker=timedelta(seconds=settings.fetch_circuit_breaker_seconds),
@@ -372,10 +376,14 @@ def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpa
     """Return the endpoint that the settings describe, not started yet. Raises ConfigurationError."""
     return Endpoint(
         settings.named_endpoint,
-        transport=transport_from(settings.where_queues_are),
+        transport=transport_from(
+            settings.where_queues_are, error_queue=settings.error_queue, name=settings.named_endpoint
+        ),
         delayed_delivery=delivery_from(settings, polling=polling),
         transaction_mode=settings.transaction_mode,
         error_queue=settings.error_queue,
         concurrency=settings.concurrency,
+        draining=drained_from(settings.timeouts_url, polling=polling),
+        disable_timeout_manager=settings.disable_timeout_manager,
         **overrides,
     )

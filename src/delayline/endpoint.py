@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Final, Self
 from delayline.callers import Caller, JoinsCallers
 from delayline.checks import whole_number
 from delayline.clock import SystemClock
-from delayline.delayed.delivery import DelayedDelivery
+from delayline.delayed.delivery import DelayedDelivery, SetsUpLater
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import managed
-from delayline.errors import ConfigurationError, DispatchFailed, NotStarted
+from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, NotStarted
 from delayline.events import Event, emit
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
 from delayline.recoverability import Recoverability
+from delayline.satellites import open_satellite
 from delayline.transaction import (
     Guarantee,
     Transaction,
@@ -62,6 +63,8 @@ class Endpoint:
     recoverability: how handler failures are retried; the defaults where the transaction mode allows retries.
     concurrency: how many messages are handled at once.
     send_only: no input queue and no handlers; the delayed delivery still runs.
+    draining: the way of waiting used before; what waits there still arrives, nothing new goes there.
+    disable_timeout_manager: leave what `draining` names alone; `delayline doctor` says when it is empty.
     on_critical_error: what to do when a fault lasted too long; logged first. The default stops the endpoint.
     setup_infrastructure: create queues and tables at start; False leaves that to `delayline setup`.
     Use it as `async with endpoint:`; it belongs to the event loop it was started on.
@@ -81,6 +84,8 @@ class Endpoint:
         on_critical_error: CriticalErrorAction = log_and_stop,
         setup_infrastructure: bool = True,
         clock: Clock | None = None,
+        draining: DelayedDelivery | None = None,
+        disable_timeout_manager: bool = False,
     ) -> None:
         self.name = check_endpoint_name(name)
         self.transport = transport
@@ -106,10 +111,15 @@ class Endpoint:
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
         self._host = DeliveryHost(
-            name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error
+            name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error, open_satellite
         )
-        if delayed_delivery is not None:
-            delayed_delivery.bind(self._host)
+        self.draining = draining
+        if draining is not None and draining is delayed_delivery:
+            raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new one")
+        used = (delayed_delivery, None if disable_timeout_manager else draining)
+        self._deliveries = [one for one in used if one is not None]
+        for delivery in self._deliveries:
+            delivery.bind(self._host)
 
     @property
     def handlers(self) -> tuple[Handler, ...]:
@@ -155,7 +165,9 @@ class Endpoint:
         """Create the input queue, the error queue and what delayed delivery needs. Idempotent; needs no `start`."""
         await self.transport.start()
         try:
-            await self._setup_infrastructure()
+            await self._setup_queues()
+            for delivery in self._deliveries:
+                await delivery.setup_infrastructure()
         finally:
             await self.transport.stop()
 
@@ -248,13 +260,16 @@ class Endpoint:
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
         if self._setup:
-            await self._setup_infrastructure()
-        if self.delayed_delivery is not None:
-            self._running.push_async_callback(self.delayed_delivery.stop)
-            await self.delayed_delivery.start()
+            await self._setup_queues()
+        for delivery in self._deliveries:
+            if self._setup:
+                await _set_up(delivery)
+            self._running.push_async_callback(delivery.stop)
+            await delivery.start()
         if self._handlers:
             self._pipeline = Pipeline(
                 host=self._host,
+                queue=self.name,
                 receiver=await self.transport.receiver(self.name),
                 handlers=self._handlers,
                 delivery=self.delayed_delivery,
@@ -275,11 +290,9 @@ class Endpoint:
         )
         self._started = True
 
-    async def _setup_infrastructure(self) -> None:
+    async def _setup_queues(self) -> None:
         queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]
         await self.transport.setup_infrastructure(queues)
-        if self.delayed_delivery is not None:
-            await self.delayed_delivery.setup_infrastructure()
 
     async def _stop_parts(self) -> None:
         stopped, starting = self._stopped, self._starting
@@ -312,6 +325,15 @@ class Endpoint:
                 self.name,
                 exception=error,
             )
+
+
+async def _set_up(delivery: DelayedDelivery) -> None:
+    try:
+        await delivery.setup_infrastructure()
+    except BackendUnavailable:
+        if not isinstance(delivery, SetsUpLater):
+            raise
+        delivery.set_up_later()
 
 
 async def _joined(caller: Caller, part: object) -> Transaction:

@@ -5,7 +5,8 @@ DelaylineError
 │   ├── UnsupportedTransactionMode       these parts cannot honour that transaction mode
 │   └── MissingExtra (ImportError)       an optional dependency is not installed
 ├── InvalidMessage (ValueError)          a message refused at the door: body, header, destination, id
-│   └── InvalidDueTime                   a delay or instant that cannot be honoured
+│   ├── InvalidDueTime                   a delay or instant that cannot be honoured
+│   └── DuplicateMessage                 a bulk job brings an id that waits already, or brings it twice
 ├── CorruptHeaders (ValueError)          stored or received headers cannot be read
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
@@ -13,6 +14,7 @@ DelaylineError
 ├── BackendUnusable (RuntimeError)       the database or broker will never work as it is; trying again will not help
 │   └── NewerSchema                      written by a newer delayline
 ├── QueueNotFound (LookupError)          the destination queue does not exist
+├── MessageRejected                      the broker did not take the message, as when its queue is full
 └── DispatchFailed                       some operations of a batch were not sent; the others were
 """
 
@@ -52,6 +54,17 @@ class InvalidDueTime(InvalidMessage):
     """A delay or an instant cannot be honoured: naive, negative, doubled or beyond the range."""
 
 
+class DuplicateMessage(InvalidMessage):
+    """A bulk job brings an id that waits already, or brings it twice; nothing of the job was stored."""
+
+    def __init__(self, message_id: str) -> None:
+        super().__init__(
+            f"message {message_id!r} waits already, or comes twice: nothing was stored. Use on_conflict='ignore' to "
+            "keep what waits, or 'replace'"
+        )
+        self.message_id = message_id
+
+
 class CorruptHeaders(DelaylineError, ValueError):
     """Headers that were stored or received cannot be read as str to str."""
 
@@ -84,6 +97,10 @@ class QueueNotFound(DelaylineError, LookupError):
             f"queue {queue!r} does not exist. Start its endpoint once, or run: delayline setup --queue NAME"
         )
         self.queue = queue
+
+
+class MessageRejected(DelaylineError):
+    """The broker did not take one message, as when its queue is full; the same message may be taken later."""
 
 
 class DispatchFailed(DelaylineError):

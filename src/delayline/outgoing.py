@@ -113,7 +113,7 @@ class Composer:
                 "Use context.send with a destination"
             )
         correlation = {Headers.CORRELATION_ID: to.headers.get(Headers.CORRELATION_ID, to.id), Headers.INTENT: "Reply"}
-        sent = correlation | dict(_checked(headers or {}))
+        sent = correlation | dict(check_headers(headers or {}))
         return self.compose(address, body, headers=sent, delay=delay, related_to=to)
 
     def again(
@@ -179,12 +179,13 @@ def _completed(sent: dict[str, str], headers: HeaderMap | None, related_to: Mess
         sent[Headers.RELATED_TO] = related_to.id
         sent[Headers.CONVERSATION_ID] = related_to.headers.get(Headers.CONVERSATION_ID, related_to.id)
     if headers:
-        sent |= _checked(headers)
+        sent |= check_headers(headers)
         sent[Headers.MESSAGE_ID] = message_id
     return sent
 
 
-def _checked(headers: HeaderMap) -> HeaderMap:
+def check_headers(headers: HeaderMap) -> HeaderMap:
+    """Return the headers; raises InvalidMessage for what is not str to str, or a time that cannot be read."""
     if not isinstance(headers, Mapping):
         raise InvalidMessage(f"headers must be a mapping of str to str, not {type(headers).__name__}")
     for name, value in headers.items():

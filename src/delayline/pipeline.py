@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
 from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime
 from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
-from delayline.recoverability import MoveToError, Recoverability, RetryLater, RetryNow, error_operation
+from delayline.recoverability import GiveBack, MoveToError, Recoverability, RetryLater, RetryNow, error_operation
 from delayline.transaction import TransactionMode
 from delayline.transport import TransportTransactions
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.host import DeliveryHost
     from delayline.message import Body
     from delayline.transaction import Transaction
@@ -92,6 +91,14 @@ class MessageContext:
 Handler = Callable[[Message, MessageContext], Awaitable[None]]
 
 
+class Defers(Protocol):
+    """Where what a handler sends with a delay goes."""
+
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        """Keep the operation until `due`, durably on return or at the commit of `transaction`."""
+        ...
+
+
 class _AlreadyHandled(Exception):
     """The message left its queue while it was being handled here: somebody else has handled it."""
 
@@ -101,9 +108,10 @@ class Pipeline:
     """Receives one queue's messages and runs handlers over them. Belongs to one event loop."""
 
     host: DeliveryHost
+    queue: str
     receiver: Receiver
     handlers: list[Handler]
-    delivery: DelayedDelivery | None
+    delivery: Defers | None
     composer: Composer
     recoverability: Recoverability
     concurrency: int
@@ -120,11 +128,6 @@ class Pipeline:
             trigger=lambda error: self.host.critical_error(f"Failed to receive from {self.queue}", error),
             clock=self.host.clock,
         )
-
-    @property
-    def queue(self) -> str:
-        """The input queue: it carries the endpoint's name."""
-        return self.host.endpoint_name
 
     def start(self) -> None:
         """Begin to receive."""
@@ -229,11 +232,18 @@ class Pipeline:
         """Decide what follows a failed attempt; True is another one at once."""
         message = received.message
         decision = self.recoverability.decide(error, attempt, message.headers, self.host.clock.now())
+        if isinstance(decision, GiveBack):
+            text = "Message %s stays in %s for now: %s"
+            emit(logger, logging.WARNING, Event.RECEIVE_FAILED, text, message.id, self.queue, error, message=message)
+            await self._wait()
+            await self.receiver.release(received)
+            return False
+        text = "Attempt %d to handle message %s failed: %r"
         emit(
             logger,
             logging.WARNING,
             Event.HANDLER_FAILED,
-            "Attempt %d to handle message %s failed: %r",
+            text,
             attempt,
             message.id,
             error,
@@ -337,8 +347,11 @@ class Pipeline:
             await self._pause(error)
         else:
             self.host.critical_error(text, error)
-            await first_of(self._stopping.wait(), self.host.clock.sleep(DELAY_WHEN_ARMED.total_seconds()))
+            await self._wait()
         await self.receiver.release(received)
+
+    async def _wait(self) -> None:
+        await first_of(self._stopping.wait(), self.host.clock.sleep(DELAY_WHEN_ARMED.total_seconds()))
 
     async def _pause(self, error: Exception) -> None:
         await first_of(self._stopping.wait(), self._breaker.failure(error))

@@ -52,7 +52,12 @@ class MoveToError:
     """Give up: send the message to the error queue."""
 
 
-Decision = RetryNow | RetryLater | MoveToError
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Leave the message on its queue for a while: the fault is a back end's and counts against no message."""
+
+
+Decision = RetryNow | RetryLater | MoveToError | GiveBack
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,3 +123,12 @@ class ManagedQueues(Protocol):
     async def purge(self, queue: str) -> int:
         """Remove every message that nobody is handling and return how many. Raises QueueNotFound."""
         ...
+
+
+@runtime_checkable
+class QualifiedQueues(Protocol):
+    """Capability: queues that belong to an endpoint beside its own have names in the transport's own style."""
+
+    def qualified(self, queue: str, qualifier: str) -> str:
+        """Return the name of such a queue; `{queue}.{qualifier}` in transports without this capability."""
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from delayline.callers import JoinsCallers
 from delayline.checks import time_span, whole_number
@@ -72,6 +72,15 @@ class DelayedDelivery(Protocol):
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Keep the operation until `due`, durably on return or at the commit of `transaction`; overdue means now."""
+        ...
+
+
+@runtime_checkable
+class SetsUpLater(Protocol):
+    """Capability of a delayed delivery: an endpoint starts while its storage is out of reach."""
+
+    def set_up_later(self) -> None:
+        """Set up when the storage can be reached, before anything else is done with it."""
         ...
 
 

@@ -23,11 +23,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PolledStore(BatchStore, Protocol):
-    """What the poller asks of a store, whichever way it is provided."""
+class PolledStore(Protocol):
+    """What the poller asks of a store, whichever way it is provided: as in BatchStore."""
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message, or None."""
+        ...
+
+    async def fetch_due(
+        self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return up to `limit` messages due not after `at`."""
+        ...
+
+    async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
+        """Delete the messages and return how many were still there."""
+        ...
+
+    async def retry_many(
+        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
+    ) -> int:
+        """Count a failure of each, make each due at `at`, unlock."""
+        ...
+
+    async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
+        """Unlock messages that were fetched without a transaction, uncounted."""
         ...
 
 

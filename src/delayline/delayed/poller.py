@@ -47,6 +47,7 @@ class Poller:
         dispatch_breaker: RepeatedFailuresOverTime,
         batch_size: int,
         batch_bytes: int,
+        maximum_sleep: timedelta = MAXIMUM_SLEEP,
     ) -> None:
         self._store = store
         self._host = host
@@ -57,6 +58,7 @@ class Poller:
         self._dispatch_breaker = dispatch_breaker
         self._batch_size = batch_size
         self._batch_bytes = batch_bytes
+        self._maximum_sleep = maximum_sleep
         self._stopping = asyncio.Event()
         self._woken = asyncio.Event()
         self._wakes_at: datetime | None = None
@@ -106,7 +108,7 @@ class Poller:
         else:
             self._isolating = 0
             self._fetch_breaker.success()
-            latest = now + MAXIMUM_SLEEP
+            latest = now + self._maximum_sleep
             await self._sleep_until(latest if due is None else min(due, latest))
 
     async def _dispatch_due(self, now: datetime) -> int:

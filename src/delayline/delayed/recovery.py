@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from delayline.delayed.scope import savepoint, spoilt
+from delayline.delayed.store import JournaledStore
 from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.recoverability import error_operation
@@ -126,6 +127,8 @@ class Recovery:
                 await self.keep(batch, message, unsent[position], transaction)
             else:
                 batch.sent.append(message)
+                if isinstance(self._store, JournaledStore):
+                    self._store.gave_up([message])
                 _when_certain(sending, partial(self._tell_moved, message, error))
 
     async def _send_to_error_queue(

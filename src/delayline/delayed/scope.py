@@ -42,11 +42,17 @@ def scope_between(store: DelayedMessageStore, transport: Transport) -> Scope:
 
     Six verbs have no way to count a failure in a transaction: such a store's own are left alone.
     """
-    if isinstance(store, StoreTransactions):
-        if share_transactions(store, transport):
-            return Scope(store.transaction, shared=True)
-        if store.locks_rows and isinstance(store, BatchStore):
-            return Scope(store.transaction, shared=False)
+    scope = scope_of(store, transport)
+    return scope if scope.shared or isinstance(store, BatchStore) else Scope(None, shared=False)
+
+
+def scope_of(storage: object, transport: Transport) -> Scope:
+    """Return the strongest scope that transactions of the storage, where it has some, can give."""
+    if isinstance(storage, StoreTransactions):
+        if share_transactions(storage, transport):
+            return Scope(storage.transaction, shared=True)
+        if storage.locks_rows:
+            return Scope(storage.transaction, shared=False)
     return Scope(None, shared=False)
 
 

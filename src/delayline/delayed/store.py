@@ -173,6 +173,15 @@ class StoreWakeUps(Protocol):
 
 
 @runtime_checkable
+class JournaledStore(Protocol):
+    """Writes down what becomes of each message."""
+
+    def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
+        """Note that these go to the error queue: their removal, which comes next, is not that of dispatched ones."""
+        ...
+
+
+@runtime_checkable
 class StoreClock(Protocol):
     """Capability: the back end's clock decides, whatever the clocks of the machines around it say."""
 

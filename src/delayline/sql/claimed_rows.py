@@ -90,9 +90,11 @@ class ClaimedRows:
         work: Callable[[Connection], Result],
         messages: Sequence[DelayedMessage],
         transaction: Transaction | None = None,
+        *,
+        one_statement: bool = True,
     ) -> Result:
         """Run `work` on the messages' rows; without a transaction it ends the claims on them."""
-        result = await self._database.write(work, transaction, one_statement=True)
+        result = await self._database.write(work, transaction, one_statement=one_statement)
         if transaction is None:
             self._unclaim(messages)
         return result

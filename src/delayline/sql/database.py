@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy.engine import make_url
@@ -21,13 +21,14 @@ from delayline.sql.transactions import JoinedTransaction, SqlTransaction
 from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from sqlalchemy import URL, Connection, Table
 
     from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.sql.dialect import Claims, Dialect, Place, WakeUps
+    from delayline.sql.prepared import Prepared
     from delayline.sql.rows import Rows
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
@@ -125,6 +126,13 @@ class Database(ABC):
         if isinstance(transaction, SqlTransaction | JoinedTransaction) and transaction.domain == self.domain:
             return await transaction.run(work)
         raise TypeError(f"a transaction on {transaction.domain} cannot span {self.dialect}")
+
+    async def insert(
+        self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
+    ) -> None:
+        """Insert rows of delayed messages, as `write` does: all of them or none."""
+        insert = partial(self.dialect.insert_rows, insert=statement, rows=rows)
+        await self.write(insert, transaction, one_statement=len(rows) == 1)
 
     def transaction(self) -> SqlTransaction:
         """Return a new transaction."""

@@ -13,12 +13,17 @@ from delayline.sql.schema import in_order
 from delayline.sql.statements import QueueStatements
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Select, Table
+    from collections.abc import Sequence
+
+    from sqlalchemy import Column, ColumnElement, Connection, Select, Table
+    from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Server
     from delayline.sql.statements import StoreStatements
+
+    Columns = ReadOnlyColumnCollection[str, Column[Any]]
 
 #: Headers with one of these in them need more than moving.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
@@ -116,43 +121,64 @@ class LockedForwarding:
     def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Server) -> None:
         table, columns, sql = statements.table, statements.table.c, dialect.sql
         size = func.length(columns.headers) + func.length(columns.body)
-        known = exists().where(tables.queues.c.name == columns.destination)
-        marked = func.instr(columns.headers, bindparam("marker")) + func.instr(columns.headers, bindparam("expiry"))
-        movable = and_(marked == literal_column("0"), known).label("movable")
+        movable = self.movable(columns, exists().where(tables.queues.c.name == self.destination(columns)))
         is_due = and_(columns.due <= bindparam("until"), dialect.leases(statements, tables).free)
         heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
         heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
         chosen = dialect.one_of(columns.id, "keys")
-        moved = select(columns.destination, columns.id, columns.headers, columns.body).where(chosen)
+        moved = select(columns.destination, columns.id, columns.headers, self.body(columns)).where(chosen)
         move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved.order_by(*in_order(table)))
-        since, names = columns.due >= bindparam("since"), ["marker", "expiry", "until", "number"]
-        self._heads = Prepared(heads, sql, names)
-        self._heads_since = Prepared(heads.where(since), sql, [*names, "since"])
+        since = columns.due >= bindparam("since")
+        self._heads = Prepared(heads, sql, ["until", "number"])
+        self._heads_since = Prepared(heads.where(since), sql, ["until", "number", "since"])
         self._move = Prepared(move, sql, ["keys"])
         self._remove = Prepared(delete(table).where(chosen), sql, ["keys"])
+
+    def destination(self, columns: Columns) -> ColumnElement[str]:
+        """Return the destination, to be compared with queues' names."""
+        return columns.destination
+
+    def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
+        """Return what is true of messages that need no more than moving; `known`, that their queue exists."""
+        markers: list[ColumnElement[bytes]] = [bindparam("marker", MARKER), bindparam("expiry", EXPIRY_MARKER)]
+        return and_(*(func.instr(columns.headers, one) == literal_column("0") for one in markers), known)
+
+    def body(self, columns: Columns) -> ColumnElement[bytes]:
+        """Return the body, as the queue takes it."""
+        return columns.body
 
     def run(
         self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
     ) -> Moved:
         """Move messages due from `since` on, where given, and say what became of them."""
-        bounds = (MARKER, EXPIRY_MARKER, until, limit)
         if since is None:
-            heads = self._heads.rows(connection, *bounds)
+            heads = self._heads.rows(connection, until, limit)
         else:
-            heads = self._heads_since.rows(connection, *bounds, since)
+            heads = self._heads_since.rows(connection, until, limit, since)
         movable = [head for head in heads if head[-1]]
-        chosen: list[str] = []
-        queues, reached = set[str](), None
-        for message_id, due, destination, size, _ in movable:
-            max_bytes -= size
-            if chosen and max_bytes < 0:
-                break
-            chosen.append(message_id)
-            queues.add(destination)
-            reached = due
-        moved = self._move.change_each(connection, keys=chosen)
-        removed = self._remove.change_each(connection, keys=chosen)
-        if not moved == removed == len(chosen):
-            raise RuntimeError(f"{len(chosen)} messages were locked, {moved} were moved and {removed} removed")
-        left, more = len(heads) - len(movable), len(chosen) < len(movable) or len(heads) == limit
-        return Moved(len(chosen), queues, left, until if more else None, None if left else reached)
+        chosen, left = _fitting(movable, max_bytes), len(heads) - len(movable)
+        if not chosen:
+            return Moved(0, set(), left, until if heads else None)
+        if not self.move(connection, [head[0] for head in chosen]):
+            return Moved(0, set(), len(heads), until)
+        more, reached = len(chosen) < len(movable) or len(heads) == limit, chosen[-1][1]
+        return Moved(
+            len(chosen), {head[2] for head in chosen}, left, until if more else None, None if left else reached
+        )
+
+    def move(self, connection: Connection, ids: Sequence[str]) -> bool:
+        """Move messages that are locked; False where that is left to the poller's own hands, and nothing is done."""
+        moved = self._move.change_each(connection, keys=ids)
+        removed = self._remove.change_each(connection, keys=ids)
+        if not moved == removed == len(ids):
+            raise RuntimeError(f"{len(ids)} messages were locked, {moved} were moved and {removed} removed")
+        return True
+
+
+def _fitting(heads: Sequence[Any], max_bytes: int) -> Sequence[Any]:
+    """Return as many as fit, at least one when there is one."""
+    for number, (_, _, _, size, _) in enumerate(heads):
+        max_bytes -= size
+        if number and max_bytes < 0:
+            return heads[:number]
+    return heads

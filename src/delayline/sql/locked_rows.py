@@ -15,7 +15,7 @@ from sqlalchemy import bindparam, func, select
 
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
-from delayline.sql.prepared import Prepared
+from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.statements import store_channel
 from delayline.sql.watermark import Watermark
@@ -107,12 +107,15 @@ class LockedRows:
         work: Callable[[Connection], Result],
         messages: Sequence[DelayedMessage],
         transaction: Transaction | None = None,
+        *,
+        one_statement: bool = True,
     ) -> Result:
         """Run `work` on the messages' rows; it ends the leases on them."""
         leased = [message.id for message in messages if message.id in self._leased]
+        one_statement = one_statement and len(messages) <= LONGEST_LIST
         if leased and not self._leases.in_row:
-            work = partial(self._and_end, work, leased)
-        result = await self._database.write(work, transaction, one_statement=self._leases.in_row or not leased)
+            work, one_statement = partial(self._and_end, work, leased), False
+        result = await self._database.write(work, transaction, one_statement=one_statement)
         for message in messages:
             self._watermark.lower(message.due)
         self._leased.difference_update(message.id for message in messages)

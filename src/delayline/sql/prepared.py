@@ -29,6 +29,8 @@ class Prepared:
     """
 
     def __init__(self, statement: ClauseElement, dialect: sqlalchemy.Dialect, names: Sequence[str]) -> None:
+        if isinstance(statement, Insert):
+            statement = statement.inline()  # nobody wants to know the number of the new row
         compiled = statement.compile(dialect=dialect, column_keys=names if isinstance(statement, Insert) else None)
         self.sql = str(compiled)
         order = list(getattr(compiled, "positiontup", None) or [])
@@ -100,13 +102,16 @@ class Prepared:
 
     def change_each(self, connection: Connection, *values: Any, keys: Sequence[Any]) -> int:  # noqa: ANN401
         """Execute for all keys of the last parameter, a list, some at a time; return how many rows were affected."""
-        chunks = [keys[first : first + LONGEST_LIST] for first in range(0, len(keys), LONGEST_LIST)]
-        return sum(self.change(connection, *values, list(chunk)) for chunk in chunks)
+        return sum(self.change(connection, *values, some) for some in self._in_parts(keys))
 
     def rows_each(self, connection: Connection, *values: Any, keys: Sequence[Any]) -> list[Any]:  # noqa: ANN401
         """Execute for all keys of the last parameter, a list, some at a time; return every row."""
-        chunks = [keys[first : first + LONGEST_LIST] for first in range(0, len(keys), LONGEST_LIST)]
-        return [row for chunk in chunks for row in self.rows(connection, *values, list(chunk))]
+        return [row for some in self._in_parts(keys) for row in self.rows(connection, *values, some)]
+
+    def _in_parts(self, keys: Sequence[Any]) -> list[list[Any]]:
+        """Return the keys as lists for a statement each; an array, which is one parameter, is as long as it likes."""
+        length = LONGEST_LIST if self._lists else len(keys)
+        return [list(keys[first : first + length]) for first in range(0, len(keys), length or 1)]
 
     def change_many(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> int:
         """Execute for each row and return how many rows were affected in all."""

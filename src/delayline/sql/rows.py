@@ -40,8 +40,13 @@ class Rows(Protocol):
         work: Callable[[Connection], Result],
         messages: Sequence[DelayedMessage],
         transaction: Transaction | None = None,
+        *,
+        one_statement: bool = True,
     ) -> Result:
-        """Run `work`, one statement on the messages' rows; without a transaction it unlocks them as well."""
+        """Run `work`, without a transaction all of it in one; it then unlocks the messages as well.
+
+        one_statement: it is one, or one for every 500 of the messages.
+        """
         ...
 
     async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:

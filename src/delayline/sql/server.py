@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from delayline.sql import dialect
 
@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 
     from delayline.sql.forwarding import Forwarding
     from delayline.sql.leases import Leases
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
+
+
+#: Noted of a connection on which a commit has failed: if it is lost, nobody knows what became of the transaction.
+NOT_COMMITTED: Final = "delayline not committed"
 
 
 class WakeUps(dialect.WakeUps, Protocol):
@@ -39,6 +44,18 @@ class WakeUps(dialect.WakeUps, Protocol):
 
     def close(self) -> None:
         """Stop listening; blocks until it has."""
+        ...
+
+
+class Inserts(Protocol):
+    """A short way for the insert of a single message, outside transactions."""
+
+    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
+        """Insert the row; False when it has to go the ordinary way, and nothing was done."""
+        ...
+
+    def close(self) -> None:
+        """Let what is under way end, and begin nothing any more; blocks."""
         ...
 
 
@@ -74,6 +91,10 @@ class Server(dialect.Dialect, Protocol):
 
     def is_disconnect(self, error: Exception) -> bool:
         """Tell whether the error means that the connection is of no use any more."""
+        ...
+
+    def inserts(self, database: ServerDatabase) -> Inserts | None:
+        """Return the short way for single messages; None where there is no other than the ordinary one."""
         ...
 
     def wake_ups(self, database: ServerDatabase) -> WakeUps:

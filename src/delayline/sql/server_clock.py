@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -28,17 +27,14 @@ class ServerClock:
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask
-        self._lock = threading.Lock()
-        self._said: datetime | None = None
-        self._heard = 0.0
+        self._heard: tuple[datetime, float] | None = None  # replaced as a whole: any thread may read it meanwhile
 
     def now(self) -> datetime:
         """Return the server's time. Never blocks: a stale answer is used once more, and a new one asked for."""
-        with self._lock:
-            said, heard = self._said, self._heard
-        if said is None:
+        if self._heard is None:
             return SystemClock().now()
-        since = time.clock_gettime(STEADY) - heard
+        said, at = self._heard
+        since = time.clock_gettime(STEADY) - at
         if since > STALE_AFTER:
             self._ask()
         return said + timedelta(seconds=since)
@@ -49,5 +45,4 @@ class ServerClock:
 
     def hear(self, said: datetime) -> None:
         """Learn the server's time from an answer that has just come."""
-        with self._lock:
-            self._said, self._heard = said, time.clock_gettime(STEADY)
+        self._heard = said, time.clock_gettime(STEADY)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import select
 
@@ -20,7 +20,7 @@ from delayline.sql.sessions import Session, SessionHold
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from sqlalchemy import Connection
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from delayline.sql.server import Claims, Server, WakeUps
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import JoinedTransaction
+    from delayline.transaction import Transaction
 
 Result = TypeVar("Result")
 WORKERS: Final = 4
@@ -61,6 +62,7 @@ class ServerDatabase(Database):
         self._generation = 0
         self._wake_ups: WakeUps | None = None
         self._claims: dict[str, Claims] = {}
+        self._inserts = self.dialect.inserts(self)
 
     @property
     def clock(self) -> ServerClock:
@@ -93,6 +95,14 @@ class ServerDatabase(Database):
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on some connection, each of its statements by itself."""
         return await self.run(lambda: self._own_session().run(work))
+
+    async def insert(
+        self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
+    ) -> None:
+        """Insert the rows; a single one the short way, where there is one that is free."""
+        short = self._inserts if transaction is None and len(rows) == 1 else None
+        if short is None or not await short.insert(statement, rows[0]):
+            await super().insert(statement, rows, transaction)
 
     async def hold(self) -> SessionHold:
         """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
@@ -207,6 +217,8 @@ class ServerDatabase(Database):
         self._wake_ups = self.dialect.wake_ups(self)
 
     def _disconnect(self) -> None:
+        if self._inserts is not None:
+            self._inserts.close()
         if self._wake_ups is not None:
             self._wake_ups.close()
         for claims in self._claims.values():

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.errors import BackendUnavailable, NotStarted
+from delayline.sql.server import NOT_COMMITTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from delayline.sql.server_database import ServerDatabase
 
 Result = TypeVar("Result")
+UNKNOWN: Final = "It was to commit, and whether it has is not known: look for what was written before repeating it"
 PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
 
 
@@ -47,6 +49,29 @@ class Session:
             )
         return self._run(work, self._connection)
 
+    @property
+    def trusted(self) -> bool:
+        """Whether the connection can be used without trying it first."""
+        rest = time.monotonic() - self._used
+        return self._connection is not None and self._generation == self._database.generation and rest <= PING_AFTER
+
+    def answered(self) -> None:
+        """Know that the connection was alive a moment ago."""
+        self._used = time.monotonic()
+
+    def failed(self, error: Exception) -> Exception:
+        """Return delayline's error for a driver's, having given the connection up if that was its end."""
+        translated = self._dialect.translated(error)
+        committing = self._connection is not None and self._connection.info.pop(NOT_COMMITTED, False)
+        if self._dialect.is_disconnect(error):
+            if committing:
+                translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
+            self._database.lost()
+            self.close()
+        elif self._dialect.has_rolled_back(error):
+            self.close()
+        return translated
+
     def close(self) -> None:
         """Disconnect. Idempotent; leaves a connection that another process has made to that one."""
         connection, self._connection = self._connection, None
@@ -62,18 +87,13 @@ class Session:
         try:
             return work(connection)
         except self._dialect.errors as error:
-            if self._dialect.is_disconnect(error):
-                self._database.lost()
-                self.close()
-            elif self._dialect.has_rolled_back(error):
-                self.close()
-            raise self._dialect.translated(error) from error
+            raise self.failed(error) from error
         finally:
-            self._used = time.monotonic()
+            self.answered()
 
     def _trusted(self) -> Connection:
-        generation, rest = self._database.generation, time.monotonic() - self._used
-        if self._connection is not None and (self._generation != generation or rest > PING_AFTER):
+        generation = self._database.generation
+        if self._connection is not None and not self.trusted:
             try:
                 self._dialect.ping(self._connection)
             except self._dialect.errors:

@@ -12,37 +12,37 @@ from delayline.delayed.store import DueCount, Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import setup
-from delayline.sql.database import Database
+from delayline.sql.journal import Journal
 from delayline.sql.looking import Lookout
-from delayline.sql.schema import in_order, queue_tables
+from delayline.sql.schema import in_order
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
+from delayline.sql.store_part import StorePart
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
-    from sqlalchemy import Table
+    from sqlalchemy import Connection, Executable, Table
 
     from delayline.callers import Caller
-    from delayline.clock import Clock
     from delayline.message import DelayedMessage
     from delayline.sql.prepared import Prepared
     from delayline.sql.rows import Rows
-    from delayline.sql.transactions import JoinedTransaction, SqlTransaction
+    from delayline.sql.transactions import JoinedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
-    from delayline.sql.two_phase_transaction import TwoPhaseTransaction
     from delayline.transaction import Transaction, TransactionMode
 
 MICROSECOND: Final = timedelta(microseconds=1)
 
 
-class SqlDelayedMessageStore:
+class SqlDelayedMessageStore(StorePart):
     """Keeps delayed messages in a table of a SQL database; `sqlite:///file.db` needs no server.
 
     table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.
     schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
     poll_interval: how often to look for what other processes have stored, where the database does not tell.
+    journal: True begins, at setup, to write down what becomes of each message, whoever does it; False ends that.
     two_phase: makes transactions with a transport in another database one; this one prepares them.
     """
 
@@ -54,37 +54,18 @@ class SqlDelayedMessageStore:
         schema: str | None = None,
         poll_interval: timedelta = ONE_SECOND,
         two_phase: TwoPhaseCommit | None = None,
+        journal: bool | None = None,
     ) -> None:
-        self._database = Database.at(url)
+        super().__init__(url, schema, two_phase)
         self._poll_interval = time_span("poll_interval", poll_interval)
-        self._schema = self._database.dialect.schema_of(schema)
-        self._tables = queue_tables(self._schema)
         if table_name is not None and (not table_name or table_name in self._tables.names):
             raise ConfigurationError(f"table_name={table_name!r} is empty or one of delayline's own: choose another")
         self._table_name = table_name
         self._open: StoreStatements | None = None
         self._rows: Rows | None = None
-        self._two_phase = two_phase
-        if two_phase is not None:
-            two_phase.take_part(self._database)
-
-    @property
-    def transaction_domain(self) -> Hashable:
-        """The database, or what makes two of them one."""
-        return self._two_phase or self._database.domain
-
-    @property
-    def locks_rows(self) -> bool:
-        """True on servers; in SQLite a transaction locks the whole file."""
-        return self._database.locks_rows
-
-    def clock(self) -> Clock:
-        """Return the server's clock; for SQLite, which has none, this machine's."""
-        return self._database.clock
-
-    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
-        """Return a transaction that a SqlTransport of the same domain can join."""
-        return (self._two_phase or self._database).transaction()
+        self._journal: Journal | None = None
+        self._keeps_journal = journal
+        self._take_part()
 
     async def join(self, caller: Caller) -> JoinedTransaction:
         """Return the caller's transaction as one that storing can be part of."""
@@ -95,8 +76,7 @@ class SqlDelayedMessageStore:
         table = self._table(endpoint_name)
         await self._database.open()
         try:
-            dialect = self._database.dialect
-            await self._database.write(lambda connection: setup.set_up(connection, dialect, self._tables, table))
+            await self._database.write(lambda connection: self._set_up(connection, table))
         finally:
             await self._database.close()
 
@@ -104,7 +84,10 @@ class SqlDelayedMessageStore:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
         table = self._table(endpoint_name)
         return await self._database.look(
-            lambda connection: setup.texts(setup.plan(connection, self._tables, table), self._database.dialect)
+            lambda connection: setup.texts(
+                setup.plan(connection, self._tables, table) + self._journal_plan(connection, table),
+                self._database.dialect,
+            )
         )
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
@@ -115,13 +98,14 @@ class SqlDelayedMessageStore:
         table = self._table(endpoint_name)
         await self._database.open()
         try:
-            await self._database.read(lambda connection: setup.check(connection, self._tables, table))
+            journal = Journal(table, self._database.dialect)
+            await self._database.read(lambda connection: self._check(connection, table, journal))
             if self._two_phase is not None:
                 await self._two_phase.start()
         except BaseException:
             await self._database.close()
             raise
-        self._open = StoreStatements(table, self._database.dialect)
+        self._open, self._journal = StoreStatements(table, self._database.dialect), journal
         self._rows = self._database.rows(self._open, self._tables)
 
     async def close(self) -> None:
@@ -145,8 +129,7 @@ class SqlDelayedMessageStore:
             check_size(message.message, self._database.dialect)
         statements = self._statements
         rows = [statements.row_of(message) for message in messages]
-        insert = partial(self._database.dialect.insert_rows, insert=statements.insert, rows=rows)
-        await self._database.write(insert, transaction, one_statement=len(rows) == 1)
+        await self._database.insert(statements.insert, rows, transaction)
         await self._notify(min(message.due for message in messages), transaction)
 
     async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
@@ -159,7 +142,9 @@ class SqlDelayedMessageStore:
     ) -> Sequence[DelayedMessage]:
         """Lock and return the earliest due messages."""
         until = self._database.dialect.to_until(at)
-        return await self._locking.fetch(until, limit, max_bytes=max_bytes, transaction=transaction)
+        messages = await self._locking.fetch(until, limit, max_bytes=max_bytes, transaction=transaction)
+        self._kept_journal.fetched(messages)
+        return messages
 
     def forwards_to(self, transport: object) -> bool:
         """Tell whether the transport keeps its queues in this store's database."""
@@ -184,7 +169,19 @@ class SqlDelayedMessageStore:
         if not messages:
             return 0
         delete = partial(self._statements.delete.change_each, keys=[message.id for message in messages])
-        return await self._locking.change(delete, messages, transaction)
+        failed, journal = self._kept_journal.failed(messages), self._kept_journal
+        if not failed:
+            return await self._locking.change(delete, messages, transaction)
+
+        def mark_and_delete(connection: Connection) -> int:
+            journal.mark_failed(connection, failed)
+            return delete(connection)
+
+        return await self._locking.change(mark_and_delete, messages, transaction, one_statement=False)
+
+    def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
+        """Note for the journal that the messages go to the error queue."""
+        self._kept_journal.gave_up(messages)
 
     async def increment_failure_count(self, message: DelayedMessage) -> bool:
         """Count a failure and unlock."""
@@ -232,8 +229,13 @@ class SqlDelayedMessageStore:
 
     async def cancel(self, message_id: str) -> Outcome:
         """Delete a waiting message."""
-        deletion = self._statements.delete
-        return await self._locking.manage(message_id, lambda connection: deletion.change(connection, [message_id]))
+        deletion, journal = self._statements.delete, self._kept_journal
+
+        def remove(connection: Connection) -> None:
+            journal.mark_cancelled(connection, message_id)
+            deletion.change(connection, [message_id])
+
+        return await self._locking.manage(message_id, remove)
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
         """Move a waiting message to another due time."""
@@ -279,6 +281,28 @@ class SqlDelayedMessageStore:
         _ = self._statements
         assert self._rows is not None  # noqa: S101 - opened together
         return self._rows
+
+    @property
+    def _kept_journal(self) -> Journal:
+        _ = self._statements
+        assert self._journal is not None  # noqa: S101 - opened together
+        return self._journal
+
+    def _set_up(self, connection: Connection, table: Table) -> None:
+        dialect = self._database.dialect
+        setup.set_up(connection, dialect, self._tables, table)
+        with dialect.setting_up(connection):
+            for step in self._journal_plan(connection, table):
+                dialect.make(connection, step)
+
+    def _journal_plan(self, connection: Connection, table: Table) -> list[Executable]:
+        if self._keeps_journal is None:
+            return []
+        return Journal(table, self._database.dialect).plan(connection, kept=self._keeps_journal)
+
+    def _check(self, connection: Connection, table: Table, journal: Journal) -> None:
+        setup.check(connection, self._tables, table)
+        journal.look(connection)
 
     @property
     def _channel(self) -> str:

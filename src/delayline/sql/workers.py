@@ -100,19 +100,18 @@ class Errand:
             )
 
 
-class Job(Generic[Result]):
-    """One piece of work and the future that waits for it."""
+class Answer(Generic[Result]):
+    """What somebody waits for whose effect is certain only when it has come."""
 
-    __slots__ = ("afterwards", "finished", "outcome", "work")
+    __slots__ = ("afterwards", "finished", "outcome")
 
-    def __init__(self, work: Callable[[], Result], outcome: asyncio.Future[Result]) -> None:
-        self.work = work
+    def __init__(self, outcome: asyncio.Future[Result]) -> None:
         self.outcome = outcome
         self.finished = False
         self.afterwards: asyncio.Future[None] | None = None
 
     async def end(self) -> Result:
-        """Wait for the end of the work and return or raise what it does; cancelled, raise that when it has ended."""
+        """Wait for the answer and return or raise it; cancelled, raise that when it has come."""
         try:
             return await self.outcome
         except asyncio.CancelledError:
@@ -121,6 +120,27 @@ class Job(Generic[Result]):
                 with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the effect is still uncertain
                     await asyncio.wait([self.afterwards])
             raise
+
+    def finish(self, result: Any, error: BaseException | None) -> None:  # noqa: ANN401
+        """Give the answer, on the event loop of who waits."""
+        self.finished = True
+        if not self.outcome.done():
+            if error is None:
+                self.outcome.set_result(result)
+            else:
+                self.outcome.set_exception(error)
+        if self.afterwards is not None and not self.afterwards.done():
+            self.afterwards.set_result(None)
+
+
+class Job(Answer[Result]):
+    """One piece of work and the future that waits for it."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Callable[[], Result], outcome: asyncio.Future[Result]) -> None:
+        super().__init__(outcome)
+        self.work = work
 
     def run(self) -> None:
         """Do the work, on a worker thread."""
@@ -132,17 +152,7 @@ class Job(Generic[Result]):
             failure = error  # whoever awaits the outcome gets it, whatever it is
         loop = self.outcome.get_loop()
         if not loop.is_closed():
-            loop.call_soon_threadsafe(self._finish, result, failure)
-
-    def _finish(self, result: Any, error: BaseException | None) -> None:  # noqa: ANN401
-        self.finished = True
-        if not self.outcome.done():
-            if error is None:
-                self.outcome.set_result(result)
-            else:
-                self.outcome.set_exception(error)
-        if self.afterwards is not None and not self.afterwards.done():
-            self.afterwards.set_result(None)
+            loop.call_soon_threadsafe(self.finish, result, failure)
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:

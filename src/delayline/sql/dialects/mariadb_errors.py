@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
@@ -15,10 +16,10 @@ NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
 UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
 CREDENTIALS: Final = "{place} refuses this user: {cause}. Check the user and the password"
-RIGHTS: Final = (
-    "{place} does not allow this user that: {cause}. Run as an administrator: "
-    "GRANT SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
-)
+RIGHTS: Final = "{place} does not allow this user that: {cause}. Run as an administrator: GRANT {missing}"
+#: Of what is refused the server names the commands, a user without any right on the database aside.
+REFUSED: Final = re.compile(r"(.+?) command denied to user .*? for (?:table|column) (.+)")
+EVERY_RIGHT: Final = "SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
 SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
 LOST: Final = "the connection to {place} is lost: {cause}"
 NAME: Final = "{place} cannot have a table of that name: {cause}. Choose another endpoint name or table_name"
@@ -79,8 +80,14 @@ def translated(error: Exception, place: str) -> Exception:
         return StorageFull(FULL.format(place=place, cause=cause))
     if number in BY_NUMBER:
         kind, text = BY_NUMBER[number]
-        return kind(text.format(place=place, cause=cause))
+        return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
     return error
+
+
+def _missing(cause: str) -> str:
+    """Return the rights that a refusal says are missing, and on what."""
+    refused = REFUSED.match(cause)
+    return EVERY_RIGHT if refused is None else f"{refused[1]} ON {refused[2]}"
 
 
 def _text(error: BaseException) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.sql.dialect import Finding
+    from delayline.sql.dialects.postgresql_inserts import LoopInserts
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
@@ -34,15 +35,19 @@ if TYPE_CHECKING:
 OLDEST: Final = 13
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 CONNECT_TIMEOUT: Final = 10  # seconds
+PART: Final = 250  # rows of a large insert that go to the server at once
 #: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read
-#: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it.
+#: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it. A table
+#: without an index then looks so dear that its statements would be compiled, for 25 ms each.
 SETTINGS: Final = (
     "timezone=UTC",
     "lock_timeout=30s",
     "enable_seqscan=off",
     "enable_bitmapscan=off",
+    "jit=off",
     "plan_cache_mode=force_generic_plan",
 )
+OPTIONS: Final = " ".join(f"-c {setting}" for setting in SETTINGS)
 #: A server that does not answer any more is noticed within half a minute, however long its statements may take.
 CONNECT_ARGS: Final = {
     "connect_timeout": CONNECT_TIMEOUT,
@@ -51,7 +56,6 @@ CONNECT_ARGS: Final = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
-    "options": " ".join(f"-c {setting}" for setting in SETTINGS),
     "prepare_threshold": 2,
 }
 
@@ -72,10 +76,23 @@ class Postgresql(ServerDialect):
     extra = "postgresql"
     default_port = 5432
     longest_name = 63
-    largest_message = 500_000_000  # a field has 1 GB, and bytes are read as hexadecimal text
+    largest_message = 500_000_000  # a field has 1 GB, and others, pg_dump too, read bytes as hexadecimal text
 
     def __init__(self, url: URL) -> None:
+        theirs = url.query.get("options", ())
+        every = (
+            (OPTIONS, theirs) if isinstance(theirs, str) else (OPTIONS, *theirs)
+        )  # of two settings the last one wins
+        url = url.set(query={**url.query, "options": " ".join(every)})
         super().__init__(url, connect_args=CONNECT_ARGS, paramstyle="format", use_native_hstore=False)
+
+    def connect(self) -> Connection:
+        """Return a new connection in autocommit."""
+        from delayline.sql.dialects.postgresql_binary import use_binary
+
+        connection = super().connect()
+        use_binary(_driver(connection))
+        return connection
 
     def check(self) -> None:
         """Connect once. Raises BackendUnusable for a version that is too old."""
@@ -133,11 +150,14 @@ class Postgresql(ServerDialect):
         return insert(table).on_conflict_do_nothing(index_elements=[key])
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row in one statement."""
+        """Insert every row; many of them in parts, so that the server inserts one while the next is written."""
         if len(rows) == 1:
             insert.change(connection, *rows[0])
-        else:
-            run(connection, _from_arrays(insert.sql), *map(list, zip(*rows, strict=True)))
+            return
+        many = _from_arrays(insert.sql)
+        with _driver(connection).pipeline() if len(rows) > PART else contextlib.nullcontext():
+            for first in range(0, len(rows), PART):
+                run(connection, many, *map(list, zip(*rows[first : first + PART], strict=True)))
 
     def rollback(self, connection: Connection) -> None:
         """Roll back; a connection that is lost has been rolled back by the server."""
@@ -153,6 +173,12 @@ class Postgresql(ServerDialect):
     def two_phase(self) -> PostgresqlTwoPhase:
         """PREPARE TRANSACTION."""
         return PostgresqlTwoPhase(self)
+
+    def inserts(self, database: ServerDatabase) -> LoopInserts:
+        """Let the event loop insert by itself."""
+        from delayline.sql.dialects.postgresql_inserts import LoopInserts
+
+        return LoopInserts(database, self)
 
     def wake_ups(self, database: ServerDatabase) -> Notifications:
         """LISTEN and NOTIFY."""
@@ -176,7 +202,7 @@ class Postgresql(ServerDialect):
         state, cause = _state(error), str(cause_of(error)).strip()
         for prefix, (kind, text) in TRANSLATIONS.items():
             if state.startswith(prefix):
-                return kind(text.format(place=self, cause=cause, rights=RIGHTS))
+                return kind(text.format(place=self, cause=cause, rights=_rights(cause)))
         if _is_operational(error):
             return self._not_reached(cause)
         if "invalid connection option" in cause or "invalid URI" in cause:
@@ -214,12 +240,24 @@ def _state(error: BaseException) -> str:
     return str(getattr(cause_of(error), "sqlstate", None) or "")
 
 
+def _rights(cause: str) -> str:
+    """Return the rights that are needed on what the server refuses."""
+    return next((rights for kind, rights in RIGHTS.items() if kind in cause), EVERY_RIGHT)
+
+
 def _is_operational(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(cause_of(error)).__mro__}
     return bool(names & {"OperationalError", "InterfaceError"})
 
 
-RIGHTS: Final = "USAGE on the schema, CREATE on it for setup, and SELECT, INSERT, UPDATE and DELETE on the tables"
+#: By what the server says is refused; it does not say which of the rights on it.
+RIGHTS: Final = {
+    "for table": "SELECT, INSERT, UPDATE and DELETE on it",
+    "for sequence": "USAGE on it",
+    "for schema": "USAGE on it, and CREATE on it for setup",
+    "for database": "CONNECT to it",
+}
+EVERY_RIGHT: Final = "USAGE on the schema, CREATE on it for setup, and SELECT, INSERT, UPDATE and DELETE on the tables"
 #: What libpq says before there is a connection: it gives no SQLSTATE then.
 UNUSABLE: Final = {
     "authentication failed": "Check the user and the password",

@@ -50,7 +50,7 @@ class PostgresqlForwarding:
     def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Postgresql) -> None:
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": statements.table, "queues": tables.queues, "queued": tables.queued}
-        names = {name: quote(table).replace("%", "%%") for name, table in tables_named.items()}
+        names = {name: quote(table) for name, table in tables_named.items()}
         self._all = MOVE.format(chosen=ALL, **names)
         self._some = MOVE.format(chosen=SOME, **names)
 

@@ -13,6 +13,7 @@ from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.leases import LeaseColumn
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
+from delayline.sql.server import NOT_COMMITTED
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from delayline.sql.leases import Leases
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
+    from delayline.sql.server import Inserts
+    from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
 
 
@@ -158,6 +161,11 @@ class ServerDialect:
         """Return a new connection in autocommit."""
         return self.engine.connect()
 
+    def inserts(self, database: ServerDatabase) -> Inserts | None:
+        """None: a worker thread inserts."""
+        del database
+        return None
+
     def has_rolled_back(self, error: Exception) -> bool:
         """Never without being told: a transaction that has failed takes nothing but its end."""
         del error
@@ -185,7 +193,11 @@ class ServerDialect:
 
     def commit(self, connection: Connection) -> None:
         """Commit; durable on return."""
-        run(connection, self.COMMIT)
+        try:
+            run(connection, self.COMMIT)
+        except self.errors:
+            connection.info[NOT_COMMITTED] = True
+            raise
 
     def rollback(self, connection: Connection) -> None:
         """Roll back."""

@@ -280,7 +280,7 @@ class SqlServer(ServerDialect):
 
     def forwarding(self, statements: StoreStatements, tables: QueueTables) -> SqlServerForwarding:
         """Three statements."""
-        return SqlServerForwarding(statements, tables, self, self.leases(statements, tables))
+        return SqlServerForwarding(statements, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
         """Tell whether the connection is of no use any more; pymssql's is out of step when a transaction has ended."""

@@ -1,0 +1,309 @@
+"""The timeout manager: the oldest way of waiting, for transports that cannot delay and systems that already have one.
+
+A delayed message goes to `{endpoint}.Timeouts`; from there it is stored. When it expires, a request for it goes to
+`{endpoint}.TimeoutsDispatcher`; from there it is sent to its destination (seeds 003; reference 2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.callers import JoinsCallers
+from delayline.checks import whole_number
+from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
+from delayline.delayed.batch import Mover
+from delayline.delayed.host import Satellite, satellite_queues
+from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
+from delayline.delayed.recovery import Recovery
+from delayline.delayed.scope import scope_of
+from delayline.delayed.store import StoreClock, StoreInfrastructure, StoreTransactions
+from delayline.delayed.timeout_headers import TRUE, TimeoutHeaders
+from delayline.delayed.timeout_persister import TimeoutStorage
+from delayline.delayed.timeout_poll import ExpiredTimeouts, control_message
+from delayline.delayed.timeout_satellites import DispatchingSatellite, StoringSatellite
+from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
+from delayline.events import Event, emit
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, to_wire_time
+from delayline.transaction import strongest_mode
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    import uuid
+    from collections.abc import Callable, Hashable
+    from datetime import datetime
+
+    from delayline.callers import Caller
+    from delayline.clock import Clock
+    from delayline.delayed.host import DeliveryHost, Receiving
+    from delayline.delayed.timeout_persister import TimeoutPersister
+    from delayline.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+TWO_MINUTES: Final = timedelta(minutes=2)
+ATTEMPTS: Final = 5
+BATCH_BYTES: Final = 16 * 1024 * 1024
+#: An outage is noticed within this share of the time that it may last, and within ten seconds.
+NOTICED_WITHIN: Final = 12
+LONGEST_UNNOTICED: Final = timedelta(seconds=10)
+FETCHING_FAILED: Final = "Repeated failures when fetching timeouts from storage, endpoint will be terminated."
+
+
+class TimeoutManagerDelivery:
+    """Delayed delivery through a timeout manager, over any transport (seeds 003; reference 2).
+
+    persister: where timeouts are kept: a SqlTimeoutPersister, a MemoryTimeoutPersister, or one of your own.
+    time_to_wait_before_triggering_critical_error: how long the storage may be out of reach; zero or longer.
+    concurrency: how many messages each satellite handles at once; 1 or more.
+    batch_size: how many expired timeouts are asked for at once; 1 or more.
+    polling: False routes to the timeouts queue only and leaves the rest to other processes of the same endpoint.
+    """
+
+    def __init__(
+        self,
+        persister: TimeoutPersister,
+        *,
+        time_to_wait_before_triggering_critical_error: timedelta = TWO_MINUTES,
+        concurrency: int = 16,
+        batch_size: int = 500,
+        polling: bool = True,
+    ) -> None:
+        wait = time_to_wait_before_triggering_critical_error
+        if not isinstance(wait, timedelta) or wait < timedelta(0):
+            raise ConfigurationError(
+                f"time_to_wait_before_triggering_critical_error must be a timedelta of zero or longer, not {wait!r}"
+            )
+        self.persister = persister
+        self.time_to_wait_before_triggering_critical_error = wait
+        self.concurrency = whole_number("concurrency", concurrency, at_least=1)
+        self.batch_size = whole_number("batch_size", batch_size, at_least=1)
+        self.polling = polling
+        self._host: DeliveryHost | None = None
+        self._started = False
+        self._set_up_later = False
+        self._stopping = asyncio.Event()
+        self._beginning: asyncio.Task[None] | None = None
+        self._poller: Poller | None = None
+        self._satellites: list[Receiving] = []
+        self._closers: list[Callable[[], None]] = []
+
+    @property
+    def transaction_domain(self) -> Hashable | None:
+        """The persister's domain: a message is sent exactly once when the transport's is the same."""
+        return self.persister.transaction_domain if isinstance(self.persister, StoreTransactions) else None
+
+    @property
+    def clock(self) -> Clock | None:
+        """The persister's own clock, or None where the machine's will do."""
+        return self.persister.clock() if isinstance(self.persister, StoreClock) else None
+
+    @property
+    def host(self) -> DeliveryHost:
+        """The endpoint this delivery belongs to. Raises NotStarted before `bind`."""
+        if self._host is None:
+            raise NotStarted(
+                "this TimeoutManagerDelivery belongs to no endpoint yet: pass it to Endpoint(delayed_delivery=...)"
+            )
+        return self._host
+
+    @property
+    def timeouts_queue(self) -> str:
+        """The queue that delayed messages go to."""
+        return satellite_queues(self.host.transport, self.host.endpoint_name)[0]
+
+    @property
+    def dispatcher_queue(self) -> str:
+        """The queue for requests to dispatch an expired timeout."""
+        return satellite_queues(self.host.transport, self.host.endpoint_name)[1]
+
+    def bind(self, host: DeliveryHost) -> None:
+        """Belong to that endpoint. Raises ConfigurationError for another one's delivery, or a name too long."""
+        if self._host is not None and self._host.endpoint_name != host.endpoint_name:
+            raise ConfigurationError(
+                f"this TimeoutManagerDelivery belongs to endpoint {self._host.endpoint_name!r}; "
+                f"give endpoint {host.endpoint_name!r} one of its own"
+            )
+        self._host = host
+        if len(self.dispatcher_queue) > MAXIMUM_DESTINATION_LENGTH:
+            raise ConfigurationError(
+                f"the queue name {self.dispatcher_queue!r} is longer than {MAXIMUM_DESTINATION_LENGTH} characters: "
+                "give the endpoint a shorter name"
+            )
+
+    async def setup_infrastructure(self) -> None:
+        """Create the two queues, and the storage where the persister can."""
+        await self.host.transport.setup_infrastructure([self.timeouts_queue, self.dispatcher_queue])
+        if isinstance(self.persister, StoreInfrastructure):
+            await self.persister.setup_infrastructure(self.host.endpoint_name)
+
+    def set_up_later(self) -> None:
+        """Set up once the storage is there: the endpoint starts without it."""
+        self._set_up_later = True
+
+    async def start(self) -> None:
+        """Open the storage and begin; one that cannot be reached is waited for, and messages with it."""
+        self._stopping = asyncio.Event()
+        self._started = True
+        if not self.polling:
+            return
+        fetching = self._breaker("TimeoutStorageConnectivity", FETCHING_FAILED)
+        try:
+            await self._begin(fetching)
+        except BackendUnavailable as error:
+            self._beginning = asyncio.create_task(
+                self._begin_later(error, fetching), name=f"delayline timeouts {self.host.endpoint_name}"
+            )
+
+    async def stop(self) -> None:
+        """Finish what is in flight, then close the storage."""
+        self._stopping.set()
+        if self._beginning is not None:
+            self._beginning.cancel()
+            await asyncio.wait([self._beginning])
+            self._beginning = None
+        if self._poller is not None:
+            await self._poller.stop()
+            self._poller = None
+        await asyncio.gather(*(satellite.stop() for satellite in self._satellites))
+        self._satellites.clear()
+        for close in reversed(self._closers):
+            close()
+        self._closers.clear()
+        if self._started and self.polling and isinstance(self.persister, TimeoutStorage):
+            await self.persister.close()
+        self._started = False
+
+    async def join(self, caller: Caller) -> Transaction:
+        """Return the caller's transaction as one that deferring, which is a send, can be part of."""
+        transport = self.host.transport
+        if isinstance(transport, JoinsCallers):
+            return await transport.join(caller)
+        raise ConfigurationError(
+            f"{type(transport).__name__} cannot take part in a caller's transaction: send without transaction="
+        )
+
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        """Send the operation to the timeouts queue; what is due already goes straight to its destination.
+
+        Raises InvalidMessage for a message that may expire: nobody would know while it waits.
+        """
+        if not self._started:
+            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
+        if due > self.host.clock.now():
+            message = operation.message
+            if Headers.TIME_TO_BE_RECEIVED in message.headers:
+                raise InvalidMessage(
+                    "Postponed delivery of messages with TimeToBeReceived set is not supported. Remove the header "
+                    f"{Headers.TIME_TO_BE_RECEIVED} to postpone message {message.id!r}."
+                )
+            routed = {TimeoutHeaders.DESTINATION: operation.destination, TimeoutHeaders.EXPIRE: to_wire_time(due)}
+            operation = TransportOperation(message.with_headers(routed), self.timeouts_queue)
+        await self._send(operation, transaction)
+
+    async def clear_timeouts(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> None:
+        """Have every timeout deleted that carries this id in its `NServiceBus.SagaId` header."""
+        headers = {TimeoutHeaders.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TRUE}
+        request = control_message(self.host.clock.now(), headers)
+        await self._send(TransportOperation(request, self.timeouts_queue), transaction)
+
+    async def _send(self, operation: TransportOperation, transaction: Transaction | None) -> None:
+        try:
+            await self.host.transport.dispatch([operation], transaction)
+        except DispatchFailed as failed:
+            raise failed.failures[0] from failed
+
+    async def _begin_later(self, error: Exception, fetching: RepeatedFailuresOverTime) -> None:
+        """Try again each second, as a poller does whose storage is out of reach."""
+        try:
+            while True:
+                text = "Failed to fetch timeouts from the timeout storage: %s"
+                emit(logger, logging.WARNING, Event.FETCH_FAILED, text, error, exception=error)
+                await first_of(self._stopping.wait(), fetching.failure(error))
+                try:
+                    await self._begin(fetching)
+                except BackendUnavailable as again:
+                    error = again
+                else:
+                    return
+        except Exception as unusable:
+            self.host.critical_error("Failed to open the timeout storage", unusable)
+
+    async def _begin(self, fetching: RepeatedFailuresOverTime) -> None:
+        host = self.host
+        if self._set_up_later:
+            await self.setup_infrastructure()
+            self._set_up_later = False
+        if isinstance(self.persister, TimeoutStorage):
+            await self.persister.open(host.endpoint_name)
+        expired = ExpiredTimeouts(self.persister, self.dispatcher_queue, host.clock)
+        poller = self._new_poller(expired, fetching)
+
+        def stored(due: datetime) -> None:
+            expired.stored(due)
+            poller.signal(due)
+
+        satellites: list[Receiving] = []
+        try:
+            for one in self._new_satellites(stored):
+                satellites.append(await host.satellite(host, one))  # noqa: PERF401 - each is to be stopped
+        except BaseException:
+            await asyncio.gather(*(satellite.stop() for satellite in satellites))
+            raise
+        self._satellites, self._poller = satellites, poller
+        poller.start()
+        for satellite in self._satellites:
+            satellite.start()
+
+    def _new_satellites(self, stored: Callable[[datetime], None]) -> list[Satellite]:
+        host, mode = self.host, strongest_mode(self.host.transport, self)
+        storing = StoringSatellite(
+            host,
+            self.persister,
+            breaker=self._breaker("TimeoutStorage", "Failed to store timeouts"),
+            stored=stored,
+            stopping=self._stopping,
+            holds=self.concurrency // 2,
+        )
+        dispatching = DispatchingSatellite(host, self.persister, scope_of(self.persister, host.transport))
+        return [
+            Satellite(self.timeouts_queue, storing, mode, self.concurrency),
+            Satellite(self.dispatcher_queue, dispatching, mode, self.concurrency),
+        ]
+
+    def _new_poller(self, expired: ExpiredTimeouts, fetching: RepeatedFailuresOverTime) -> Poller:
+        host = self.host
+        scope = scope_of(self.persister, host.transport)
+        rate = FailureRate(
+            "TimeoutFailureHandling",
+            maximum_per_second=1,
+            trigger=lambda error: host.critical_error("Failed to execute error handling for timeouts", error),
+            clock=host.clock,
+        )
+        self._closers.append(rate.close)
+        recovery = Recovery(expired, host, number_of_retries=ATTEMPTS - 1, scope=scope, failure_rate=rate)
+        unnoticed = self.time_to_wait_before_triggering_critical_error / NOTICED_WITHIN
+        return Poller(
+            expired,
+            host,
+            mover=Mover(expired, host.transport, scope=scope, recovery=recovery, batch_bytes=BATCH_BYTES),
+            forwarding=None,
+            fetch_breaker=fetching,
+            dispatch_breaker=self._breaker("TimeoutDispatch", "Failed to send requests to the timeout dispatcher"),
+            batch_size=self.batch_size,
+            batch_bytes=BATCH_BYTES,
+            maximum_sleep=min(MAXIMUM_SLEEP, max(timedelta(seconds=1), min(unnoticed, LONGEST_UNNOTICED))),
+        )
+
+    def _breaker(self, name: str, text: str) -> RepeatedFailuresOverTime:
+        host = self.host
+        breaker = RepeatedFailuresOverTime(
+            name,
+            time_to_trigger=self.time_to_wait_before_triggering_critical_error,
+            trigger=lambda error: host.critical_error(text, error),
+            clock=host.clock,
+        )
+        self._closers.append(breaker.close)
+        return breaker

@@ -1,0 +1,261 @@
+"""The two satellites of the timeout manager: one stores timeouts, one dispatches those that have expired."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.circuit_breaker import first_of
+from delayline.delayed.timeout_headers import TimeoutHeaders
+from delayline.delayed.timeout_persister import NO_SAGA, TakesTimeouts, Timeout
+from delayline.delayed.timeout_poll import timeout_of
+from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, InvalidMessage, QueueNotFound
+from delayline.events import Event, emit
+from delayline.message import DelayedMessage, Headers, from_wire_time, to_wire_time
+from delayline.recoverability import error_operation
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
+    from datetime import datetime
+
+    from delayline.circuit_breaker import RepeatedFailuresOverTime
+    from delayline.delayed.host import DeliveryHost
+    from delayline.delayed.scope import Scope
+    from delayline.delayed.timeout_persister import TimeoutPersister
+    from delayline.message import Message
+    from delayline.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+#: What is due within this is not stored (reference 2.3).
+AT_ONCE: Final = timedelta(seconds=1)
+#: A timeout that cannot be dispatched is in the hands of whoever has its request, in the error queue by and by.
+GIVEN_UP_FOR: Final = timedelta(days=1)
+TIMEOUTS: Final = uuid.UUID("0d4cf1c0-6f0e-4a57-9c5b-3d3f4b3f7b5c")
+
+
+class Forwarder:
+    """Sends a message to where it goes; one that nobody can send goes to the error queue, without further attempts."""
+
+    def __init__(self, host: DeliveryHost) -> None:
+        self._host = host
+
+    async def forward(self, message: Message, destination: str | None, transaction: Transaction | None) -> None:
+        """Send the message, in the transaction where given. Raises BackendUnavailable or what the transport says."""
+        if not destination:
+            nowhere = InvalidMessage(
+                f"message {message.id!r} names no destination: set the header {TimeoutHeaders.DESTINATION}"
+            )
+            await self.give_up(message, destination, nowhere, transaction)
+            return
+        try:
+            await self._send(TransportOperation(message, destination), transaction)
+        except (QueueNotFound, InvalidMessage) as error:
+            await self.give_up(message, destination, error, transaction)
+
+    async def give_up(
+        self, message: Message, destination: str | None, error: Exception, transaction: Transaction | None
+    ) -> None:
+        """Send the message to the error queue; a retry from there sends it to its destination."""
+        host = self._host
+        operation = error_operation(
+            message,
+            error,
+            failed_queue=destination or host.endpoint_name,
+            error_queue=host.error_queue,
+            endpoint_name=host.endpoint_name,
+            now=host.clock.now(),
+        )
+        await self._send(operation, transaction)
+        text = "Moved delayed message %s to error queue %r: %s"
+        emit(
+            logger,
+            logging.WARNING,
+            Event.MOVED_TO_ERROR,
+            text,
+            message.id,
+            host.error_queue,
+            error,
+            message=DelayedMessage(message, destination or "", host.clock.now()),
+        )
+
+    async def _send(self, operation: TransportOperation, transaction: Transaction | None) -> None:
+        try:
+            await self._host.transport.dispatch([operation], transaction)
+        except DispatchFailed as failed:
+            raise failed.failures[0] from failed
+
+
+class StoringSatellite:
+    """Takes messages off `{endpoint}.Timeouts` and stores them, or, almost due, lets them go when they are."""
+
+    def __init__(
+        self,
+        host: DeliveryHost,
+        persister: TimeoutPersister,
+        *,
+        breaker: RepeatedFailuresOverTime,
+        stored: Callable[[datetime], None],
+        stopping: asyncio.Event,
+        holds: int,
+    ) -> None:
+        self._host = host
+        self._persister = persister
+        self._forwarder = Forwarder(host)
+        self._breaker = breaker
+        self._stored = stored
+        self._stopping = stopping
+        self._free_holds = holds
+
+    async def prepare(self, message: Message, attempt: int) -> None:
+        """Wait for what is due within a second, where there is room: nothing leaves early."""
+        del attempt
+        if TimeoutHeaders.CLEAR in message.headers or not self._free_holds:
+            return
+        due, clock = due_of(message), self._host.clock
+        self._free_holds -= 1
+        try:
+            while not self._stopping.is_set() and timedelta(0) < (left := due - clock.now()) <= AT_ONCE:
+                await first_of(self._stopping.wait(), clock.sleep(left.total_seconds()))
+        finally:
+            self._free_holds += 1
+
+    async def work(self, message: Message, transaction: Transaction | None) -> None:
+        """Clear a saga's timeouts, forward what is due, store what is not."""
+        saga_id = _saga_of(message)
+        if TimeoutHeaders.CLEAR in message.headers:
+            await self._clear(saga_id, transaction)
+            return
+        due, headers = due_of(message), message.headers
+        destination = headers.get(TimeoutHeaders.DESTINATION) or headers.get(Headers.REPLY_TO)
+        if due <= self._host.clock.now():
+            await self._forwarder.forward(message, destination, transaction)
+            return
+        kept = message.with_headers({Headers.MESSAGE_ID: message.id})
+        timeout = Timeout(_id_of(message, destination, due), kept, destination, due, saga_id)
+        with self._watched():
+            await self._persister.add(timeout, transaction)
+        self._breaker.success()
+        if transaction is None:
+            self._note_stored(timeout)
+        else:
+            transaction.after_commit(lambda: self._note_stored(timeout))
+
+    async def _clear(self, saga_id: uuid.UUID, transaction: Transaction | None) -> None:
+        if saga_id == NO_SAGA:
+            raise InvalidMessage("Invalid saga id specified, clear timeouts is only supported for saga instances")
+        with self._watched():
+            await self._persister.remove_by_saga(saga_id, transaction)
+
+    def _note_stored(self, timeout: Timeout) -> None:
+        delayed = DelayedMessage(timeout.message, timeout.destination or "", timeout.due)
+        emit(logger, logging.DEBUG, Event.STORED, "stored %s due %s", timeout.id, timeout.due, messages=(delayed,))
+        self._stored(timeout.due)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Count an outage towards the critical error; the message waits on its queue meanwhile."""
+        try:
+            yield
+        except BackendUnavailable as error:
+            self._breaker.note(error)
+            raise
+
+
+class DispatchingSatellite:
+    """Takes requests off `{endpoint}.TimeoutsDispatcher` and sends the timeouts that they ask for."""
+
+    def __init__(self, host: DeliveryHost, persister: TimeoutPersister, scope: Scope) -> None:
+        self._host = host
+        self._persister = persister
+        self._scope = scope
+        self._forwarder = Forwarder(host)
+
+    async def prepare(self, message: Message, attempt: int) -> None:
+        """Keep a timeout that has failed out of the poller's way: one request is in somebody's hands already."""
+        if attempt > 1 and (timeout_id := timeout_of(message)) is not None:
+            await self._persister.hold([timeout_id], self._host.clock.now() + GIVEN_UP_FOR)
+
+    async def work(self, message: Message, transaction: Transaction | None) -> None:
+        """Forward the timeout, then remove it, in one transaction where there is one; nothing if it is gone."""
+        timeout_id = timeout_of(message)
+        if timeout_id is None:
+            raise InvalidMessage(
+                f"message {message.id!r} has no header {TimeoutHeaders.TIMEOUT_ID}: it asks for nothing"
+            )
+        async with self._locking(transaction) as locking:
+            if locking is not None and isinstance(self._persister, TakesTimeouts):
+                timeout = await self._persister.take(timeout_id, locking)
+                if timeout is not None:
+                    await self._forward(timeout, self._scope.of_dispatch(locking))
+            else:
+                timeout = await self._peek_and_remove(timeout_id, locking)
+        if timeout is None:
+            return
+        delayed = DelayedMessage(timeout.message, timeout.destination or "", timeout.due)
+        text = "dispatched timeout %s, %s after it was due"
+        late = self._host.clock.now() - timeout.due
+        emit(logger, logging.DEBUG, Event.DISPATCHED, text, timeout_id, late, messages=(delayed,), count=1)
+
+    async def _peek_and_remove(self, timeout_id: str, locking: Transaction | None) -> Timeout | None:
+        timeout = await self._persister.peek(timeout_id, locking)
+        if timeout is not None:
+            await self._forward(timeout, self._scope.of_dispatch(locking))
+            if not await self._persister.remove(timeout_id, locking):
+                raise RuntimeError(f"timeout {timeout_id!r} was concurrently processed.")
+        return timeout
+
+    def _locking(self, transaction: Transaction | None) -> AbstractAsyncContextManager[Transaction | None]:
+        return self._scope.open() if transaction is None else contextlib.nullcontext(transaction)
+
+    async def _forward(self, timeout: Timeout, transaction: Transaction | None) -> None:
+        try:
+            message = self._as_sent(timeout)
+        except CorruptHeaders as error:
+            await self._forwarder.give_up(timeout.message, timeout.destination, error, transaction)
+            return
+        await self._forwarder.forward(message, timeout.destination, transaction)
+
+    def _as_sent(self, timeout: Timeout) -> Message:
+        message = timeout.message.logical
+        headers = {
+            Headers.TIME_SENT: to_wire_time(self._host.clock.now()),
+            TimeoutHeaders.RELATED_TIMEOUT: timeout.id,
+        }
+        if reply_to := message.headers.get(TimeoutHeaders.OLD_REPLY_TO):
+            headers[Headers.REPLY_TO] = reply_to
+        return message.with_headers(headers, without=(TimeoutHeaders.OLD_REPLY_TO,))
+
+
+def due_of(message: Message) -> datetime:
+    """Return when the message is due. Raises InvalidMessage."""
+    wire = message.headers.get(TimeoutHeaders.EXPIRE)
+    if wire is None:
+        raise InvalidMessage(f"Non timeout message arrived at the timeout manager, id:{message.id}")
+    try:
+        return from_wire_time(wire)
+    except ValueError as error:
+        raise InvalidMessage(f"message {message.id!r} has the header {TimeoutHeaders.EXPIRE}: {error}") from error
+
+
+def _saga_of(message: Message) -> uuid.UUID:
+    text = message.headers.get(TimeoutHeaders.SAGA_ID)
+    if not text:
+        return NO_SAGA
+    try:
+        return uuid.UUID(text)
+    except ValueError as error:
+        raise InvalidMessage(
+            f"message {message.id!r} has the header {TimeoutHeaders.SAGA_ID} = {text!r}, which is no GUID"
+        ) from error
+
+
+def _id_of(message: Message, destination: str | None, due: datetime) -> str:
+    """Return the same id each time a message is stored: a redelivery changes nothing."""
+    return str(uuid.uuid5(TIMEOUTS, f"{message.id}\n{destination}\n{to_wire_time(due)}"))

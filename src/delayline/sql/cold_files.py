@@ -1,0 +1,260 @@
+"""The catalog of a store's cold tier: which files hold its messages, and which of these were cancelled.
+
+A file exists when the catalog says so. It is kept in the store's own database: one transaction moves between the tiers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from datetime import timedelta
+from enum import StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, delete, func, insert, inspect, select, update
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from delayline.clock import from_microseconds
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.sql.prepared import LONGEST_LIST
+from delayline.sql.schema import DUE, MAXIMUM_TABLE_NAME_LENGTH, text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from sqlalchemy import Connection, Select
+
+    from delayline.sql.dialect import Dialect
+
+LONGEST_FILE_NAME: Final = 64
+HOUR: Final = 3_600_000_000  # microseconds
+#: How long files stay that nobody needs any more: somebody may be reading them.
+KEPT_FOR: Final = timedelta(days=1)
+
+
+class State(StrEnum):
+    """What has become of a file."""
+
+    HELD = "held"
+    PROMOTED = "promoted"
+    """Its messages are in the store."""
+    COMPACTED = "compacted"
+    """Its messages are in another file."""
+
+
+class ColdFile(NamedTuple):
+    """A file of messages that fall due within one hour, ordered by due time; times in microseconds since 1970."""
+
+    name: str
+    due_hour: str
+    """The hour in UTC: YYYYMMDDHH."""
+    messages: int
+    min_due: int
+    max_due: int
+    destinations: Mapping[str, int]
+    """How many go where; not filled in by `held`."""
+
+
+class ColdTables:
+    """The catalog's tables, for all stores of one schema."""
+
+    def __init__(self, schema: str | None) -> None:
+        metadata = MetaData(schema=schema)
+        self.tiers = Table(
+            "delayline_cold_tiers",
+            metadata,
+            Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), primary_key=True),
+            Column("tier", String(16), nullable=False),  # what the names of its files begin with
+        )
+        self.files = Table(
+            "delayline_cold_files",
+            metadata,
+            Column("name", text(LONGEST_FILE_NAME), primary_key=True),
+            Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), nullable=False),
+            Column("state", text(16), nullable=False),
+            Column("due_hour", text(10), nullable=False),
+            Column("messages", BigInteger, nullable=False),
+            Column("min_due", BigInteger, nullable=False),
+            Column("max_due", BigInteger, nullable=False),
+            Column("changed", DUE, nullable=False),
+            Index("delayline_cold_files_order", "store", "state", "min_due"),
+        )
+        self.counts = Table(
+            "delayline_cold_counts",
+            metadata,
+            Column("file", text(LONGEST_FILE_NAME), primary_key=True),
+            Column("destination", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
+            Column("messages", BigInteger, nullable=False),
+        )
+        self.tombstones = Table(
+            "delayline_cold_tombstones",
+            metadata,
+            Column("file", text(LONGEST_FILE_NAME), primary_key=True),
+            Column("id", text(MAXIMUM_ID_LENGTH), primary_key=True),
+            Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+        )
+
+    @property
+    def all(self) -> list[Table]:
+        """Every one of them; the catalog's own last, so that where it is, all are."""
+        return [self.tiers, self.counts, self.tombstones, self.files]
+
+
+@lru_cache(maxsize=64)
+def cold_tables(schema: str | None = None) -> ColdTables:
+    """Return the catalog's tables in that schema, the connection's own where None."""
+    return ColdTables(schema)
+
+
+class ColdFiles:
+    """The catalog of one store; every call is part of the caller's transaction."""
+
+    def __init__(self, dialect: Dialect, store: Table) -> None:
+        self._dialect = dialect
+        self._store = store.name
+        self.tables = cold_tables(store.schema)
+
+    def exist(self, connection: Connection) -> bool:
+        """Tell whether anything was ever held in this schema."""
+        return inspect(connection).has_table(self.tables.files.name, schema=self.tables.files.schema)
+
+    def create(self, connection: Connection) -> str:
+        """Make the tables, unless they are there, and return what the names of the store's files begin with."""
+        tiers = self.tables.tiers
+        with self._dialect.setting_up(connection):
+            inspector = inspect(connection)
+            for table in self.tables.all:
+                if not inspector.has_table(table.name, schema=table.schema):
+                    self._dialect.make(connection, CreateTable(table))
+                    for index in table.indexes:
+                        self._dialect.make(connection, CreateIndex(index))
+            made = {"store": self._store, "tier": secrets.token_hex(8)}
+            connection.execute(self._dialect.insert_new(tiers, "store").values(made))
+        tier: str = connection.execute(select(tiers.c.tier).where(tiers.c.store == self._store)).scalar_one()
+        return tier
+
+    def register(self, connection: Connection, files: Sequence[ColdFile]) -> None:
+        """Make the files exist."""
+        rows = [
+            {
+                "name": one.name,
+                "store": self._store,
+                "state": State.HELD.value,
+                "due_hour": one.due_hour,
+                "messages": one.messages,
+                "min_due": one.min_due,
+                "max_due": one.max_due,
+            }
+            for one in files
+        ]
+        counts = [
+            {"file": one.name, "destination": destination, "messages": number}
+            for one in files
+            for destination, number in one.destinations.items()
+        ]
+        if rows:
+            connection.execute(insert(self.tables.files).values(changed=self._dialect.in_seconds(0)), rows)
+            connection.execute(insert(self.tables.counts), counts)
+
+    def held(self, connection: Connection, *, until: int | None = None) -> list[ColdFile]:
+        """Return the files with messages due not after `until`, all where None; earliest first."""
+        columns = self.tables.files.c
+        query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
+        query = query.where(columns.store == self._store, columns.state == State.HELD.value)
+        if until is not None:
+            query = query.where(columns.min_due <= until)
+        found = connection.execute(query.order_by(columns.min_due, columns.name))
+        return [ColdFile(*row, {}) for row in found]
+
+    def buried(self, connection: Connection, names: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Return the cancelled messages of those files: by file, the destination by id."""
+        columns = self.tables.tombstones.c
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for some in _parts(names):
+            query = select(columns.file, columns.id, columns.destination).where(columns.file.in_(some))
+            for file, message_id, destination in connection.execute(query):
+                found[file][message_id] = destination
+        return dict(found)
+
+    def lock(self, connection: Connection, names: Iterable[str]) -> set[str]:
+        """Wait for others who change these files, keep them from it, and return those that are still held."""
+        columns = self.tables.files.c
+        locked: set[str] = set()
+        for some in _parts(sorted(names)):  # in one order everywhere: nobody waits for each other
+            query = select(columns.name).where(columns.name.in_(some), columns.state == State.HELD.value)
+            locked |= set(connection.execute(query.order_by(columns.name).with_for_update()).scalars())
+        return locked
+
+    def retire(self, connection: Connection, names: Sequence[str], state: State) -> None:
+        """Say that the messages of files, which are locked, are elsewhere now."""
+        tables = self.tables
+        changes = {"state": state.value, "changed": self._dialect.in_seconds(0)}
+        for some in _parts(names):
+            connection.execute(update(tables.files).where(tables.files.c.name.in_(some)).values(changes))
+            connection.execute(delete(tables.counts).where(tables.counts.c.file.in_(some)))
+            connection.execute(delete(tables.tombstones).where(tables.tombstones.c.file.in_(some)))
+
+    def bury(self, connection: Connection, dead: Mapping[str, Mapping[str, str]]) -> bool:
+        """Cancel messages, by file the destination by id; False where their files are held no more, or they are dead.
+
+        Who promotes the files waits, and then leaves them out.
+        """
+        names = self.lock(connection, dead)
+        before = self.buried(connection, sorted(names))
+        rows = [
+            {"file": name, "id": message_id, "destination": destination}
+            for name in sorted(names)
+            for message_id, destination in dead[name].items()
+            if message_id not in before.get(name, {})
+        ]
+        if rows:
+            connection.execute(insert(self.tables.tombstones), rows)
+        return bool(rows)
+
+    def waiting(self, connection: Connection) -> dict[tuple[str, str], int]:
+        """Return how many messages wait, by due hour and destination."""
+        files, counts, tombstones = self.tables.files, self.tables.counts, self.tables.tombstones
+        waiting: dict[tuple[str, str], int] = defaultdict(int)
+        number: Any = func.sum(counts.c.messages)
+        for hour, destination, messages in connection.execute(self._by_hour(counts, number)):
+            waiting[hour, destination] += int(messages)
+        for hour, destination, messages in connection.execute(self._by_hour(tombstones, func.count(files.c.name))):
+            waiting[hour, destination] -= messages
+        return {key: messages for key, messages in waiting.items() if messages}
+
+    def retired(self, connection: Connection) -> list[ColdFile]:
+        """Return the files that nobody has needed for a day."""
+        columns = self.tables.files.c
+        query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
+        long_ago = self._dialect.in_seconds(-int(KEPT_FOR.total_seconds()))
+        mine = columns.store == self._store, columns.state != State.HELD.value, columns.changed < long_ago
+        return [ColdFile(*row, {}) for row in connection.execute(query.where(*mine))]
+
+    def forget(self, connection: Connection, names: Sequence[str]) -> None:
+        """Forget files that are deleted."""
+        for some in _parts(names):
+            connection.execute(delete(self.tables.files).where(self.tables.files.c.name.in_(some)))
+
+    def known(self, connection: Connection) -> set[str]:
+        """Return the names of all files, whatever has become of them."""
+        columns = self.tables.files.c
+        return set(connection.execute(select(columns.name).where(columns.store == self._store)).scalars())
+
+    def _by_hour(self, table: Table, number: Any) -> Select[Any]:  # noqa: ANN401 - an aggregate
+        files = self.tables.files
+        query = select(files.c.due_hour, table.c.destination, number).join(table, table.c.file == files.c.name)
+        query = query.where(files.c.store == self._store, files.c.state == State.HELD.value)
+        return query.group_by(files.c.due_hour, table.c.destination)
+
+
+def hour_of(due: int) -> str:
+    """Return the due hour of an instant in microseconds since 1970."""
+    hour = from_microseconds(due // HOUR * HOUR)
+    return f"{hour.year:04}{hour.month:02}{hour.day:02}{hour.hour:02}"
+
+
+def _parts(names: Iterable[str]) -> Iterator[list[str]]:
+    names = list(names)
+    for first in range(0, len(names), LONGEST_LIST):
+        yield names[first : first + LONGEST_LIST]

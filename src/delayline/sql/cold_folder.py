@@ -1,0 +1,306 @@
+"""The files of a cold tier: Parquet, one hour of due times in each, in a local folder or in what pyarrow can reach.
+
+Nothing here knows which of them exist: that is the catalog's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import re
+import uuid
+from collections import Counter
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
+from delayline.sql.cold_files import HOUR, ColdFile, hour_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from datetime import datetime
+
+    import pyarrow as pa
+
+COLUMNS: Final = ("id", "destination", "due", "headers", "body")
+ROWS_AT_ONCE: Final = 10_000
+#: A file's rows at most: a task takes a file, so an hour of many messages is several.
+ROWS_A_FILE: Final = 250_000
+#: Hadoop's names of S3, as Spark users write them.
+S3: Final = re.compile(r"^s3[an]://")
+SUFFIX: Final = ".parquet"
+
+
+class ColdRow(NamedTuple):
+    """A message of a file."""
+
+    due: datetime
+    id: str
+    destination: str
+    headers: str
+    body: bytes
+
+
+class Lying(NamedTuple):
+    """A file that is there, whether anybody knows it or not."""
+
+    name: str
+    due_hour: str
+    changed: datetime
+
+
+class ColdFolder:
+    """Where the files of one store's cold tier are; pickled to tasks. Every method blocks.
+
+    path: a local folder, or a URI of pyarrow's: file, s3, gs, hdfs, abfss. tier: what names of new files begin with.
+    Raises ConfigurationError, MissingExtra, and BackendUnusable for what cannot be read or written.
+    """
+
+    def __init__(self, path: str, tier: str = "") -> None:
+        if find_spec("pyarrow") is None:
+            raise MissingExtra("spark", "the cold tier")
+        self.path = path if "://" in path else str(Path(path.removeprefix("file:")).absolute())
+        self.tier = tier
+        _ = self._place
+
+    def new_name(self) -> str:
+        """Return a name that no other file has."""
+        return f"{self.tier}-{uuid.uuid4().hex}"
+
+    def open_new(self, name: str, due_hour: str) -> Any:  # noqa: ANN401 - pyarrow's writer
+        """Return a writer of Parquet."""
+        import pyarrow.parquet as pq
+
+        system, root = self._place
+        with self._plainly(f"write to {self.path}"):
+            system.create_dir(f"{root}/due_hour={due_hour}", recursive=True)
+            return pq.ParquetWriter(
+                self._address(name, due_hour), schema(), filesystem=system, compression="zstd", compression_level=1
+            )
+
+    def settle(self, name: str, due_hour: str) -> None:
+        """Let a file that is complete outlast a power cut, where it is a local one."""
+        from pyarrow.fs import LocalFileSystem
+
+        system, _ = self._place
+        if isinstance(system, LocalFileSystem):
+            file = Path(self._address(name, due_hour))
+            for place in (file, file.parent, file.parent.parent):
+                descriptor = os.open(place, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def batches(
+        self, file: ColdFile, dead: Sequence[str] = (), *, columns: Sequence[str] = COLUMNS
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield a file's rows, without those with dead ids, earliest due first."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        system, _ = self._place
+        ids = pa.array(dead, pa.string())
+        asked = list(dict.fromkeys([*columns, *(["id"] if dead else [])]))
+        rows = 0
+        with self._plainly(f"read {file.name} of {self.path}"):
+            address = self._address(file.name, file.due_hour)
+            with pq.ParquetFile(address, filesystem=system, pre_buffer=True) as source:
+                for batch in source.iter_batches(ROWS_AT_ONCE, columns=asked):
+                    rows += batch.num_rows
+                    kept = batch.filter(pc.invert(pc.is_in(batch.column("id"), value_set=ids))) if dead else batch
+                    yield kept.select(list(columns))
+        if rows != file.messages:
+            raise BackendUnusable(
+                f"{address} has {rows} rows, and the catalog knows {file.messages}: somebody has changed it. Restore it"
+            )
+
+    def rows(
+        self, files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]], destination: str | None = None
+    ) -> Iterator[ColdRow]:
+        """Yield the messages of the files, earliest due first; reads no further than it is asked."""
+        hours: dict[str, list[ColdFile]] = {}
+        for file in sorted(files, key=lambda one: one.min_due):
+            hours.setdefault(file.due_hour, []).append(file)
+        for some in hours.values():
+            yield from heapq.merge(*(self._rows(file, dead.get(file.name, ()), destination) for file in some))
+
+    def find(self, files: Sequence[ColdFile], message_id: str) -> dict[str, ColdRow]:
+        """Return the message of that id in each of the files that have it: looks through the ids of all of them."""
+        import pyarrow.dataset as ds
+
+        if not files:
+            return {}
+        system, _ = self._place
+        by_address = {self._address(file.name, file.due_hour): file for file in files}
+        asked = ds.field("id") == message_id
+        open_them = partial(ds.dataset, schema=schema(), format="parquet", filesystem=system)
+        with self._plainly(f"look through {self.path}"):
+            names = open_them(list(by_address)).to_table(columns=["__filename"], filter=asked).column(0)
+            return {
+                by_address[address].name: _as_rows(open_them([address]).to_table(list(COLUMNS), filter=asked))[0]
+                for address in names.unique().to_pylist()
+            }
+
+    def lying(self) -> Iterator[Lying]:
+        """Yield this tier's files that are there, by looking through the whole folder."""
+        from pyarrow.fs import FileSelector
+
+        system, root = self._place
+        with self._plainly(f"look through {self.path}"):
+            infos = system.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
+        for info in infos:
+            name, hour = info.base_name.removesuffix(SUFFIX), Path(info.path).parent.name.removeprefix("due_hour=")
+            if info.base_name.startswith(f"{self.tier}-") and info.mtime is not None:
+                yield Lying(name, hour, info.mtime)
+
+    def delete(self, name: str, due_hour: str) -> None:
+        """Delete a file, and its folder where it was the last; nothing where it is gone."""
+        system, root = self._place
+        with self._plainly(f"delete {name} of {self.path}"), contextlib.suppress(FileNotFoundError):
+            system.delete_file(self._address(name, due_hour))
+        with contextlib.suppress(OSError):
+            Path(root, f"due_hour={due_hour}").rmdir()  # of a local folder; object stores have none
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"path": self.path, "tier": self.tier}
+
+    @property
+    def _place(self) -> tuple[Any, str]:
+        """The file system, and the folder there."""
+        from pyarrow import ArrowInvalid
+        from pyarrow.fs import FileSystem, LocalFileSystem
+
+        if "://" not in self.path:
+            return LocalFileSystem(), self.path
+        found: tuple[Any, str] | None = self.__dict__.get("_kept_place")
+        if found is None:
+            try:
+                system, root = FileSystem.from_uri(S3.sub("s3://", self.path))
+            except (ArrowInvalid, OSError, NotImplementedError) as error:
+                raise ConfigurationError(
+                    f"cold_tier={_without_secrets(self.path)!r} cannot be used: {_without_secrets(str(error))}. "
+                    "Give a folder, or a URI that begins with file, s3, gs, hdfs or abfss"
+                ) from None
+            found = self.__dict__["_kept_place"] = system, root.rstrip("/")
+        return found
+
+    def _address(self, name: str, due_hour: str) -> str:
+        return f"{self._place[1]}/due_hour={due_hour}/{name}{SUFFIX}"
+
+    def _rows(self, file: ColdFile, dead: Sequence[str], destination: str | None) -> Iterator[ColdRow]:
+        for batch in self.batches(file, dead):
+            for row in _as_rows(batch):
+                if destination is None or row.destination == destination:
+                    yield row
+
+    @contextlib.contextmanager
+    def _plainly(self, what: str) -> Iterator[None]:
+        from pyarrow import ArrowException
+
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise BackendUnusable(
+                f"cannot {what}: {error}. Is cold_tier={_without_secrets(self.path)!r} where it was held?"
+            ) from error
+        except (OSError, ArrowException) as error:
+            raise BackendUnusable(
+                f"cannot {what}: {_without_secrets(str(error))}. Check that the folder can be read and written"
+            ) from error
+
+
+class HourWriter:
+    """Writes rows that come ordered by due time: a file an hour, several where an hour has many."""
+
+    def __init__(self, folder: ColdFolder) -> None:
+        self._folder = folder
+        self._open: _Growing | None = None
+        self._files: list[ColdFile] = []
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Write the rows: columns id, destination, due, headers, body."""
+        batch = batch.select(list(COLUMNS)).cast(schema())
+        hours = _due(batch) // HOUR
+        changes = (hours[1:] != hours[:-1]).nonzero()[0] + 1
+        for start, end in pairwise([0, *changes.tolist(), batch.num_rows]):
+            if end > start:
+                self._write(int(hours[start]), batch.slice(start, end - start))
+
+    def close(self) -> list[ColdFile]:
+        """Finish the last file, and return all of them."""
+        if self._open is not None:
+            self._files.append(self._open.close())
+            self._open = None
+        return self._files
+
+    def _write(self, hour: int, rows: pa.RecordBatch) -> None:
+        if self._open is not None and (self._open.hour != hour or self._open.messages >= ROWS_A_FILE):
+            self.close()
+        if self._open is None:
+            self._open = _Growing(self._folder, hour)
+        self._open.write(rows)
+
+
+class _Growing:
+    """A file that is being written."""
+
+    def __init__(self, folder: ColdFolder, hour: int) -> None:
+        self.hour, self.messages = hour, 0
+        self._folder, self._name, self._due_hour = folder, folder.new_name(), hour_of(hour * HOUR)
+        self._first, self._last = (hour + 1) * HOUR, hour * HOUR
+        self._destinations: Counter[str] = Counter()
+        self._writer = folder.open_new(self._name, self._due_hour)
+
+    def write(self, rows: pa.RecordBatch) -> None:
+        import pyarrow.compute as pc
+
+        due = _due(rows)
+        self._first, self._last = min(self._first, int(due.min())), max(self._last, int(due.max()))
+        self.messages += rows.num_rows
+        for one in pc.value_counts(rows.column("destination")).to_pylist():
+            self._destinations[one["values"]] += one["counts"]
+        with self._folder._plainly(f"write to {self._folder.path}"):
+            self._writer.write_batch(rows)
+
+    def close(self) -> ColdFile:
+        with self._folder._plainly(f"write to {self._folder.path}"):
+            self._writer.close()
+            self._folder.settle(self._name, self._due_hour)
+        return ColdFile(self._name, self._due_hour, self.messages, self._first, self._last, dict(self._destinations))
+
+
+def schema() -> pa.Schema:
+    """Return the columns of the files."""
+    import pyarrow as pa
+
+    kinds = (pa.string(), pa.string(), pa.timestamp("us", "UTC"), pa.string(), pa.binary())
+    return pa.schema(list(zip(COLUMNS, kinds, strict=True)))
+
+
+def _due(batch: pa.RecordBatch) -> Any:  # noqa: ANN401 - NumPy's array
+    """Return the due times in microseconds since 1970."""
+    import pyarrow as pa
+
+    return (
+        batch.column("due").cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False)
+    )
+
+
+def _as_rows(rows: pa.RecordBatch | pa.Table) -> list[ColdRow]:
+    columns = [rows.column(name).to_pylist() for name in ("due", "id", "destination", "headers", "body")]
+    return [
+        ColdRow(due, message_id, destination, headers or "", body or b"")
+        for due, message_id, destination, headers, body in zip(*columns, strict=True)
+    ]
+
+
+def _without_secrets(text: str) -> str:
+    return re.sub(
+        r"//[^/@\s]*@", "//***@", re.sub(r"(?i)(access_key|secret_key|token|password)=[^&\s]*", r"\1=***", text)
+    )

@@ -1,0 +1,169 @@
+"""A store with a cold tier: what people look for, cancel and reschedule may be in either. No Spark is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import defaultdict
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from delayline.checks import time_span
+from delayline.clock import EPOCH, from_microseconds, to_microseconds
+from delayline.delayed.store import DueCount, Outcome
+from delayline.message import DelayedMessage, Message, in_utc
+from delayline.sql.cold_files import HOUR, ColdFiles
+from delayline.sql.cold_folder import ColdFolder
+from delayline.sql.store import MICROSECOND, SqlDelayedMessageStore
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from datetime import datetime, timedelta
+
+    from sqlalchemy import Connection
+
+    from delayline.sql.cold_files import ColdFile
+    from delayline.sql.cold_folder import ColdRow
+
+
+class Held(NamedTuple):
+    """What the catalog says at one moment."""
+
+    files: list[ColdFile]
+    dead: dict[str, list[str]]
+    """The ids of cancelled messages, by file."""
+
+
+class TwoTierStore(SqlDelayedMessageStore):
+    """A store whose far messages wait in Parquet files until Spark promotes them; a poller sees only the others.
+
+    cold_tier: a folder, or a URI that begins with file, s3, gs, hdfs or abfss. The others are as of
+    SqlDelayedMessageStore. Needs pyarrow, which the extra `spark` brings; raises MissingExtra.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cold_tier: str,
+        table_name: str | None = None,
+        schema: str | None = None,
+        journal: bool | None = None,
+    ) -> None:
+        super().__init__(url, table_name=table_name, schema=schema, journal=journal)
+        self._folder = ColdFolder(cold_tier)
+
+    async def cancel(self, message_id: str) -> Outcome:
+        """Delete a waiting message, in the files by looking through all their ids."""
+        return await self._wherever(message_id, super().cancel, None)
+
+    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+        """Move a waiting message to another due time; it waits in the database from then on, however far that is."""
+        due = in_utc(due)
+        return await self._wherever(message_id, partial(super().reschedule, due=due), due)
+
+    async def pending(
+        self, *, destination: str | None = None, limit: int = 100, offset: int = 0
+    ) -> Sequence[DelayedMessage]:
+        """Return what waits, earliest due first; of the files only the first ones are read."""
+        number = limit + offset
+        held = await self._held()  # before the store: what is promoted meanwhile is seen twice, not missed
+        cold = await asyncio.to_thread(self._first, held, destination, number)
+        hot = await super().pending(destination=destination, limit=number)
+        both = heapq.merge(hot, cold, key=lambda message: message.due)
+        return list({message.id: message for message in both}.values())[offset:number]
+
+    async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
+        """Count what waits; the files are read only for buckets that cut hours into pieces."""
+        width = time_span("bucket", bucket) // MICROSECOND
+        counts: dict[tuple[datetime, str], int] = defaultdict(int)
+        found = self._count_hours(width) if width % HOUR == 0 else self._count_rows(width)
+        for (start, destination), number in (await found).items():
+            counts[from_microseconds(start), destination] += number
+        for one in await super().count_by_due(bucket):
+            counts[one.start, one.destination] += one.count
+        return [DueCount(*key, number) for key, number in sorted(counts.items())]
+
+    async def _count_hours(self, width: int) -> Mapping[tuple[int, str], int]:
+        counts: dict[tuple[int, str], int] = defaultdict(int)
+        catalog = self._catalog
+
+        def read(connection: Connection) -> dict[tuple[str, str], int]:
+            return catalog.waiting(connection) if catalog.exist(connection) else {}
+
+        for (hour, destination), number in (await self._database.read(read)).items():
+            counts[_start_of(hour) // width * width, destination] += number
+        return counts
+
+    async def _count_rows(self, width: int) -> Mapping[tuple[int, str], int]:
+        held = await self._held()
+
+        def count() -> Mapping[tuple[int, str], int]:
+            counts: dict[tuple[int, str], int] = defaultdict(int)
+            for file in held.files:
+                for batch in self._folder.batches(
+                    file, held.dead.get(file.name, ()), columns=("id", "destination", "due")
+                ):
+                    columns = batch.column("due").to_pylist(), batch.column("destination").to_pylist()
+                    for due, destination in zip(*columns, strict=True):
+                        counts[to_microseconds(due) // width * width, destination] += 1
+            return counts
+
+        return await asyncio.to_thread(count)
+
+    async def _wherever(
+        self, message_id: str, in_the_store: Callable[[str], Awaitable[Outcome]], due: datetime | None
+    ) -> Outcome:
+        """Change the message in the store, or else take it out of the files and, given a due time, store it."""
+        while True:
+            held = await self._held()  # before the store: what is not in either now was promoted, or never was
+            outcome = await in_the_store(message_id)
+            if outcome is not Outcome.NOT_PENDING or not held.files:
+                return outcome
+            found = await asyncio.to_thread(self._folder.find, held.files, message_id)
+            found = {name: row for name, row in found.items() if message_id not in held.dead.get(name, ())}
+            if not found:
+                return Outcome.NOT_PENDING
+            if await self._take_out(found, due):
+                return Outcome.DONE
+
+    async def _take_out(self, found: Mapping[str, ColdRow], due: datetime | None) -> bool:
+        """Cancel the message in its files; False where they were promoted, compacted or looked at by another one."""
+        dead = {name: {row.id: row.destination} for name, row in found.items()}
+        async with self.transaction() as transaction:
+            buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
+            if buried and due is not None:
+                message = _message_of(next(iter(found.values())))
+                await self.store(DelayedMessage(message.message, message.destination, due), transaction)
+        return buried
+
+    def _first(self, held: Held, destination: str | None, number: int) -> list[DelayedMessage]:
+        rows = self._folder.rows(held.files, held.dead, destination)
+        return [_message_of(row) for row in islice(rows, number)]
+
+    async def _held(self) -> Held:
+        catalog = self._catalog
+
+        def read(connection: Connection) -> Held:
+            if not catalog.exist(connection):
+                return Held([], {})
+            files = catalog.held(connection)
+            buried = catalog.buried(connection, [one.name for one in files])
+            return Held(files, {name: list(dead) for name, dead in buried.items()})
+
+        return await self._database.read(read)
+
+    @property
+    def _catalog(self) -> ColdFiles:
+        return ColdFiles(self._database.dialect, self._statements.table)
+
+
+def _message_of(row: ColdRow) -> DelayedMessage:
+    return DelayedMessage(Message.from_encoded(row.id, row.headers.encode(), row.body), row.destination, row.due)
+
+
+def _start_of(hour: str) -> int:
+    """Return when a due hour begins, in microseconds since 1970."""
+    year, month, day, of_day = int(hour[:4]), int(hour[4:6]), int(hour[6:8]), int(hour[8:])
+    return to_microseconds(EPOCH.replace(year=year, month=month, day=day, hour=of_day))

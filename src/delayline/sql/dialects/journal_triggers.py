@@ -1,0 +1,109 @@
+"""The triggers that keep the journal, in the words of each product.
+
+Names in braces are those of tables, quoted, and `store`, a literal. A negative number of retries is a mark: see the
+journal.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+COLUMNS: Final = "(store, event, id, destination, due, at, retries)"
+GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"
+CHANGED: Final = "CASE WHEN NEW.retry_count > OLD.retry_count THEN 'retried' ELSE 'rescheduled' END"
+IS_CHANGE: Final = "NEW.retry_count >= 0 AND (NEW.due <> OLD.due OR NEW.retry_count <> OLD.retry_count)"
+
+#: Whole statements at once, as their rows come: a batch costs one insert more. Whose path the caller has set does not
+#: matter: the tables are those that were there at the beginning.
+POSTGRESQL: Final = {
+    "function": f"""
+CREATE OR REPLACE FUNCTION {{function}}() RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+  IF TG_OP = 'INSERT' THEN
+    INSERT INTO {{journal}} {COLUMNS}
+    SELECT TG_ARGV[0], 'scheduled', id, destination, due, clock_timestamp(), retry_count FROM stored;
+  ELSIF TG_OP = 'DELETE' THEN
+    INSERT INTO {{journal}} {COLUMNS}
+    SELECT TG_ARGV[0], {GONE.format(old="")}, id, destination, due, clock_timestamp(), greatest(retry_count, 0)
+    FROM gone;
+  ELSE
+    INSERT INTO {{journal}} {COLUMNS}
+    VALUES (TG_ARGV[0], {CHANGED}, NEW.id, NEW.destination, NEW.due, clock_timestamp(), NEW.retry_count);
+  END IF;
+  RETURN NULL;
+END $$
+""",  # noqa: S608 - ours
+    "stored": """
+CREATE TRIGGER {name} AFTER INSERT ON {table} REFERENCING NEW TABLE AS stored
+FOR EACH STATEMENT EXECUTE FUNCTION {function}({store})
+""",
+    "gone": """
+CREATE TRIGGER {name} AFTER DELETE ON {table} REFERENCING OLD TABLE AS gone
+FOR EACH STATEMENT EXECUTE FUNCTION {function}({store})
+""",
+    "changed": f"""
+CREATE TRIGGER {{name}} AFTER UPDATE OF due, retry_count ON {{table}}
+FOR EACH ROW WHEN ({IS_CHANGE}) EXECUTE FUNCTION {{function}}({{store}})
+""",
+}
+OF_ROWS: Final = {
+    "stored": """
+CREATE TRIGGER {trigger} AFTER INSERT ON {{table}} FOR EACH ROW {begin}
+INSERT INTO {{journal}} {columns}
+VALUES ({{store}}, 'scheduled', NEW.id, NEW.destination, NEW.due, {now}, NEW.retry_count){end}
+""",
+    "gone": """
+CREATE TRIGGER {trigger} AFTER DELETE ON {{table}} FOR EACH ROW {begin}
+INSERT INTO {{journal}} {columns}
+VALUES ({{store}}, {gone}, OLD.id, OLD.destination, OLD.due, {now},
+CASE WHEN OLD.retry_count < 0 THEN 0 ELSE OLD.retry_count END){end}
+""",
+    "changed": """
+CREATE TRIGGER {trigger} AFTER UPDATE ON {{table}} FOR EACH ROW {begin}
+INSERT INTO {{journal}} {columns}
+SELECT {{store}}, {changed}, NEW.id, NEW.destination, NEW.due, {now}, NEW.retry_count {nowhere}WHERE {is_change}{end}
+""",
+}
+
+
+def _of_rows(**words: str) -> dict[str, str]:
+    filled = {
+        **words,
+        "columns": COLUMNS,
+        "gone": GONE.format(old="OLD."),
+        "changed": CHANGED,
+        "is_change": IS_CHANGE,
+    }
+    return {word: template.format(**filled) for word, template in OF_ROWS.items()}
+
+
+MYSQL: Final = _of_rows(trigger="{qualified}", begin="", end="", now="UTC_TIMESTAMP(6)", nowhere="FROM DUAL ")
+#: Its time has milliseconds: rounded up, as nothing may look earlier than it was.
+SQLITE: Final = _of_rows(
+    trigger="{name}",
+    begin="BEGIN",
+    end=";\nEND",
+    now="(CAST(ROUND((julianday('now') - 2440587.5) * 86400000) AS INTEGER) + 1) * 1000",
+    nowhere="",
+)
+TRIGGERS: Final = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
+DROP: Final = {
+    "postgresql": "DROP TRIGGER IF EXISTS {name} ON {table}",
+    "mysql": "DROP TRIGGER IF EXISTS {qualified}",
+    "mariadb": "DROP TRIGGER IF EXISTS {qualified}",
+    "sqlite": "DROP TRIGGER IF EXISTS {name}",
+}
+IN_SCHEMA: Final = """
+SELECT TRIGGER_NAME FROM information_schema.TRIGGERS
+WHERE EVENT_OBJECT_TABLE = :table AND EVENT_OBJECT_SCHEMA = COALESCE(:schema, DATABASE())
+"""
+FOUND: Final = {
+    "postgresql": """
+SELECT tgname FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid
+WHERE relname = :table AND CASE WHEN CAST(:schema AS text) IS NULL THEN pg_table_is_visible(pg_class.oid)
+ELSE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = :schema) END
+""",
+    "mysql": IN_SCHEMA,
+    "mariadb": IN_SCHEMA,
+    "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger' AND tbl_name = :table AND :schema IS NULL",
+}

@@ -1,0 +1,87 @@
+"""Staging in MariaDB and MySQL: a table, written by inserts of many rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from sqlalchemy import insert
+
+from delayline.clock import from_microseconds
+from delayline.sql.dialects.server import run
+from delayline.sql.dialects.staged_table import COLUMNS, StagedTable
+from delayline.sql.prepared import Prepared
+from delayline.sql.staging import OnConflict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection
+
+DROP_PATIENCE: Final = 2  # seconds
+MOVE: Final = (
+    "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} WHERE attempt = %s{conflict}"
+)
+#: What an update does to each row is counted by the way: the server's own count cannot tell them apart.
+COUNT: Final = "@delayline_left := @delayline_left + 1"
+IGNORE: Final = f" ON DUPLICATE KEY UPDATE {{store}}.id = IF({COUNT}, {{store}}.id, {{store}}.id)"
+FREE: Final = "({store}.leased_until IS NULL OR {store}.leased_until < UTC_TIMESTAMP(6))"
+REPLACED: Final = ("destination", "headers", "body", "due")
+REPLACE: Final = (
+    f" ON DUPLICATE KEY UPDATE {{store}}.id = IF({FREE}, {{store}}.id, IF({COUNT}, {{store}}.id, {{store}}.id)), "
+    + ", ".join(f"{{store}}.{name} = IF({FREE}, VALUES({name}), {{store}}.{name})" for name in REPLACED)
+    + f", {{store}}.retry_count = IF({FREE}, 0, {{store}}.retry_count)"
+)
+
+
+class MariadbStage(StagedTable):
+    """A table for the rows of one job, or of one stream, which is read attempt by attempt."""
+
+    numbered: ClassVar[bool] = True
+
+    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
+        """Write the rows; what the server takes is asked first."""
+        try:
+            self.dialect.check()
+        except self.dialect.errors as error:
+            raise self.dialect.translated(error) from error
+        self._written = 0
+        super().write(attempt, batches)
+
+    def write_batch(self, connection: Connection, attempt: int, batch: pa.RecordBatch) -> None:
+        """Insert some rows."""
+        due = pc.cast(batch.column("due"), pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()).to_pylist()
+        columns = [
+            [attempt] * batch.num_rows,
+            range(self._written, self._written + batch.num_rows),
+            batch.column("id").to_pylist(),
+            batch.column("destination").to_pylist(),
+            [self.dialect.to_due(from_microseconds(one)) for one in due],
+            pc.fill_null(batch.column("headers").cast(pa.binary()), b"").to_pylist(),
+            pc.fill_null(batch.column("body").cast(pa.binary()), b"").to_pylist(),
+        ]
+        names = [column.name for column in self.table.columns]
+        self.dialect.insert_rows(
+            connection, Prepared(insert(self.table), self.dialect.sql, names), list(zip(*columns, strict=True))
+        )
+        self._written += batch.num_rows
+
+    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
+        """Insert what is staged, a statement for each attempt: the driver's patience for one is limited."""
+        names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
+        conflict = {OnConflict.FAIL: "", OnConflict.IGNORE: IGNORE, OnConflict.REPLACE: REPLACE}[on_conflict]
+        run(connection, "SET @delayline_left = 0")
+        rows = self.gather(connection, attempts)
+        for attempt in attempts:
+            run(connection, MOVE.format(conflict=conflict.format(**names), **names), attempt)
+        left: int = run(connection, "SELECT @delayline_left")[0][0]
+        return rows - left
+
+    def drop(self, connection: Connection) -> None:
+        """Drop the table unless a task writes to it for longer than two seconds."""
+        run(connection, f"SET SESSION lock_wait_timeout = {DROP_PATIENCE}")
+        try:
+            super().drop(connection)
+        finally:
+            run(connection, "SET SESSION lock_wait_timeout = 60")

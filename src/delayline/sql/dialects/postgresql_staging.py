@@ -1,0 +1,126 @@
+"""Staging in PostgreSQL: an unlogged table, written by binary COPY whose bytes Arrow puts together."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delayline.sql.dialects.server import run
+from delayline.sql.dialects.staged_table import COLUMNS, StagedTable
+from delayline.sql.staging import OnConflict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+
+HEADER: Final = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
+TRAILER: Final = struct.pack(">h", -1)
+#: PostgreSQL counts microseconds from 2000.
+YEAR_2000: Final = 946_684_800_000_000
+#: Offsets of Arrow's binary columns have 32 bits.
+LARGEST_PIECE: Final = 256 * 1024 * 1024
+#: How long a table's removal waits for a task that writes to it.
+DROP_PATIENCE: Final = "2s"
+#: One statement that reads a whole table once: the settings for batches of a poller are wrong for it.
+FOR_BULK: Final = "SET LOCAL enable_seqscan = on; SET LOCAL jit = off; SET LOCAL plan_cache_mode = auto"
+MOVE: Final = (
+    "INSERT INTO {store} ({columns}, retry_count) SELECT {distinct}{columns}, 0 FROM {stage} "
+    "WHERE attempt = ANY (%s){order}{conflict}"
+)
+REPLACE: Final = (
+    " ON CONFLICT (id) DO UPDATE SET destination = EXCLUDED.destination, due = EXCLUDED.due, "
+    "headers = EXCLUDED.headers, body = EXCLUDED.body, retry_count = 0, leased_until = NULL "
+    "WHERE {store}.leased_until IS NULL OR {store}.leased_until < clock_timestamp()"
+)
+
+
+class PostgresqlStage(StagedTable):
+    """An unlogged table: empty after a crash of the server, which the count of its rows shows."""
+
+    prefixes: ClassVar[Sequence[str]] = ("UNLOGGED",)
+
+    def write_batch(self, connection: Connection, attempt: int, batch: pa.RecordBatch) -> None:
+        """Copy some rows."""
+        driver: Any = connection.connection.driver_connection
+        statement = f"COPY {self.quoted(self.table).replace('%%', '%')} (attempt, {COLUMNS}) FROM STDIN (FORMAT binary)"
+        with driver.cursor() as cursor, cursor.copy(statement) as copy:
+            copy.write(HEADER)
+            for piece in _pieces(batch):
+                copy.write(copy_rows(attempt, piece))
+            copy.write(TRAILER)
+
+    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
+        """Insert what is staged, in one statement."""
+        names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
+        conflict, distinct, order = "", "", ""
+        if on_conflict is OnConflict.IGNORE:
+            conflict = " ON CONFLICT (id) DO NOTHING"
+        elif on_conflict is OnConflict.REPLACE:  # which takes each id once
+            conflict, distinct, order = REPLACE.format(**names), "DISTINCT ON (id) ", " ORDER BY id"
+        for setting in FOR_BULK.split("; "):
+            run(connection, setting)
+        cursor = connection.connection.cursor()
+        cursor.execute(MOVE.format(conflict=conflict, distinct=distinct, order=order, **names), (list(attempts),))
+        stored: int = cursor.rowcount
+        cursor.close()
+        return stored
+
+    def drop(self, connection: Connection) -> None:
+        """Drop the table unless a task writes to it for longer than two seconds."""
+        run(connection, f"SET LOCAL lock_timeout = '{DROP_PATIENCE}'")
+        super().drop(connection)
+
+
+def copy_rows(attempt: int, batch: pa.RecordBatch) -> pa.Buffer:
+    """Return the rows as binary COPY reads them, made without a loop over them.
+
+    Each row is its number of fields and then, for each, its length and its bytes, all numbers big-endian.
+    """
+    rows = batch.num_rows
+    start = struct.pack(">hiq", 6, 8, attempt)
+    due = pc.subtract(_microseconds(batch.column("due")), YEAR_2000)
+    parts = [pa.scalar(start, pa.binary())]
+    for name in ("id", "destination"):
+        parts += _sized(_bytes(batch.column(name)))
+    parts += [pa.scalar(struct.pack(">i", 8), pa.binary()), _big_endian(due.to_numpy(zero_copy_only=False), ">i8")]
+    for name in ("headers", "body"):
+        parts += _sized(_bytes(batch.column(name)))
+    joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.binary()))
+    offsets = memoryview(joined.buffers()[1]).cast("i")
+    return joined.buffers()[2][offsets[0] : offsets[rows]]
+
+
+def _pieces(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    if batch.nbytes <= LARGEST_PIECE or batch.num_rows == 1:
+        return [batch]
+    half = batch.num_rows // 2
+    return [*_pieces(batch.slice(0, half)), *_pieces(batch.slice(half))]
+
+
+def _microseconds(due: pa.Array) -> pa.Array:
+    return due.cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64())
+
+
+def _bytes(column: pa.Array) -> pa.Array:
+    return pc.fill_null(column.cast(pa.binary()), b"")
+
+
+def _sized(column: pa.Array) -> list[pa.Array]:
+    return [_big_endian(pc.binary_length(column).to_numpy(zero_copy_only=False), ">i4"), column]
+
+
+def _big_endian(numbers: Any, form: str) -> pa.Array:  # noqa: ANN401 - NumPy's array
+    """Return the numbers as bytes of a fixed length each."""
+    width, rows = int(form[-1]), len(numbers)
+    data = pa.py_buffer(numbers.astype(form).tobytes())
+    return pa.Array.from_buffers(pa.binary(), rows, [None, _offsets(width, rows), data])
+
+
+@lru_cache(maxsize=8)
+def _offsets(width: int, rows: int) -> pa.Buffer:
+    return pa.array(range(0, width * rows + 1, width), pa.int32()).buffers()[1]

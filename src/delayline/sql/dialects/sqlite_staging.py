@@ -1,0 +1,159 @@
+"""Staging beside an SQLite file: tasks write files, and only the driver writes to the database."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from sqlalchemy import insert, select
+from sqlalchemy.schema import CreateTable, DropTable
+
+from delayline.errors import BackendUnusable
+from delayline.sql.prepared import Prepared
+from delayline.sql.staging import PREFIX, OnConflict, stage_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection, Table
+
+    from delayline.sql.dialects.sqlite import Sqlite
+
+GATHERED: Final = "delayline_stage"
+COLUMNS: Final = "id, destination, due, headers, body"
+MOVE: Final = "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} WHERE true{conflict}"
+REPLACE: Final = (
+    " ON CONFLICT (id) DO UPDATE SET destination = excluded.destination, due = excluded.due, "
+    "headers = excluded.headers, body = excluded.body, retry_count = 0"
+)
+CONFLICTS: Final = {
+    OnConflict.FAIL: "",
+    OnConflict.IGNORE: " ON CONFLICT (id) DO NOTHING",
+    OnConflict.REPLACE: REPLACE,
+}
+
+
+class SqliteStage:
+    """A folder of Arrow files, one an attempt, and a temporary table into which the driver reads those named."""
+
+    def __init__(self, dialect: Sqlite, store: Table, name: str) -> None:
+        self.dialect = dialect
+        self.store = store
+        self.name = name
+        self.folder = Path(f"{dialect.path}-stage") / name
+        self.table = stage_table(GATHERED, "temp")
+
+    def named(self, name: str) -> SqliteStage:
+        """Return another one."""
+        return SqliteStage(self.dialect, self.store, name)
+
+    def create(self, connection: Connection) -> None:
+        """Make the folder. Raises BackendUnusable."""
+        del connection
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BackendUnusable(f"cannot create {self.folder}: {error.strerror}; make its folder writable") from error
+
+    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
+        """Write a file, which gets its name when it is complete."""
+        part = self.folder / f"{attempt}.part"
+        writer: pa.RecordBatchFileWriter | None = None
+        try:
+            with part.open("wb") as file:
+                for batch in batches:
+                    writer = writer or pa.ipc.new_file(file, batch.schema)
+                    writer.write_batch(batch)
+                if writer is not None:
+                    writer.close()
+            part.rename(self._file(attempt))
+        except OSError as error:
+            raise BackendUnusable(
+                f"cannot write to {self.folder}: {error.strerror or error}. The job has ended, or this task runs on "
+                "another machine than the SQLite file is on: use --master local[*], or PostgreSQL"
+            ) from error
+
+    def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
+        """Read the named files into a temporary table."""
+        connection.execute(DropTable(self.table, if_exists=True))
+        connection.execute(CreateTable(self.table))
+        names = [column.name for column in self.table.columns]
+        statement = Prepared(insert(self.table), self.dialect.sql, names)
+        rows = 0
+        for attempt in attempts:
+            file = self._file(attempt)
+            if not file.exists() or not file.stat().st_size:
+                continue
+            with pa.memory_map(str(file)) as source:
+                reader = pa.ipc.open_file(source)
+                for number in range(reader.num_record_batches):
+                    batch = reader.get_batch(number)
+                    statement.change_many(connection, _rows(attempt, batch))
+                    rows += batch.num_rows
+        return rows
+
+    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
+        """Insert what was gathered; a message that somebody has is not replaced."""
+        del attempts
+        if on_conflict is OnConflict.REPLACE:
+            self._leave_claimed(connection)
+        quote = self.dialect.sql.identifier_preparer.format_table
+        names = {"store": quote(self.store), "stage": quote(self.table), "columns": COLUMNS}
+        cursor = connection.connection.cursor()
+        if on_conflict is OnConflict.REPLACE:  # each id once: the last one
+            cursor.execute(
+                f"DELETE FROM {names['stage']} WHERE rowid NOT IN "  # noqa: S608 - our own names
+                f"(SELECT max(rowid) FROM {names['stage']} GROUP BY id)"
+            )
+        cursor.execute(MOVE.format(conflict=CONFLICTS[on_conflict], **names))
+        stored: int = cursor.rowcount
+        cursor.close()
+        return stored
+
+    def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
+        """Delete the files of these attempts, and old ones."""
+        connection.execute(DropTable(self.table, if_exists=True))
+        for file in self.folder.glob("*"):
+            if int(file.stem) in attempts or int(file.stem) < before:
+                file.unlink(missing_ok=True)
+
+    def drop(self, connection: Connection) -> None:
+        """Remove the folder."""
+        connection.execute(DropTable(self.table, if_exists=True))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def found(self, connection: Connection) -> Sequence[str]:
+        """Return the names of all folders."""
+        del connection
+        return [one.name for one in self.folder.parent.glob(f"{PREFIX}*")]
+
+    def _file(self, attempt: int) -> Path:
+        return self.folder / f"{attempt}.arrow"
+
+    def _leave_claimed(self, connection: Connection) -> None:
+        """Leave out what a poller has: it would delete by its id what has replaced it."""
+        claims = self.dialect.claims(self.store.name)
+        if claims.nobody_holds_any():
+            return
+        both = select(self.store.c.seq, self.store.c.id).join(self.table, self.table.c.id == self.store.c.id)
+        waiting = {row.seq: row.id for row in connection.execute(both)}
+        free = claims.take(waiting, len(waiting))
+        claims.release(free)  # whoever claims has to write, and we do until the commit
+        for number in waiting.keys() - set(free):
+            connection.execute(self.table.delete().where(self.table.c.id == waiting[number]))
+
+
+def _rows(attempt: int, batch: pa.RecordBatch) -> list[tuple[object, ...]]:
+    due = batch.column("due").cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64())
+    columns = [
+        [attempt] * batch.num_rows,
+        batch.column("id").to_pylist(),
+        batch.column("destination").to_pylist(),
+        due.to_pylist(),
+        pc.fill_null(batch.column("headers").cast(pa.binary()), b"").to_pylist(),
+        pc.fill_null(batch.column("body").cast(pa.binary()), b"").to_pylist(),
+    ]
+    return list(zip(*columns, strict=True))

@@ -1,0 +1,194 @@
+"""The rows by which dispatchers that run as jobs are told to go on or to stop, and tell how they do; calls block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, Table, delete, insert, inspect, select, update
+from sqlalchemy.schema import CreateTable
+
+from delayline.errors import BackendUnusable
+from delayline.sql.database import Database
+from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, text
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+
+    from sqlalchemy import Connection
+
+Result = TypeVar("Result")
+ONE_SECOND: Final = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMetrics:
+    """What one task of a dispatcher has done in its wave so far; latenesses in seconds, None where unknown."""
+
+    shard: int
+    wave: int
+    place: str
+    """The machine and the process."""
+    dispatched: int
+    retried: int
+    failed: int
+    p50: float | None
+    p99: float | None
+    longest: float | None
+    seen: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """One job of a dispatcher: its tasks end when it does."""
+
+    dispatcher: str
+    owner: str
+    number: int
+
+
+class DispatcherTables:
+    """Who is to run, and what the tasks have said."""
+
+    def __init__(self, schema: str | None) -> None:
+        metadata = MetaData(schema=schema)
+        self.dispatchers = Table(
+            "delayline_dispatchers",
+            metadata,
+            Column("name", text(MAXIMUM_NAME_LENGTH), primary_key=True),
+            Column("owner", text(MAXIMUM_NAME_LENGTH), nullable=False),
+            Column("wave", BigInteger, nullable=False),
+            Column("stopping", Integer, nullable=False),
+            Column("until", DUE, nullable=False),
+        )
+        self.shards = Table(
+            "delayline_dispatcher_shards",
+            metadata,
+            Column("dispatcher", text(MAXIMUM_NAME_LENGTH), primary_key=True),
+            Column("shard", Integer, primary_key=True, autoincrement=False),
+            Column("wave", BigInteger, nullable=False),
+            Column("place", text(MAXIMUM_NAME_LENGTH), nullable=False),
+            Column("dispatched", BigInteger, nullable=False),
+            Column("retried", BigInteger, nullable=False),
+            Column("failed", BigInteger, nullable=False),
+            Column("p50", Float(53)),
+            Column("p99", Float(53)),
+            Column("longest", Float(53)),
+            Column("seen", DUE, nullable=False),
+        )
+
+
+@lru_cache(maxsize=64)
+def dispatcher_tables(schema: str | None = None) -> DispatcherTables:
+    """Return the tables in that schema, the connection's own where None."""
+    return DispatcherTables(schema)
+
+
+class DispatcherControl:
+    """The rows of all dispatchers in one schema of one database, where their store is."""
+
+    def __init__(self, url: str, *, schema: str | None = None) -> None:
+        self._database = Database.at(url)
+        self._dialect = self._database.dialect
+        self._tables = dispatcher_tables(self._dialect.schema_of(schema))
+
+    def create(self) -> None:
+        """Create the tables, unless they are there."""
+        self._dialect.must_exist()
+        self._write(self._create)
+
+    def begin(self, name: str, owner: str) -> None:
+        """Take the dispatcher over: whoever had it ends its wave and begins no other."""
+        self._write(partial(self._begin, name=name, owner=owner))
+
+    def next_wave(self, name: str, owner: str, lease: timedelta) -> Wave | None:
+        """Begin the next wave, which lasts as long as the lease; None when told to stop, or taken over."""
+        wave: Wave | None = self._write(partial(self._next_wave, name=name, owner=owner, lease=lease))
+        return wave
+
+    def goes_on(self, wave: Wave) -> bool:
+        """Tell whether the wave's tasks are to go on."""
+        columns = self._tables.dispatchers.c
+        query = select(columns.stopping, columns.wave, columns.owner, columns.until > self._dialect.in_seconds(0))
+        row = self._read(lambda connection: connection.execute(query.where(columns.name == wave.dispatcher)).first())
+        return row is not None and bool(row[3]) and tuple(row[:3]) == (0, wave.number, wave.owner)
+
+    def stop(self, name: str) -> bool:
+        """Tell the dispatcher to finish what is in flight and to stop; False where there is none of that name."""
+        columns = self._tables.dispatchers.c
+        change = update(self._tables.dispatchers).where(columns.name == name).values(stopping=1)
+        # Not by the number of changed rows: MariaDB does not count one that was 1 already.
+        known = select(columns.name).where(columns.name == name)
+        self._must_be_there()
+        self._write(lambda connection: connection.execute(change))
+        return self._read(lambda connection: connection.execute(known).first()) is not None
+
+    def tell(self, dispatcher: str, metrics: ShardMetrics) -> None:
+        """Write down what a task has done so far."""
+        self._write(partial(self._tell, dispatcher=dispatcher, metrics=metrics))
+
+    def shards(self, name: str) -> list[ShardMetrics]:
+        """Return what the tasks have written down last, by shard."""
+        self._must_be_there()
+        columns = self._tables.shards.c
+        query = select(*(column for column in columns if column.name != "dispatcher"))
+        query = query.where(columns.dispatcher == name).order_by(columns.shard)
+        rows = self._read(lambda connection: connection.execute(query).all())
+        moment = self._dialect.from_due
+        return [ShardMetrics(**{**row._mapping, "seen": moment(row.seen)}) for row in rows]
+
+    def _create(self, connection: Connection) -> None:
+        with self._dialect.setting_up(connection):
+            inspector = inspect(connection)
+            for table in (self._tables.dispatchers, self._tables.shards):
+                if not inspector.has_table(table.name, schema=table.schema):
+                    self._dialect.make(connection, CreateTable(table))
+
+    def _begin(self, connection: Connection, *, name: str, owner: str) -> None:
+        table, now = self._tables.dispatchers, self._dialect.in_seconds(0)
+        nothing = {"name": name, "owner": owner, "wave": 0, "stopping": 0, "until": now}
+        connection.execute(self._dialect.insert_new(table, "name").values(nothing))
+        connection.execute(update(table).where(table.c.name == name).values(owner=owner, stopping=0))
+
+    def _next_wave(self, connection: Connection, *, name: str, owner: str, lease: timedelta) -> Wave | None:
+        table, seconds = self._tables.dispatchers, -(-lease // ONE_SECOND)
+        query = select(table.c.wave, table.c.owner, table.c.stopping).where(table.c.name == name).with_for_update()
+        row = connection.execute(query).first()
+        if row is None or row.owner != owner or row.stopping:
+            return None
+        until = self._dialect.in_seconds(seconds)
+        connection.execute(update(table).where(table.c.name == name).values(wave=row.wave + 1, until=until))
+        return Wave(name, owner, row.wave + 1)
+
+    def _tell(self, connection: Connection, *, dispatcher: str, metrics: ShardMetrics) -> None:
+        table, now = self._tables.shards, self._dialect.in_seconds(0)
+        values = {name: getattr(metrics, name) for name in ShardMetrics.__slots__ if name != "seen"}
+        connection.execute(delete(table).where(table.c.dispatcher == dispatcher, table.c.shard == metrics.shard))
+        connection.execute(insert(table).values(dispatcher=dispatcher, seen=now, **values))
+
+    def _must_be_there(self) -> None:
+        table = self._tables.dispatchers
+        if not self._read(lambda connection: inspect(connection).has_table(table.name, schema=table.schema)):
+            raise BackendUnusable(f"no dispatcher has ever run on {self._dialect}: start one first")
+
+    def _read(self, work: Callable[[Connection], Result]) -> Result:
+        self._dialect.must_exist()
+        try:
+            with self._dialect.look() as connection:
+                return work(connection)
+        except self._dialect.errors as error:
+            raise self._dialect.translated(error) from error
+
+    def _write(self, work: Callable[[Connection], Any]) -> Any:  # noqa: ANN401 - what the work returns
+        return blocking(self._opened(work))
+
+    async def _opened(self, work: Callable[[Connection], Any]) -> Any:  # noqa: ANN401
+        await self._database.open()
+        try:
+            return await self._database.write(work)
+        finally:
+            await self._database.close()

@@ -1,0 +1,195 @@
+"""The journal: what became of each message of a store, written by the database in the transaction that did it.
+
+Triggers on the store's table write it, so that whoever stores, moves or removes messages does, at no round trip more,
+and whoever keeps no journal pays nothing. A message that is taken out for another reason than its time is marked in
+the same transaction before it is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import BigInteger, Column, Identity, Integer, MetaData, Table, bindparam, inspect, text, update
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.schema import CreateTable, ExecutableDDLElement
+
+from delayline.errors import ConfigurationError
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.sql import schema
+from delayline.sql.dialects import journal_triggers
+from delayline.sql.prepared import Prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection, Executable
+    from sqlalchemy.sql.compiler import DDLCompiler
+
+    from delayline.message import DelayedMessage
+    from delayline.sql.dialect import Dialect
+
+LONGEST_PATH: Final = 500
+#: In place of the number of retries of a row that is about to be removed.
+CANCELLED: Final = -1
+FAILED: Final = -2
+
+
+class JournalEvent(StrEnum):
+    """What happened to a message."""
+
+    SCHEDULED = "scheduled"
+    RESCHEDULED = "rescheduled"
+    RETRIED = "retried"
+    """An attempt to dispatch it has failed; it is due again later."""
+    DISPATCHED = "dispatched"
+    FAILED = "failed"
+    """It was moved to the error queue."""
+    CANCELLED = "cancelled"
+
+
+class JournalTables:
+    """The entries, and which of them were exported to where."""
+
+    def __init__(self, name: str | None) -> None:
+        metadata = MetaData(schema=name)
+        self.entries = Table(
+            "delayline_journal",
+            metadata,
+            Column("seq", schema.SEQUENCE, Identity(), primary_key=True, autoincrement=True),
+            Column("store", schema.text(schema.MAXIMUM_TABLE_NAME_LENGTH), nullable=False),
+            Column("event", schema.text(max(map(len, JournalEvent))), nullable=False),
+            Column("id", schema.text(MAXIMUM_ID_LENGTH), nullable=False),
+            Column("destination", schema.text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+            Column("due", schema.DUE, nullable=False),
+            Column("at", schema.DUE, nullable=False),
+            Column("retries", Integer, nullable=False),
+            sqlite_autoincrement=True,  # a number that was exported once is never given to another entry
+        )
+        self.exports = Table(
+            "delayline_journal_exports",
+            metadata,
+            Column("directory", schema.text(MAXIMUM_ID_LENGTH), primary_key=True),
+            Column("path", schema.text(LONGEST_PATH), nullable=False),
+            Column("entries", BigInteger, nullable=False),
+            Column("finished", schema.DUE, nullable=False),
+        )
+
+
+@lru_cache(maxsize=64)
+def journal_tables(name: str | None = None) -> JournalTables:
+    """Return the journal's tables in that schema, the connection's own where None."""
+    return JournalTables(name)
+
+
+class Trigger(ExecutableDDLElement):
+    """A statement about triggers, in the words of one product."""
+
+    def __init__(self, template: str, name: str, store: Table, journal: Table) -> None:
+        self.template = template
+        self.name = name
+        self.store = store
+        self.journal = journal
+
+
+@compiles(Trigger)
+def _trigger(element: Trigger, compiler: DDLCompiler, **_: object) -> str:
+    quote, beside = compiler.preparer.format_table, MetaData(schema=element.store.schema)
+    return element.template.format(
+        name=element.name,
+        qualified=quote(Table(element.name, beside)),
+        function=quote(Table("delayline_journal_entry", beside)),
+        table=quote(element.store),
+        journal=quote(element.journal),
+        store=_literal(element.store.name, compiler),
+    )
+
+
+class Journal:
+    """The journal of one store's table."""
+
+    def __init__(self, store: Table, dialect: Dialect) -> None:
+        self._store = store
+        self._dialect = dialect
+        self._tables = journal_tables(store.schema)
+        by_ids = dialect.one_of(store.c.id, "keys")
+        marking = update(store).where(by_ids).values(retry_count=bindparam("mark"))
+        self._mark = Prepared(marking, dialect.sql, ["mark", "keys"])
+        self._given_up: set[str] = set()
+        self._kept = False
+
+    def plan(self, connection: Connection, *, kept: bool) -> list[Executable]:
+        """Return the statements that begin the journal, or end it: its entries stay. Idempotent.
+
+        Raises ConfigurationError for a product that cannot keep one.
+        """
+        product = connection.dialect.name
+        triggers = journal_triggers.TRIGGERS.get(product)
+        if triggers is None:
+            raise ConfigurationError(f"no journal is kept on {self._dialect} yet: leave journal out")
+        there = self._found(connection)
+        if not kept:
+            drop = journal_triggers.DROP[product]
+            return [Trigger(drop, name, self._store, self._tables.entries) for name in sorted(there)]
+        inspector = inspect(connection)
+        steps: list[Executable] = [
+            CreateTable(table)
+            for table in (self._tables.entries, self._tables.exports)
+            if not inspector.has_table(table.name, schema=table.schema)
+        ]
+        missing = {word: name for word, name in self._names.items() if name not in there}
+        if missing and "function" in triggers:
+            missing = {"function": "", **missing}
+        return steps + [
+            Trigger(triggers[word], name, self._store, self._tables.entries) for word, name in missing.items()
+        ]
+
+    def look(self, connection: Connection) -> None:
+        """Learn whether a journal is kept."""
+        self._kept = bool(self._found(connection))
+
+    def gave_up(self, messages: Iterable[DelayedMessage]) -> None:
+        """Note that these are about to be removed because they go to the error queue."""
+        if self._kept:
+            self._given_up.update(message.id for message in messages)
+
+    def fetched(self, messages: Sequence[DelayedMessage]) -> None:
+        """Forget what was noted of these."""
+        if self._given_up:
+            self._given_up.difference_update(message.id for message in messages)
+
+    def failed(self, messages: Sequence[DelayedMessage]) -> list[str]:
+        """Return the ids of those that go to the error queue."""
+        return [message.id for message in messages if message.id in self._given_up] if self._given_up else []
+
+    def mark_failed(self, connection: Connection, ids: Sequence[str]) -> None:
+        """Say, in the transaction that removes the rows next, that they go to the error queue."""
+        self._mark.change_each(connection, FAILED, keys=ids)
+
+    def mark_cancelled(self, connection: Connection, message_id: str) -> None:
+        """Say, in the transaction that removes the row next, that it was cancelled."""
+        if self._kept:
+            self._mark.change_each(connection, CANCELLED, keys=[message_id])
+
+    @property
+    def _names(self) -> dict[str, str]:
+        own = hashlib.sha256(self._store.name.encode()).hexdigest()[:16]
+        return {word: f"delayline_journal_{word}_{own}" for word in ("stored", "changed", "gone")}
+
+    def _found(self, connection: Connection) -> set[str]:
+        query = journal_triggers.FOUND.get(connection.dialect.name)
+        if query is None:
+            return set()
+        names = self._names.values()
+        found = connection.execute(text(query), {"table": self._store.name, "schema": self._store.schema}).scalars()
+        return {name for name in found if name in names}
+
+
+def _literal(name: str, compiler: DDLCompiler) -> str:
+    quoted = name.replace("'", "''")
+    if compiler.dialect.name in {"mysql", "mariadb"}:
+        quoted = quoted.replace("\\", "\\\\")
+    doubled: Any = quoted.replace("%", "%%") if compiler.dialect.paramstyle in {"format", "pyformat"} else quoted
+    return f"'{doubled}'"

@@ -1,0 +1,114 @@
+"""Taking entries out of the journal, each exactly once; every method blocks.
+
+What is taken are runs of entries without a gap, known by their numbers: entries that others commit meanwhile, with
+whatever numbers, are in none of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import delete, func, insert, inspect, select
+
+from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.sql.database import Database
+from delayline.sql.journal import journal_tables
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sqlalchemy import Connection, Select
+
+AT_ONCE: Final = 10_000
+COLUMNS: Final = ("seq", "store", "event", "id", "destination", "due", "at", "retries")
+
+
+class Run(NamedTuple):
+    """The entries with numbers from `first` to `last`, none of which is missing."""
+
+    first: int
+    last: int
+
+    @property
+    def entries(self) -> int:
+        """How many they are."""
+        return self.last - self.first + 1
+
+
+class JournalExport:
+    """The way out of the journal that is in one schema of one database."""
+
+    def __init__(self, url: str, *, schema: str | None = None) -> None:
+        self._database = Database.at(url)
+        self._dialect = self._database.dialect
+        self._tables = journal_tables(self._dialect.schema_of(schema))
+
+    def runs(self, limit: int) -> list[Run]:
+        """Return the runs of the first `limit` entries. Raises BackendUnusable where no journal is kept."""
+        number = self._tables.entries.c.seq
+        island = (number - func.row_number().over(order_by=number)).label("island")
+        some = select(number, island).order_by(number).limit(limit).subquery().c
+        query = select(func.min(some.seq), func.max(some.seq)).group_by(some.island).order_by(func.min(some.seq))
+        return [Run(*row) for row in self._read(partial(_all, query=query))]
+
+    def entries(self, run: Run) -> Iterator[list[tuple[Any, ...]]]:
+        """Yield some entries of a run at a time, their columns in the order of COLUMNS, times in UTC."""
+        columns = self._tables.entries.c
+        chosen, moment = select(*(columns[name] for name in COLUMNS)).order_by(columns.seq), self._dialect.from_due
+        for first in range(run.first, run.last + 1, AT_ONCE):
+            query = chosen.where(columns.seq.between(first, min(first + AT_ONCE - 1, run.last)))
+            rows = self._read(partial(_all, query=query))
+            yield [(*row[:5], moment(row[5]), moment(row[6]), row[7]) for row in rows]
+
+    def finish(self, path: str, directory: str, runs: Sequence[Run]) -> None:
+        """Remove what was written to the directory, and write down that it counts, in one transaction.
+
+        Raises BackendUnavailable where somebody else has taken one of the entries: then the directory counts nothing.
+        """
+        blocking(self._opened_write(path, directory, runs))
+
+    def directories(self, path: str) -> list[str]:
+        """Return the directories under the path that count, oldest first."""
+        exports = self._tables.exports.c
+        query = select(exports.directory).where(exports.path == path).order_by(exports.finished, exports.directory)
+        return list(self._read(lambda connection: connection.execute(query).scalars().all()))
+
+    async def _opened_write(self, path: str, directory: str, runs: Sequence[Run]) -> None:
+        await self._database.open()
+        try:
+            await self._database.write(lambda connection: self._finish(connection, path, directory, runs))
+        finally:
+            await self._database.close()
+
+    def _finish(self, connection: Connection, path: str, directory: str, runs: Sequence[Run]) -> None:
+        entries, number = sum(run.entries for run in runs), self._tables.entries.c.seq
+        removed = sum(
+            connection.execute(delete(self._tables.entries).where(number.between(*run))).rowcount for run in runs
+        )
+        if removed != entries:
+            raise BackendUnavailable(
+                f"{entries - removed} of {entries} entries of the journal were exported by somebody else meanwhile. "
+                "Nothing was lost or doubled; export again"
+            )
+        now = self._dialect.in_seconds(0)
+        row = {"directory": directory, "path": path, "entries": entries, "finished": now}
+        connection.execute(insert(self._tables.exports).values(row))
+
+    def _read(self, work: Callable[[Connection], Sequence[Any]]) -> Sequence[Any]:
+        self._dialect.must_exist()
+        entries = self._tables.entries
+        try:
+            with self._dialect.look() as connection:
+                if not inspect(connection).has_table(entries.name, schema=entries.schema):
+                    raise BackendUnusable(
+                        f"no journal is kept in {self._dialect}: begin one with `delayline setup --journal true`"
+                    )
+                return work(connection)
+        except self._dialect.errors as error:
+            raise self._dialect.translated(error) from error
+
+
+def _all(connection: Connection, *, query: Select[Any]) -> Sequence[Any]:
+    return connection.execute(query).all()

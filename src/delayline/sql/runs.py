@@ -1,0 +1,93 @@
+"""The ledger of bulk jobs: what a run has committed is not committed by it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import BigInteger, Column, MetaData, Table, inspect, select, update
+
+from delayline.errors import ConfigurationError
+from delayline.message import MAXIMUM_ID_LENGTH
+from delayline.sql.schema import DUE, text
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from delayline.sql.dialect import Dialect
+
+#: The number of a batch before the first one.
+NONE_YET: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a bulk job has put into a store, counted in rows."""
+
+    stored: int
+    duplicates: int = 0
+    """Left out because their id waits already, or came twice."""
+    rejected: int = 0
+    repeated: bool = False
+    """Whether the run had committed before, so that nothing was done now."""
+
+
+@lru_cache(maxsize=64)
+def runs_table(schema: str | None = None) -> Table:
+    """Return the ledger's table in that schema, the connection's own where None."""
+    return Table(
+        "delayline_spark_runs",
+        MetaData(schema=schema),
+        Column("run", text(MAXIMUM_ID_LENGTH), primary_key=True),
+        Column("batch", BigInteger, nullable=False),  # of a stream the last one; of a job 0
+        Column("stored", BigInteger, nullable=False),
+        Column("duplicates", BigInteger, nullable=False),
+        Column("rejected", BigInteger, nullable=False),
+        Column("finished", DUE),
+    )
+
+
+class Runs:
+    """The ledger in one database; every call is part of the caller's transaction."""
+
+    def __init__(self, dialect: Dialect, schema: str | None = None) -> None:
+        self._dialect = dialect
+        self.table = runs_table(schema)
+
+    def begin(self, connection: Connection, run: str, batch: int = 0) -> Committed | None:
+        """Take the run for this transaction; return what it has committed, None where this batch is new.
+
+        Waits for another transaction that has the run, and then sees what that one did.
+        """
+        columns = self.table.c
+        nothing = {"run": run, "batch": NONE_YET, "stored": 0, "duplicates": 0, "rejected": 0, "finished": None}
+        connection.execute(self._dialect.insert_new(self.table, "run").values(nothing))
+        query = select(columns.batch, columns.stored, columns.duplicates, columns.rejected)
+        found = connection.execute(query.where(columns.run == run).with_for_update()).one()
+        return None if found.batch < batch else Committed(*found[1:], repeated=True)
+
+    def end(self, connection: Connection, run: str, batch: int, committed: Committed) -> None:
+        """Write down what the transaction has done."""
+        counts = {name: getattr(committed, name) for name in ("stored", "duplicates", "rejected")}
+        now = self._dialect.in_seconds(0)
+        entry = update(self.table).where(self.table.c.run == run).values(batch=batch, finished=now, **counts)
+        connection.execute(entry)
+
+    def find(self, connection: Connection, run: str) -> Committed | None:
+        """Return what the run has committed, None for nothing."""
+        columns = self.table.c
+        if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
+            return None
+        query = select(columns.stored, columns.duplicates, columns.rejected)
+        found = connection.execute(query.where(columns.run == run, columns.batch > NONE_YET)).first()
+        return None if found is None else Committed(*found)
+
+
+def check_run(run: str) -> str:
+    """Return the name of a run; raises ConfigurationError for one that the ledger could not keep as it is."""
+    if not isinstance(run, str) or not run.strip() or len(run) > MAXIMUM_ID_LENGTH or not run.isprintable():
+        raise ConfigurationError(
+            f"run={run!r} must be a text of 1 to {MAXIMUM_ID_LENGTH} printable characters, the same when run again"
+        )
+    return run

@@ -1,0 +1,392 @@
+"""Bulk writing in two steps: tasks anywhere write to a staging area, one transaction moves what they name to the store.
+
+A task that fails, is repeated or goes on after its job has ended leaves rows that nobody names: they never count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import uuid
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
+
+from sqlalchemy import BigInteger, Column, MetaData, Table, func, inspect, select
+from sqlalchemy.schema import CreateTable
+
+from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMessage, MissingExtra
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.sql import setup
+from delayline.sql.database import Database
+from delayline.sql.runs import Committed, Runs, check_run
+from delayline.sql.schema import CONTENT, DUE, queue_tables, text
+from delayline.sql.statements import StoreStatements, store_channel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+    import pyarrow as pa
+    from sqlalchemy import Connection
+
+    from delayline.sql.dialects.sqlite import Sqlite
+    from delayline.sql.server import Server
+
+Result = TypeVar("Result")
+PREFIX: Final = "delayline_stage_"
+#: What all streams write to.
+STREAMS: Final = f"{PREFIX}streams"
+MADE: Final = "%Y%m%d%H%M"
+#: Of an attempt's number; the rest is the hour in which it began.
+RANDOM_BITS: Final = 44
+SWEPT_AFTER: Final = timedelta(days=1)
+
+
+class OnConflict(StrEnum):
+    """What becomes of a message whose id waits already."""
+
+    FAIL = "fail"
+    IGNORE = "ignore"
+    REPLACE = "replace"
+
+
+class Attempt(NamedTuple):
+    """What one task has staged, for the driver to name."""
+
+    number: int
+    rows: int
+    earliest: int | None
+    """The first due time, in microseconds since 1970."""
+    rejected: int = 0
+
+
+class Stage(Protocol):
+    """A staging area in one database. `write` is called in tasks, the others on the driver."""
+
+    table: Table
+    """Where the rows are when `move` is called."""
+
+    def create(self, connection: Connection) -> None:
+        """Make it, unless it is there."""
+        ...
+
+    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
+        """Stage the rows, on a connection of its own; raises where the area is gone."""
+        ...
+
+    def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
+        """Make the attempts' rows ready to be moved and return how many there are."""
+        ...
+
+    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
+        """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
+        ...
+
+    def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
+        """Delete the rows of the attempts, and of those with a number below `before`."""
+        ...
+
+    def drop(self, connection: Connection) -> None:
+        """Remove it."""
+        ...
+
+    def found(self, connection: Connection) -> Sequence[str]:
+        """Return the names of all staging areas beside this one."""
+        ...
+
+    def named(self, name: str) -> Stage:
+        """Return another one."""
+        ...
+
+
+class Staging:
+    """One job's way into a delayed message store; pickled to its tasks. Every method blocks.
+
+    name: the staging area. A job has one of its own, removed at its end; all streams share `STREAMS`, which stays.
+    """
+
+    def __init__(self, url: str, table_name: str, *, schema: str | None = None, name: str | None = None) -> None:
+        self.url = url
+        self.table_name = table_name
+        self.schema = schema
+        self.name = name or new_area()
+        _ = self._stage
+
+    @property
+    def largest_message(self) -> int:
+        """How many bytes the headers and the body of a message may have together."""
+        return self._database.dialect.largest_message
+
+    def create(self) -> None:
+        """Make the area and the ledger, on the driver; removes those that jobs older than a day have left.
+
+        Raises BackendUnusable where the store is not set up.
+        """
+        self._database.dialect.must_exist()
+        blocking(self._opened(self._create))
+
+    def write(self, batches: Iterable[pa.RecordBatch], *, rejected: Callable[[], int] = int) -> Attempt:
+        """Stage the rows of a task: columns id, destination, due (in UTC), headers (JSON), body; nulls are empty.
+
+        They were checked. `rejected` is asked at the end for how many were not staged. Raises BackendUnusable when
+        the job has ended meanwhile.
+        """
+        rows, earliest = 0, None
+
+        def counted() -> Iterable[pa.RecordBatch]:
+            nonlocal rows, earliest
+            for batch in batches:
+                if batch.num_rows:
+                    rows += batch.num_rows
+                    first = _earliest(batch)
+                    earliest = first if earliest is None else min(first, earliest)
+                    yield batch
+
+        number = _first_number(timedelta(0)) + secrets.randbits(RANDOM_BITS)
+        self._stage.write(number, counted())
+        return Attempt(number, rows, earliest, rejected())
+
+    def commit(
+        self,
+        attempts: Sequence[Attempt],
+        *,
+        on_conflict: OnConflict = OnConflict.FAIL,
+        run: str | None = None,
+        batch: int = 0,
+        along: Callable[[Connection, Table], object] | None = None,
+    ) -> Committed:
+        """Move what the attempts have staged to the store in one transaction, and wake its pollers.
+
+        run, batch: what is known by them to be committed is not committed again. along: runs inside the transaction,
+        before the move, and may delete staged rows; what it raises undoes everything.
+        Raises DuplicateMessage, or BackendUnavailable when the database has lost staged rows; then nothing was stored.
+        """
+        move = partial(self._move, attempts=attempts, on_conflict=on_conflict, run=run, batch=batch, along=along)
+        if run is not None:
+            check_run(run)
+        committed: Committed = blocking(self._opened(self._and_tell, move, attempts))
+        if self.name != STREAMS:
+            self.discard()
+        return committed
+
+    def discard(self, attempts: Sequence[Attempt] = ()) -> None:
+        """Remove the area; of streams what these attempts have staged. What a late task has is left for the sweep."""
+        clear = partial(self._stage.clear, attempts=[one.number for one in attempts], before=_first_number(SWEPT_AFTER))
+        with contextlib.suppress(BackendUnavailable):
+            blocking(self._opened(self._database.write, clear if self.name == STREAMS else self._stage.drop))
+
+    def committed(self, run: str) -> Committed | None:
+        """Return what the run has committed, None for nothing."""
+        return blocking(self._opened(lambda: self._database.read(partial(self._runs.find, run=run))))
+
+    def now(self) -> datetime:
+        """Return the time of the clock that decides what is due, in UTC."""
+        now = select(self._database.dialect.in_seconds(0))
+        kept = blocking(self._opened(lambda: self._database.read(lambda connection: connection.execute(now).scalar())))
+        return self._database.dialect.from_due(kept)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_kept")}
+
+    @property
+    def _database(self) -> Database:
+        found: Database | None = self.__dict__.get("_kept_database")
+        if found is None:
+            found = self.__dict__["_kept_database"] = Database.at(self.url)
+        return found
+
+    @property
+    def _stage(self) -> Stage:
+        found: Stage | None = self.__dict__.get("_kept_stage")
+        if found is None:
+            found = self.__dict__["_kept_stage"] = _stage_in(self._database, self._store_table, self.name)
+        return found
+
+    @property
+    def _store_table(self) -> Table:
+        dialect = self._database.dialect
+        return dialect.timeouts_table(dialect.kept_name(self.table_name), dialect.schema_of(self.schema))
+
+    @property
+    def _runs(self) -> Runs:
+        return Runs(self._database.dialect, self._database.dialect.schema_of(self.schema))
+
+    async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
+        await self._database.open()
+        try:
+            return await work(*arguments)
+        finally:
+            await self._database.close()
+
+    async def _create(self) -> None:
+        await self._database.read(self._check)
+        await self._database.write(self._make)
+        for name in await self._database.read(self._left_over):
+            with contextlib.suppress(BackendUnavailable):  # a task still holds it: next time
+                await self._database.write(self._stage.named(name).drop)
+
+    def _check(self, connection: Connection) -> None:
+        dialect = self._database.dialect
+        setup.check(connection, queue_tables(dialect.schema_of(self.schema)), self._store_table)
+
+    def _make(self, connection: Connection) -> None:
+        dialect = self._database.dialect
+        with dialect.setting_up(connection):
+            ledger = self._runs.table
+            if not inspect(connection).has_table(ledger.name, schema=ledger.schema):
+                dialect.make(connection, CreateTable(ledger))
+            self._stage.create(connection)
+
+    def _left_over(self, connection: Connection) -> list[str]:
+        return [name for name in self._stage.found(connection) if _is_old(name)]
+
+    async def _and_tell(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
+        database, table = self._database, self._store_table
+        statements = StoreStatements(table, database.dialect)
+        database.rows(statements, queue_tables(table.schema))  # with them its wake-ups know the table
+        committed = await database.write(move)
+        earliest = [one.earliest for one in attempts if one.earliest is not None]
+        if committed.stored and earliest and not committed.repeated:
+            await database.tell({store_channel(table): min(earliest)})
+        return committed
+
+    def _move(
+        self,
+        connection: Connection,
+        *,
+        attempts: Sequence[Attempt],
+        on_conflict: OnConflict,
+        run: str | None,
+        batch: int,
+        along: Callable[[Connection, Table], object] | None,
+    ) -> Committed:
+        before = None if run is None else self._runs.begin(connection, run, batch)
+        if before is not None:
+            return before
+        numbers, rows = [one.number for one in attempts], sum(one.rows for one in attempts)
+        there = self._stage.gather(connection, numbers)
+        if there != rows:
+            raise BackendUnavailable(
+                f"{self._database.dialect} has {there} of {rows} staged rows: it has crashed since they were written. "
+                "Nothing was stored; run the job again"
+            )
+        if along is not None:
+            along(connection, self._stage.table)
+        stored = self._stored(connection, numbers, on_conflict)
+        committed = Committed(stored, rows - stored, sum(one.rejected for one in attempts))
+        if run is not None:
+            self._runs.end(connection, run, batch, committed)
+        if self.name == STREAMS:
+            self._stage.clear(connection, numbers, _first_number(SWEPT_AFTER))
+        return committed
+
+    def _stored(self, connection: Connection, numbers: list[int], on_conflict: OnConflict) -> int:
+        dialect = self._database.dialect
+        dialect.set_savepoint(connection)
+        try:
+            stored = self._stage.move(connection, numbers, on_conflict)
+        except dialect.errors as error:
+            if "IntegrityError" not in {kind.__name__ for kind in type(error).__mro__}:
+                raise
+            dialect.roll_back_to_savepoint(connection)
+            doubled = _doubled(connection, self._stage.table, self._store_table)
+            dialect.release_savepoint(connection)
+            raise DuplicateMessage(doubled) from error
+        dialect.release_savepoint(connection)
+        return stored
+
+
+def _doubled(connection: Connection, staged: Table, stored: Table) -> str:
+    """Return an id that is staged twice, or staged and stored."""
+    both = select(staged.c.id).join(stored, stored.c.id == staged.c.id).limit(1)
+    twice = select(staged.c.id).group_by(staged.c.id).having(func.count() > 1).limit(1)
+    return connection.execute(both).scalar() or connection.execute(twice).scalar() or "?"
+
+
+def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = False) -> Table:
+    """Return the table that tasks write to; numbered: an attempt's rows are side by side, in their order."""
+    return Table(
+        name,
+        MetaData(schema=schema),
+        Column("attempt", BigInteger, primary_key=numbered, autoincrement=False, nullable=False),
+        *([Column("number", BigInteger, primary_key=True, autoincrement=False)] if numbered else []),
+        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
+        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+        Column("due", DUE, nullable=False),
+        Column("headers", CONTENT, nullable=False),
+        Column("body", CONTENT, nullable=False),
+        prefixes=list(prefixes),
+    )
+
+
+def _stage_in(database: Database, store: Table, name: str) -> Stage:
+    """Return the way in which that product stages. Raises ConfigurationError where none does, MissingExtra."""
+    if find_spec("pyarrow") is None:
+        raise MissingExtra("spark", "writing in bulk")
+    server = cast("Server", database.dialect)
+    match database.dialect.sql.name:
+        case "postgresql":
+            from delayline.sql.dialects.postgresql_staging import PostgresqlStage
+
+            return PostgresqlStage(server, store, name)
+        case "mariadb" | "mysql":
+            from delayline.sql.dialects.mariadb_staging import MariadbStage
+
+            return MariadbStage(server, store, name)
+        case "sqlite":
+            from delayline.sql.dialects.sqlite_staging import SqliteStage
+
+            return SqliteStage(cast("Sqlite", database.dialect), store, name)
+    raise ConfigurationError(f"bulk jobs cannot write to {database.dialect} yet: use PostgreSQL, MariaDB or SQLite")
+
+
+def _earliest(batch: pa.RecordBatch) -> int:
+    import pyarrow.compute as pc
+    from pyarrow import int64, timestamp
+
+    first = pc.min(batch.column("due")).cast(timestamp("us", "UTC"), safe=False)
+    return int(first.cast(int64()).as_py())
+
+
+def new_area() -> str:
+    """Return a name for the staging area of one job."""
+    return f"{PREFIX}{datetime.now(UTC).strftime(MADE)}_{uuid.uuid4().hex[:12]}"
+
+
+def _first_number(ago: timedelta) -> int:
+    return int((datetime.now(UTC) - ago).timestamp()) // 3600 << RANDOM_BITS
+
+
+def _is_old(name: str) -> bool:
+    made = name.removeprefix(PREFIX).partition("_")[0]
+    try:
+        return datetime.now(UTC) - datetime.strptime(made, MADE).replace(tzinfo=UTC) > SWEPT_AFTER
+    except ValueError:  # a stream's, which stays
+        return False
+
+
+def blocking(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run to the end, also where this thread's event loop is running, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    results: list[Result] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(work))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="delayline staging")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return results[0]

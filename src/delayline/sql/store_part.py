@@ -1,0 +1,49 @@
+"""What everything that keeps waiting messages in a SQL database has in common: the database, and its transactions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delayline.sql.database import Database
+from delayline.sql.schema import queue_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from delayline.clock import Clock
+    from delayline.sql.transactions import SqlTransaction
+    from delayline.sql.two_phase import TwoPhaseCommit
+    from delayline.sql.two_phase_transaction import TwoPhaseTransaction
+
+
+class StorePart:
+    """The database of a store or a timeout persister, alone or as the part of a two-phase commit that prepares."""
+
+    def __init__(self, url: str, schema: str | None, two_phase: TwoPhaseCommit | None) -> None:
+        self._database = Database.at(url)
+        self._schema = self._database.dialect.schema_of(schema)
+        self._tables = queue_tables(self._schema)
+        self._two_phase = two_phase
+
+    @property
+    def transaction_domain(self) -> Hashable:
+        """The database, or what makes two of them one."""
+        return self._two_phase or self._database.domain
+
+    @property
+    def locks_rows(self) -> bool:
+        """True on servers; in SQLite a transaction locks the whole file."""
+        return self._database.locks_rows
+
+    def clock(self) -> Clock:
+        """Return the server's clock; for SQLite, which has none, this machine's."""
+        return self._database.clock
+
+    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
+        """Return a transaction that a SqlTransport of the same domain can join."""
+        return (self._two_phase or self._database).transaction()
+
+    def _take_part(self) -> None:
+        """Join the two-phase commit, if there is one: last, when nothing else can be refused any more."""
+        if self._two_phase is not None:
+            self._two_phase.take_part(self._database)

@@ -1,0 +1,185 @@
+"""Due messages on their way into a stream: taken out of a store's table into one where no poller looks for them.
+
+Each gets a number. A stream asks for ranges of numbers, as often as it likes, until it says that it is done with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, insert, inspect, select, update
+from sqlalchemy.schema import CreateTable
+
+from delayline.errors import BackendUnavailable
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.sql.database import Database
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import CONTENT, DUE, text
+from delayline.sql.store import SqlDelayedMessageStore
+from delayline.sql.waiting import readings
+from delayline.transaction import TransactionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import Connection
+
+    from delayline.message import DelayedMessage
+    from delayline.sql.transactions import SqlTransaction
+
+KEY_LENGTH: Final = 64
+AT_ONCE: Final = 1000
+BYTES_AT_ONCE: Final = 64 * 1024 * 1024
+NAMES: Final = ("reader", "claim", "id", "destination", "due", "headers", "body")
+
+
+@lru_cache(maxsize=64)
+def tables(schema: str | None = None) -> tuple[Table, Table]:
+    """Return the tables of the readers and of what they have taken."""
+    metadata = MetaData(schema=schema)
+    readers = Table(
+        "delayline_spark_readers",
+        metadata,
+        Column("reader", text(KEY_LENGTH), primary_key=True),
+        Column("owner", text(KEY_LENGTH), nullable=False),
+        Column("last", BigInteger, nullable=False),
+    )
+    taken = Table(
+        "delayline_spark_taken",
+        metadata,
+        Column("reader", text(KEY_LENGTH), primary_key=True),
+        Column("claim", BigInteger, primary_key=True, autoincrement=False),
+        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
+        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+        Column("due", DUE, nullable=False),
+        Column("headers", CONTENT, nullable=False),
+        Column("body", CONTENT, nullable=False),
+    )
+    return readers, taken
+
+
+class Taking:
+    """One stream's way of taking messages out of a store; of two with one name, the later one goes on."""
+
+    def __init__(self, url: str, table_name: str, schema: str | None, app: str) -> None:
+        self._database = Database.at(url)
+        self._store = SqlDelayedMessageStore(url, table_name=table_name, schema=schema)
+        self._readers, self._taken = tables(self._database.dialect.schema_of(schema))
+        self._app = app
+        self._reader = hashlib.sha256(f"{table_name}\0{app}".encode()).hexdigest()[:KEY_LENGTH]
+        self._owner = uuid.uuid4().hex
+
+    async def open(self) -> None:
+        """Connect and take over from whoever read under this name. Raises BackendUnusable without a store's table."""
+        self._database.dialect.must_exist()
+        await self._store.initialize("", TransactionMode.RECEIVE_ONLY)
+        await self._database.write(self._make)
+        await self._database.write(self._own)
+
+    async def close(self) -> None:
+        """Disconnect; what was taken stays so."""
+        await self._store.close()
+
+    async def first(self) -> int:
+        """Return the number before the first that is not done with."""
+        return await self._database.read(self._first)
+
+    async def take(self, done: int, limit: int | None, until: datetime | None = None) -> int:
+        """Forget what has a number up to `done`, take up to `limit` due messages; return the last number given.
+
+        until: take nothing that is due later. All in one transaction. Raises BackendUnavailable when another stream
+        has taken over.
+        """
+        async with self._database.transaction() as transaction:
+            last = await transaction.run(partial(self._begin, done=done))
+            at = self._store.clock().now()
+            at = at if until is None else min(at, until)
+            left = limit
+            while left is None or left > 0:
+                most = AT_ONCE if left is None else min(left, AT_ONCE)
+                found = await self._store.fetch_due(at, most, max_bytes=BYTES_AT_ONCE, transaction=transaction)
+                if not found:
+                    break
+                await self._move(found, last, transaction)
+                last += len(found)
+                left = None if left is None else left - len(found)
+            await transaction.run(partial(self._end, last=last))
+        return last
+
+    def rows(self, columns: Sequence[str], start: int, end: int, at_once: int) -> Iterator[list[list[Any]]]:
+        """Yield the messages with numbers above `start` up to `end`, some at a time; blocks, in any process."""
+        dialect, taken = self._database.dialect, self._taken.c
+        reads = readings(columns, dialect)
+        mine = (taken.reader == self._reader, taken.claim > start, taken.claim <= end)
+        query = select(*(taken[name] for name in columns), taken.claim).where(*mine).order_by(taken.claim)
+        try:
+            with dialect.look() as connection:
+                while True:
+                    found = connection.execute(query.where(taken.claim > start).limit(at_once)).all()
+                    if not found:
+                        return
+                    yield [[read(value) for read, value in zip(reads, row[:-1], strict=True)] for row in found]
+                    start = found[-1].claim
+        except dialect.errors as error:
+            raise dialect.translated(error) from error
+
+    def _make(self, connection: Connection) -> None:
+        dialect = self._database.dialect
+        with dialect.setting_up(connection):
+            for table in (self._readers, self._taken):
+                if not inspect(connection).has_table(table.name, schema=table.schema):
+                    dialect.make(connection, CreateTable(table))
+
+    def _own(self, connection: Connection) -> None:
+        row = {"reader": self._reader, "owner": self._owner, "last": 0}
+        connection.execute(self._database.dialect.insert_new(self._readers, "reader").values(row))
+        mine = self._readers.c.reader == self._reader
+        connection.execute(update(self._readers).where(mine).values(owner=self._owner))
+
+    def _first(self, connection: Connection) -> int:
+        taken = self._taken.c
+        first = connection.execute(select(func.min(taken.claim)).where(taken.reader == self._reader)).scalar()
+        if first is not None:
+            return int(first) - 1
+        return int(connection.execute(self._mine()).one().last)
+
+    def _mine(self) -> Any:  # noqa: ANN401 - a select of two columns
+        readers = self._readers.c
+        return select(readers.owner, readers.last).where(readers.reader == self._reader)
+
+    def _begin(self, connection: Connection, done: int) -> int:
+        owner, last = connection.execute(self._mine().with_for_update()).one()
+        if owner != self._owner:
+            raise BackendUnavailable(
+                f"another stream has begun to read as {self._app!r}: only one may. Stop it, or give this one another "
+                '.option("app", ...)'
+            )
+        taken = self._taken
+        connection.execute(delete(taken).where(taken.c.reader == self._reader, taken.c.claim <= done))
+        return int(last)
+
+    async def _move(self, messages: Sequence[DelayedMessage], last: int, transaction: SqlTransaction) -> None:
+        dialect = self._database.dialect
+        rows = [
+            (
+                self._reader,
+                number,
+                one.id,
+                one.destination,
+                dialect.to_due(one.due),
+                dialect.headers_of(one.message),
+                one.message.body,
+            )
+            for number, one in enumerate(messages, last + 1)
+        ]
+        statement = Prepared(insert(self._taken), dialect.sql, NAMES)
+        await transaction.run(lambda connection: statement.change_many(connection, rows))
+        await self._store.remove_many(messages, transaction)
+
+    def _end(self, connection: Connection, last: int) -> None:
+        mine = self._readers.c.reader == self._reader
+        connection.execute(update(self._readers).where(mine).values(last=last))

@@ -1,0 +1,168 @@
+"""The statements on an endpoint's table of timeouts, and on who holds which of them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import bindparam, delete, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from delayline.clock import EPOCH
+from delayline.delayed.timeout_persister import NO_SAGA, DueTimeout, Timeout, TimeoutCount, TimeoutsChunk
+from delayline.message import Message
+from delayline.sql.prepared import Prepared
+from delayline.sql.timeout_tables import TimeoutTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from sqlalchemy import Connection, Insert, Table
+
+    from delayline.sql.dialect import Dialect
+    from delayline.sql.schema import QueueTables
+
+#: What .NET writes into this column is the version of its persistence.
+PERSISTENCE_VERSION: Final = "delayline"
+#: So many requests are in the dispatcher's hands at most; the poller steps over what is held at every look.
+HELD_AT_MOST: Final = 1000
+#: What is held for longer is nobody's work now: a request that has failed.
+AT_WORK: Final = timedelta(minutes=2)
+#: The row that pollers lock, so that one of them looks at a time.
+TURN: Final = ""
+COLUMNS: Final = ["Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion"]
+
+
+class TimeoutStatements:
+    """Every statement a SqlTimeoutPersister runs."""
+
+    def __init__(self, table: Table, tables: QueueTables, dialect: Dialect) -> None:
+        columns, holds, sql = table.c, tables.leases, dialect.sql
+        self.table = table
+        self._dialect = dialect
+        self._times = TimeoutTimes(dialect)
+        self._name = str(table.name)
+        ours, of_id = holds.c.store == bindparam("store"), columns.Id == bindparam("key")
+        of_ids = delete(holds).where(ours, dialect.one_of(holds.c.id, "keys"))
+        look = select(columns.Destination, columns.SagaId, columns.State, columns.Time, columns.Headers).where(of_id)
+        self._asks_first = sql.name == "mssql"  # which has no insert for keys of that type that may be there
+        new = insert(table) if self._asks_first else dialect.insert_new(table, "Id")
+        self._insert = Prepared(new, sql, COLUMNS)
+        self._exists = Prepared(select(columns.Id).where(of_id), sql, ["key"])
+        self._peek = Prepared(look, sql, ["key"])
+        self._lock = Prepared(look.with_for_update(), sql, ["key"])
+        self._delete = Prepared(delete(table).where(of_id), sql, ["key"])
+        self._of_saga = Prepared(delete(table).where(columns.SagaId == bindparam("saga")), sql, ["saga"])
+        in_order = select(columns.Id, columns.Time).where(columns.Time.is_not(None)).order_by(columns.Time)
+        self._first = Prepared(in_order.limit(bindparam("number")), sql, ["number"])
+        self._count = Prepared(select(func.count(), func.min(columns.Time), func.max(columns.Time)), sql, [])
+        turn = select(holds.c.until).where(ours, holds.c.id == bindparam("turn"))
+        self._turn = Prepared(turn.with_for_update(), sql, ["store", "turn"])
+        waiting = turn.with_hint(holds, "WITH (READCOMMITTEDLOCK)", "mssql")  # else a locked row is passed over there
+        self._has_turn = Prepared(waiting, sql, ["store", "turn"])
+        self._add_turn = Prepared(_new_row(holds, dialect), sql, ["store", "id", "until"])
+        held = select(holds.c.id, holds.c.until).where(ours, holds.c.id != bindparam("turn"))
+        self._held = Prepared(held, sql, ["store", "turn"])
+        self._hold = Prepared(insert(holds), sql, ["store", "id", "until"])
+        self._free = Prepared(of_ids, sql, ["store", "keys"])
+        prolong = update(holds).where(ours, dialect.one_of(holds.c.id, "keys")).values(until=bindparam("later"))
+        self._prolong = Prepared(prolong, sql, ["later", "store", "keys"])
+
+    def set_up(self, connection: Connection) -> None:
+        """Add what pollers take turns with. Idempotent, also in several processes at once."""
+        if not self._has_turn.rows(connection, self._name, TURN):
+            self._add_turn.change(connection, self._name, TURN, self._dialect.to_due(EPOCH))
+
+    def add(self, connection: Connection, timeout: Timeout) -> None:
+        """Insert the timeout unless it is there."""
+        if self._asks_first and self._exists.rows(connection, timeout.id):
+            return
+        headers = json.dumps(dict(timeout.message.headers), indent=2)  # in ASCII: every character set keeps it
+        time, version = self._times.kept(timeout.due), PERSISTENCE_VERSION
+        saga = str(timeout.saga_id)
+        row = (timeout.id, timeout.destination, saga, timeout.message.body, time, headers, version)
+        self._dialect.insert_rows(connection, self._insert, [row])
+
+    def peek(self, connection: Connection, timeout_id: str, *, locking: bool) -> Timeout | None:
+        """Return the timeout, locked if wanted."""
+        rows = (self._lock if locking else self._peek).rows(connection, timeout_id)
+        if not rows:
+            return None
+        destination, saga, state, time, headers = rows[0]
+        encoded = (headers or "").encode("utf-8", "surrogatepass")
+        message = Message.from_encoded(timeout_id, encoded, bytes(state or b""))
+        saga_id = NO_SAGA if saga is None else uuid.UUID(str(saga))
+        return Timeout(timeout_id, message, destination, self._times.read(time), saga_id)
+
+    def take_one(self, connection: Connection, timeout_id: str) -> Timeout | None:
+        """Delete the timeout and return it."""
+        timeout = self.peek(connection, timeout_id, locking=True)
+        if timeout is not None:
+            self.remove(connection, timeout_id)
+        return timeout
+
+    def remove(self, connection: Connection, timeout_id: str) -> bool:
+        """Delete the timeout and its hold."""
+        deleted = self._delete.change(connection, timeout_id)
+        self._free.change_each(connection, self._name, keys=[timeout_id])
+        return deleted == 1
+
+    def remove_by_saga(self, connection: Connection, saga_id: uuid.UUID) -> int:
+        """Delete the saga's timeouts; their holds end by themselves."""
+        return self._of_saga.change(connection, str(saga_id))
+
+    def look(self, connection: Connection, at: datetime, limit: int) -> tuple[TimeoutsChunk, list[str]]:
+        """Return what is due and free, and whose holds have ended."""
+        holds = {held: self._dialect.from_due(until) for held, until in self._held.rows(connection, self._name, TURN)}
+        ended = [held for held, until in holds.items() if until <= at]
+        for held in ended:
+            del holds[held]
+        at_work = sum(until <= at + AT_WORK for until in holds.values())
+        room = max(0, min(limit, HELD_AT_MOST - at_work))
+        rows = self._first.rows(connection, room + len(holds) + 1)
+        free = [DueTimeout(one, self._times.read(time)) for key, time in rows if (one := _text(key)) not in holds]
+        due = [one for one in free[:room] if one.due <= at]
+        times = [*holds.values(), *(one.due for one in free[len(due) : len(due) + 1])]
+        return TimeoutsChunk(due, min(times, default=None)), ended
+
+    def take(self, connection: Connection, at: datetime, limit: int, hold_until: datetime) -> TimeoutsChunk:
+        """Hold what is due and free; one poller at a time."""
+        if not self._turn.rows(connection, self._name, TURN):
+            return TimeoutsChunk([], at)  # somebody's turn, where nobody waits for locks
+        chunk, ended = self.look(connection, at, limit)
+        self._free.change_each(connection, self._name, keys=ended)
+        if chunk.due:
+            kept = self._dialect.to_due(hold_until)
+            self._hold.change_many(connection, [(self._name, one.id, kept) for one in chunk.due])
+        return chunk
+
+    def hold(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
+        """Hold until then what is held."""
+        self._prolong.change_each(connection, self._dialect.to_due(until), self._name, keys=ids)
+
+    def count(self, connection: Connection) -> TimeoutCount:
+        """Return how many there are, and when the first and the last are due."""
+        [(number, first, last)] = self._count.rows(connection)
+        if not number:
+            return TimeoutCount(0, None, None)
+        return TimeoutCount(number, *(None if one is None else self._times.read(one) for one in (first, last)))
+
+
+def _new_row(holds: Table, dialect: Dialect) -> Insert:
+    """Return an insert that leaves a row with the same primary key, which is of two columns, as it is."""
+    match dialect.sql.name:
+        case "postgresql":
+            return postgresql.insert(holds).on_conflict_do_nothing()
+        case "sqlite":
+            return sqlite.insert(holds).on_conflict_do_nothing()
+        case "mssql":
+            return insert(holds)
+        case _:
+            return dialect.insert_new(holds, "id")
+
+
+def _text(key: Any) -> str:  # noqa: ANN401 - a text or a UUID
+    return str(key).lower()

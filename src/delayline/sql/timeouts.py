@@ -1,0 +1,163 @@
+"""The timeout persister on SQL: the table of NServiceBus' SQL persistence, and beside it who holds what."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sqlalchemy import inspect
+
+from delayline.errors import ConfigurationError, NotStarted
+from delayline.sql import setup
+from delayline.sql.statements import check_size
+from delayline.sql.store_part import StorePart
+from delayline.sql.timeout_statements import TimeoutStatements
+from delayline.sql.timeout_tables import table_prefix, timeout_table
+
+if TYPE_CHECKING:
+    import uuid
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from sqlalchemy import Connection, Table
+
+    from delayline.delayed.timeout_persister import Timeout, TimeoutCount, TimeoutsChunk
+    from delayline.sql.two_phase import TwoPhaseCommit
+    from delayline.transaction import Transaction
+
+
+class SqlTimeoutPersister(StorePart):
+    """Keeps timeouts in the table of NServiceBus' SQL persistence, which a .NET endpoint may have left or share.
+
+    table_prefix: what the table's name begins with; the endpoint's with `_` for `.` and at the end when left out.
+    schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
+    two_phase: makes transactions with a transport in another database one; this one prepares them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        table_prefix: str | None = None,
+        schema: str | None = None,
+        two_phase: TwoPhaseCommit | None = None,
+    ) -> None:
+        super().__init__(url, schema, two_phase)
+        if table_prefix is not None and not table_prefix:
+            raise ConfigurationError("table_prefix='' would be every endpoint's: leave it out, or name one")
+        self._prefix = table_prefix
+        self._open: TimeoutStatements | None = None
+        self._take_part()
+
+    def table_of(self, endpoint_name: str) -> str:
+        """Return the name of the endpoint's table. Raises ConfigurationError for one too long."""
+        return str(self._table(endpoint_name).name)
+
+    async def has_table(self, endpoint_name: str) -> bool:
+        """Tell whether the endpoint's table is there; the persister need not be open, and nothing is changed."""
+        table = self._table(endpoint_name)
+        return await self._database.look(
+            lambda connection: inspect(connection).has_table(str(table.name), schema=table.schema)
+        )
+
+    async def setup_infrastructure(self, endpoint_name: str) -> None:
+        """Create what is missing; a table that .NET has made stays as it is. Raises as a store's does."""
+        table = self._table(endpoint_name)
+        await self._database.open()
+        try:
+            await self._database.write(partial(self._set_up, table=table))
+        finally:
+            await self._database.close()
+
+    async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
+        """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
+        others = self._others(self._table(endpoint_name))
+        return await self._database.look(
+            lambda connection: setup.texts(setup.plan(connection, self._tables, *others), self._database.dialect)
+        )
+
+    async def open(self, endpoint_name: str) -> None:
+        """Open the database, check that the endpoint's table is there, and add what pollers take turns with."""
+        if self._open is not None:
+            return
+        table = self._table(endpoint_name)
+        statements = TimeoutStatements(table, self._tables, self._database.dialect)
+        await self._database.open()
+        try:
+            await self._database.read(lambda connection: setup.check(connection, self._tables, *self._others(table)))
+            await self._database.write(statements.set_up)
+            if self._two_phase is not None:
+                await self._two_phase.start()
+        except BaseException:
+            await self._database.close()
+            raise
+        self._open = statements
+
+    async def close(self) -> None:
+        """Disconnect. Idempotent."""
+        if self._open is not None:
+            self._open = None
+            if self._two_phase is not None:
+                await self._two_phase.stop()
+            await self._database.close()
+
+    async def add(self, timeout: Timeout, transaction: Transaction | None = None) -> None:
+        """Keep the timeout."""
+        check_size(timeout.message, self._database.dialect)
+        await self._database.write(partial(self._statements.add, timeout=timeout), transaction, one_statement=True)
+
+    async def peek(self, timeout_id: str, transaction: Transaction | None = None) -> Timeout | None:
+        """Return the timeout, locked until the end of the transaction."""
+        peek = partial(self._statements.peek, timeout_id=timeout_id, locking=transaction is not None)
+        if transaction is None:
+            return await self._database.read(peek)
+        return await self._database.write(peek, transaction)
+
+    async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
+        """Delete the timeout and return it."""
+        return await self._database.write(partial(self._statements.take_one, timeout_id=timeout_id), transaction)
+
+    async def remove(self, timeout_id: str, transaction: Transaction | None = None) -> bool:
+        """Delete the timeout and its hold."""
+        return await self._database.write(partial(self._statements.remove, timeout_id=timeout_id), transaction)
+
+    async def remove_by_saga(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> int:
+        """Delete the saga's timeouts."""
+        clear = partial(self._statements.remove_by_saga, saga_id=saga_id)
+        return await self._database.write(clear, transaction, one_statement=True)
+
+    async def next_chunk(
+        self, at: datetime, limit: int, *, hold_until: datetime, transaction: Transaction | None = None
+    ) -> TimeoutsChunk:
+        """Hold what is due and free."""
+        statements = self._statements
+        if limit == 0:
+            return await self._database.read(lambda connection: statements.look(connection, at, 0)[0])
+        take = partial(statements.take, at=at, limit=limit, hold_until=hold_until)
+        return await self._database.write(take, transaction)
+
+    async def hold(self, ids: Sequence[str], until: datetime) -> None:
+        """Hold until then what is held."""
+        hold = partial(self._statements.hold, ids=ids, until=until)
+        await self._database.write(hold, one_statement=len(ids) == 1)
+
+    async def count(self) -> TimeoutCount:
+        """Return how many timeouts wait."""
+        return await self._database.read(self._statements.count)
+
+    @property
+    def _statements(self) -> TimeoutStatements:
+        if self._open is None:
+            raise NotStarted("the timeout persister is not open: start its endpoint first")
+        return self._open
+
+    def _table(self, endpoint_name: str) -> Table:
+        prefix = self._prefix or table_prefix(endpoint_name)
+        return timeout_table(prefix, self._schema, self._database.dialect)
+
+    def _others(self, table: Table) -> list[Table]:
+        shared = self._tables.of(self._database.dialect.sql.name)
+        return [table] if self._tables.leases in shared else [table, self._tables.leases]
+
+    def _set_up(self, connection: Connection, table: Table) -> None:
+        setup.set_up(connection, self._database.dialect, self._tables, *self._others(table))

@@ -1,0 +1,105 @@
+"""Looking through what waits in a store, a statement a span of due time, on a connection of its own; blocks."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import func, select
+
+from delayline.sql.database import Database
+from delayline.sql.schema import in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement, Connection, Select
+
+    from delayline.sql.dialect import Dialect
+
+SIGNS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "=": operator.eq,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda column, values: column.in_(values),
+}
+
+
+class Condition(NamedTuple):
+    """A comparison of one column: id, destination or due."""
+
+    column: str
+    sign: str
+    value: Any
+
+
+class Span(NamedTuple):
+    """From a due time on and up to another one, without it; None is without end."""
+
+    start: datetime | None
+    end: datetime | None
+
+
+class Waiting:
+    """What waits in one store's table and meets all the conditions."""
+
+    def __init__(self, url: str, table_name: str, schema: str | None, conditions: Sequence[Condition]) -> None:
+        self._dialect = Database.at(url).dialect
+        dialect = self._dialect
+        self._table = dialect.timeouts_table(dialect.kept_name(table_name), dialect.schema_of(schema))
+        self._conditions = [self._compared(*condition) for condition in conditions]
+
+    def range(self) -> tuple[datetime | None, datetime | None]:
+        """Return the first and the last due time, None where nothing waits."""
+        due = self._table.c.due
+        query = select(func.min(due), func.max(due)).where(*self._conditions)
+        [[first, last]] = next(self._run(query, 1))
+        return (None, None) if first is None else (self._dialect.from_due(first), self._dialect.from_due(last))
+
+    def rows(self, columns: Sequence[str], span: Span, at_once: int) -> Iterator[list[list[Any]]]:
+        """Yield the columns of some rows at a time, due times in UTC, headers as text; earliest due first."""
+        chosen = [self._table.c[name] for name in columns]
+        query = select(*chosen).where(*self._conditions).order_by(*in_order(self._table))
+        if span.start is not None:
+            query = query.where(self._compared("due", ">=", span.start))
+        if span.end is not None:
+            query = query.where(self._compared("due", "<", span.end))
+        reads = readings(columns, self._dialect)
+        for rows in self._run(query, at_once):
+            yield [[read(value) for read, value in zip(reads, row, strict=True)] for row in rows]
+
+    def _run(self, query: Select[Any], at_once: int) -> Iterator[Sequence[Sequence[Any]]]:
+        self._dialect.must_exist()
+        try:
+            with self._dialect.look() as connection:
+                yield from self._dialect_rows(connection, query, at_once)
+        except self._dialect.errors as error:
+            raise self._dialect.translated(error) from error
+
+    def _dialect_rows(
+        self, connection: Connection, query: Select[Any], at_once: int
+    ) -> Iterator[Sequence[Sequence[Any]]]:
+        if self._dialect.sql.name == "postgresql":  # whose cursors on the server live in transactions
+            self._dialect.begin(connection)
+        with connection.execution_options(stream_results=True, yield_per=at_once).execute(query) as result:
+            yield from result.partitions(at_once)
+
+    def _compared(self, column: str, sign: str, value: Any) -> ColumnElement[bool]:  # noqa: ANN401 - what it holds
+        if column == "due":
+            convert = self._dialect.to_due
+            value = [convert(one) for one in value] if sign == "in" else convert(value)
+        compared: ColumnElement[bool] = SIGNS[sign](self._table.c[column], value)
+        return compared
+
+
+def readings(columns: Sequence[str], dialect: Dialect) -> list[Callable[[Any], Any]]:
+    """Return for each column how what it keeps is read: due times in UTC, headers as text, bodies as bytes."""
+    special: dict[str, Callable[[Any], Any]] = {
+        "due": dialect.from_due,
+        "headers": lambda kept: bytes(kept).decode("utf-8", "replace"),
+        "body": lambda kept: bytes(kept or b""),
+    }
+    return [special.get(name, str) for name in columns]
