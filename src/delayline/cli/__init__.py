@@ -11,11 +11,14 @@ import click
 from delayline.cli.demo import demo
 from delayline.cli.doctor import doctor
 from delayline.cli.errors import errors
+from delayline.cli.migrate import migrate
 from delayline.cli.options import Commands, examples
 from delayline.cli.pending import cancel, pending, reschedule
+from delayline.cli.rabbitmq import rabbitmq
 from delayline.cli.run import run
 from delayline.cli.send import send
 from delayline.cli.setup import setup
+from delayline.cli.spark import spark
 from delayline.events import LOGGER_NAME
 
 __all__ = ["main"]
@@ -38,5 +41,5 @@ def main() -> None:
     logging.getLogger(LOGGER_NAME).addHandler(QUIET)
 
 
-for command in (demo, setup, run, send, pending, cancel, reschedule, errors, doctor):
+for command in (demo, setup, run, send, pending, cancel, reschedule, errors, doctor, rabbitmq, spark, migrate):
     main.add_command(command)

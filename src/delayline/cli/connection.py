@@ -34,7 +34,7 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     """Open the endpoint's delayed message store."""
     refuse_memory(settings)
     name = settings.named_endpoint
-    store = store_from(settings.where_messages_wait, table_name=settings.table_name)
+    store = store_from(settings.where_messages_wait, table_name=settings.table_name, cold_tier=settings.cold_tier)
     must_exist(settings.where_messages_wait)
     await store.initialize(name, TransactionMode.RECEIVE_ONLY)
     try:

@@ -12,9 +12,12 @@ import click
 from delayline.cli.connection import managed_queues, open_store, open_transport, refuse_memory
 from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
-from delayline.config import endpoint_from, examine, masked, must_exist, store_from, transport_from
+from delayline.config import endpoint_from, examine, must_exist, on_rabbitmq, store_from, transport_from
+from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.store import managed
+from delayline.draining import remains_of
 from delayline.errors import DelaylineError, QueueNotFound
+from delayline.setting_values import masked
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from delayline.cli.screen import Screen
     from delayline.config import Settings
     from delayline.delayed.store import ManagedStore
+    from delayline.draining import Remains
 
 #: Longer overdue than this means that nobody dispatches.
 STALE: Final = timedelta(seconds=10)
@@ -60,7 +64,8 @@ def _check_urls(settings: Settings) -> None:
     """Raise ConfigurationError for settings there is nothing to look at with."""
     _ = settings.named_endpoint
     transport_from(settings.where_queues_are)
-    store_from(settings.where_messages_wait)
+    if not on_rabbitmq(settings.where_messages_wait):
+        store_from(settings.where_messages_wait)
 
 
 async def _examine(settings: Settings) -> list[Finding]:
@@ -70,6 +75,7 @@ async def _examine(settings: Settings) -> list[Finding]:
         ("database", _database),
         ("queues", _queues),
         ("delayed messages", _delayed_messages),
+        ("timeout manager", _timeouts),
     ):
         try:
             findings += [finding async for finding in look(settings)]
@@ -85,7 +91,8 @@ def _guarantee(settings: Settings) -> Finding:
         endpoint = endpoint_from(settings)
     except DelaylineError as error:
         return Finding("guarantee", ok=False, text=str(error))
-    parts = f"{type(endpoint.transport).__name__} with stored delayed delivery in {endpoint.transaction_mode.name}"
+    waiting = "stored delayed delivery" if isinstance(endpoint.delayed_delivery, StoredDelivery) else "delay levels"
+    parts = f"{type(endpoint.transport).__name__} with {waiting} in {endpoint.transaction_mode.name}"
     return Finding("guarantee", ok=True, text=f"{endpoint.guarantee}: {parts}")
 
 
@@ -96,8 +103,13 @@ async def _connection(settings: Settings) -> AsyncIterator[Finding]:
 
 
 async def _database(settings: Settings) -> AsyncIterator[Finding]:
-    for what, ok, text in await examine(settings.where_messages_wait):
-        yield Finding(what, ok, text)
+    places = [settings.where_messages_wait]
+    if on_rabbitmq(settings.where_queues_are):
+        places.append(settings.where_queues_are)
+    levels = on_rabbitmq(settings.where_messages_wait) or settings.delay_levels_from_seconds is not None
+    for place in dict.fromkeys(places):
+        for what, ok, text in await examine(place, delay_levels=levels):
+            yield Finding(what, ok, text)
 
 
 async def _queues(settings: Settings) -> AsyncIterator[Finding]:
@@ -117,6 +129,9 @@ async def _queues(settings: Settings) -> AsyncIterator[Finding]:
 
 
 async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
+    if on_rabbitmq(settings.where_messages_wait):
+        yield Finding("pending", ok=True, text="in delay levels. Count it with: delayline rabbitmq pending")
+        return
     async with open_store(settings) as opened:
         store = managed(opened)
         waiting = sum(one.count for one in await store.count_by_due(ALL_TIME))
@@ -135,3 +150,31 @@ async def _overdue(store: ManagedStore) -> Finding:
     stale = now - first.due > STALE
     remedy = ". Nobody dispatches: is an endpoint of this name running?" if stale else ""
     return Finding("overdue", ok=not stale, text=f"{number} messages; {oldest}{remedy}")
+
+
+async def _timeouts(settings: Settings) -> AsyncIterator[Finding]:
+    if settings.timeouts_url is None:
+        return
+    must_exist(settings.timeouts_url)
+    async with open_transport(settings) as transport:
+        yield _drained(await remains_of(settings.timeouts_url, settings.named_endpoint, transport), settings)
+
+
+def _drained(remains: Remains, settings: Settings) -> Finding:
+    what, disabled, timeouts = "timeout manager", settings.disable_timeout_manager, remains.timeouts
+    if not remains.empty:
+        number, now = 0 if timeouts is None else timeouts.number, datetime.now(UTC)
+        text = f"{number} timeouts wait, {remains.queued} messages are in its queues"
+        first = None if timeouts is None else timeouts.first
+        stale = first is not None and now - first > STALE
+        if disabled:
+            text += ". Nobody delivers them: take disable_timeout_manager out of the settings"
+        elif first is not None:
+            text += f"; the first is due {local(first)}, {relative(first, now)}"
+            text += ". Nobody dispatches: is an endpoint of this name running?" if stale else ""
+        return Finding(what, ok=not (disabled or stale), text=text)
+    left = [f"queue {name}" for name in remains.queues] + ([f"table {remains.table}"] if timeouts is not None else [])
+    deletable = f"these can be deleted: {', '.join(left)}" if left else "nothing of it is left"
+    if disabled:
+        return Finding(what, ok=True, text=f"empty and disabled; {deletable}")
+    return Finding(what, ok=True, text=f"empty. Set disable_timeout_manager = true; then {deletable}")

@@ -9,14 +9,25 @@ from typing import Any, Final
 import click
 
 from delayline.cli.screen import Screen
-from delayline.config import FILE_NAME, describe_setting, flag_of, load_settings, setting_names, variable_of
+from delayline.config import describe_setting, flag_of, load_settings, setting_names, variable_of
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
+from delayline.setting_sources import FILE_NAME
 
 FAILED: Final = 1
 WRONG_USAGE: Final = 2
 
 #: Settings that say where messages are and whose they are; `run` and `doctor` take all of them.
-PLACES: Final = ("endpoint", "url", "store_url", "transport_url", "table_name", "error_queue", "transaction_mode")
+PLACES: Final = (
+    "endpoint",
+    "url",
+    "store_url",
+    "transport_url",
+    "delay_levels_from_seconds",
+    "table_name",
+    "cold_tier",
+    "error_queue",
+    "transaction_mode",
+)
 
 Command = Callable[..., Any]
 

@@ -10,6 +10,7 @@ from typing import Final
 import click
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +30,18 @@ class Screen:
     def animated(self) -> bool:
         """Whether progress may move on this screen."""
         return self.console.is_terminal and not self.as_json
+
+    def progress(self) -> Progress:
+        """Return a progress bar, which shows only where it may move and is gone when it is done."""
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.animated,
+        )
 
     def tell(self, text: str, style: str | None = None) -> None:
         """Print a line for people."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from delayline.cli.connection import sending_endpoint
 from delayline.cli.due import due_options, in_the_future, local, relative
@@ -110,7 +109,7 @@ def _header(text: str) -> tuple[str, str]:
 def _send_file(settings: Settings, screen: Screen, file: Path) -> None:
     rows = RowFile(file)
     told: list[tuple[int, str]] = []
-    with RejectedFile(rows) as rejected, _progress(screen) as progress:
+    with RejectedFile(rows) as rejected, screen.progress() as progress:
         task = progress.add_task("stored 0", total=file.stat().st_size)
         bulk = Bulk(rows, rejected, told)
 
@@ -182,15 +181,3 @@ class Bulk:
         self._rejected.add(line, str(error))
         if len(self._told) < TOLD:
             self._told.append((line.number, str(error)))
-
-
-def _progress(screen: Screen) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=screen.console,
-        transient=True,
-        disable=not screen.animated,
-    )

@@ -9,9 +9,12 @@ import click
 
 from delayline.cli.connection import refuse_memory
 from delayline.cli.options import PLACES, examples, json_option, settings_options
-from delayline.config import endpoint_from, masked, planned_setup, transport_from
+from delayline.config import endpoint_from, planned_setup, transport_from
+from delayline.setting_values import masked
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from delayline.cli.screen import Screen
     from delayline.config import Settings
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 )
 @click.option("--queue", "queues", multiple=True, metavar="NAME", help="A further queue to create; repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and run none of it.")
-@settings_options(*PLACES)
+@settings_options(*PLACES, "journal")
 @json_option
 def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: bool) -> None:
     """Create or upgrade the queues and the table of an endpoint, or further queues only.
@@ -36,9 +39,7 @@ def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: 
     if settings.endpoint is None and not queues:
         _ = settings.named_endpoint  # says how to name one
     if dry_run:
-        statements = asyncio.run(planned_setup(settings, queues))
-        screen.tell("\n".join(f"{statement};" for statement in statements) or "nothing to do")
-        screen.document({"statements": list(statements)})
+        _show(screen, asyncio.run(planned_setup(settings, queues)))
         return
     asyncio.run(_setup(settings, queues))
     created = list(queues)
@@ -47,6 +48,19 @@ def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: 
         screen.tell(f"delayed messages of {settings.endpoint} wait at {masked(settings.where_messages_wait)}")
     screen.tell(f"queues at {masked(settings.where_queues_are)}: {', '.join(created)}")
     screen.document({"endpoint": settings.endpoint, "queues": created})
+
+
+def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:
+    """Show the statements; of several databases' say whose they are, in a comment, so that all of it stays SQL."""
+    needed = {masked(url): statements for url, statements in planned.items() if statements}
+    for place, statements in needed.items():
+        if len(planned) > 1:
+            screen.tell(f"-- {place}")
+        screen.tell("\n".join(f"{statement};" for statement in statements))
+    if not needed:
+        screen.tell("nothing to do")
+    every = [statement for statements in needed.values() for statement in statements]
+    screen.document({"statements": every, "databases": needed})
 
 
 async def _setup(settings: Settings, queues: tuple[str, ...]) -> None:

@@ -6,7 +6,13 @@ try:
     import pytest
 
     pytest.register_assert_rewrite("delayline.testing.conformance")
-    from delayline.testing.conformance import DeliveryConformance, StoreConformance, TransportConformance
+    from delayline.testing.conformance import (
+        DeliveryConformance,
+        NativeDeliveryConformance,
+        StoreConformance,
+        TimeoutPersisterConformance,
+        TransportConformance,
+    )
 except ModuleNotFoundError as error:
     if error.name is None or not error.name.startswith("pytest"):
         raise
@@ -23,7 +29,9 @@ __all__ = [
     "FaultyStore",
     "FaultyTransport",
     "ManualClock",
+    "NativeDeliveryConformance",
     "Signals",
     "StoreConformance",
+    "TimeoutPersisterConformance",
     "TransportConformance",
 ]

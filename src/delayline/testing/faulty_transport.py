@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from delayline.testing.faults import Fault, Faulty
-from delayline.transport import ManagedQueues, ReceivedMessage, Receiver, Transport, TransportTransactions
+from delayline.transport import (
+    ManagedQueues,
+    QualifiedQueues,
+    ReceivedMessage,
+    Receiver,
+    Transport,
+    TransportTransactions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -106,7 +113,15 @@ class _Queues(Faulty):
         return await self._call("purge", lambda: self._inner.purge(queue), queue)
 
 
+class _Names(Faulty):
+    _inner: QualifiedQueues
+
+    def qualified(self, queue: str, qualifier: str) -> str:
+        return self._inner.qualified(queue, qualifier)
+
+
 _CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (TransportTransactions, _Transactions),
     (ManagedQueues, _Queues),
+    (QualifiedQueues, _Names),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,7 @@ import click
 
 from delayline.cli.demo import reminders
 from delayline.cli.demo.lateness import draw
+from delayline.cli.demo.pipeline import pipeline_on
 from delayline.cli.demo.play import Play
 from delayline.cli.demo.stage import Stage
 from delayline.cli.demo.verdict import show, verdict_of
@@ -20,8 +22,10 @@ from delayline.cli.options import FAILED, examples, json_option
 from delayline.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
+    from delayline.cli.demo.pipeline import Pipeline
     from delayline.cli.demo.verdict import Verdict
     from delayline.cli.screen import Screen
+    from delayline.spark.audit import Totals
 
 REPOSITORY: Final = Path(__file__).parents[4]
 REMINDERS_FILE: Final = Path("examples/reminders/reminders.csv")
@@ -41,14 +45,25 @@ REMINDERS_FILE: Final = Path("examples/reminders/reminders.csv")
 @click.option(
     "--outage", type=click.FloatRange(0, 10), default=1.0, show_default=True, help="Seconds until the restart."
 )
+@click.option("--spark", "on_spark", is_flag=True, help="Schedule with Spark, and audit the journal with it.")
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Where the audit goes; else to the run's folder."
+)
 @json_option
 def demo(
-    screen: Screen, file: Path | None, directory: Path | None, rows: int | None, within: float | None, outage: float
+    screen: Screen,
+    file: Path | None,
+    directory: Path | None,
+    rows: int | None,
+    within: float | None,
+    outage: float,
+    on_spark: bool,
+    report: Path | None,
 ) -> None:
     """Send 10,000 reminders through SQLite, kill the dispatcher half way, and count what arrives.
 
-    A sender, a dispatcher and a receiver run as processes of their own. Exit code 1 when a message was lost, doubled
-    or early.
+    A sender, a dispatcher and a receiver run as processes of their own; with --spark a Spark job is the sender. Exit
+    code 1 when a message was lost, doubled or early.
     """
     chosen = _reminders(file)[:rows]
     if within is not None:
@@ -57,15 +72,20 @@ def demo(
     reminders.write(stage.reminders, chosen)
     longest = timedelta(milliseconds=max(one.delay_ms for one in chosen))
     screen.tell(f"{len(chosen):,} reminders, due within {longest.total_seconds():g} s of sending, in {stage.directory}")
-    play = Play(stage, len(chosen), longest=longest, outage=timedelta(seconds=outage))
-    with watcher(screen) as watch:
-        course = asyncio.run(play.run(watch))
-    verdict = verdict_of(course)
-    show(screen, verdict)
-    plot = _draw(screen, stage, verdict)
+    audited: Totals | None = None
+    with pipeline_on(stage, wanted=on_spark or report is not None) as pipeline:
+        play = Play(stage, len(chosen), longest=longest, outage=timedelta(seconds=outage), pipeline=pipeline)
+        with watcher(screen) as watch:
+            course = asyncio.run(play.run(watch))
+        verdict = verdict_of(course)
+        show(screen, verdict)
+        plot = _draw(screen, stage, verdict)
+        if pipeline is not None:
+            audited = _audit(screen, pipeline, report or stage.report)
     _conclude(screen, verdict)
-    screen.document({**verdict.document(), "plot": plot, "directory": str(stage.directory)})
-    if not verdict.kept:
+    documents = {"plot": plot, "directory": str(stage.directory), "audit": None if audited is None else asdict(audited)}
+    screen.document({**verdict.document(), **documents})
+    if not verdict.kept or not (audited is None or audited.clean):
         click.get_current_context().exit(FAILED)
 
 
@@ -98,6 +118,14 @@ def _draw(screen: Screen, stage: Stage, verdict: Verdict) -> str | None:
         return None
     screen.tell(f"\nthe same as a picture: {stage.plot}")
     return str(stage.plot)
+
+
+def _audit(screen: Screen, pipeline: Pipeline, report: Path) -> Totals:
+    report.parent.mkdir(parents=True, exist_ok=True)
+    totals = pipeline.audit(report)
+    counts = ", ".join(f"{getattr(totals, name):,} {name}" for name in ("scheduled", "lost", "duplicated", "early"))
+    screen.tell(f"audited with Spark: {counts}; the report is {report}", None if totals.clean else "bold red")
+    return totals
 
 
 def _conclude(screen: Screen, verdict: Verdict) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import IO, TYPE_CHECKING, Final
 
@@ -21,6 +21,8 @@ from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from delayline.cli.demo.pipeline import Pipeline
 
 LOOK_EVERY: Final = 0.1  # seconds
 START_UP: Final = timedelta(seconds=15)
@@ -84,8 +86,12 @@ class Course:
 class Play:
     """One run of the demo on a stage that holds the reminders."""
 
-    def __init__(self, stage: Stage, total: int, *, longest: timedelta, outage: timedelta) -> None:
+    def __init__(
+        self, stage: Stage, total: int, *, longest: timedelta, outage: timedelta, pipeline: Pipeline | None = None
+    ) -> None:
         self._stage = stage
+        self._pipeline = pipeline
+        self._scheduling: asyncio.Future[None] | None = None
         self._clock = SystemClock()
         self._longest = longest
         self._outage = outage
@@ -98,12 +104,16 @@ class Play:
     async def run(self, watch: Callable[[Course], None]) -> Course:
         """Play it to its end, calling `watch` with the course several times a second."""
         for name in (REMINDERS, DESTINATION):
-            await endpoint_from(self._stage.settings(name)).setup()
+            journal = True if self._pipeline is not None and name == REMINDERS else None
+            await endpoint_from(replace(self._stage.settings(name), journal=journal)).setup()
         async with self._company():
             await self._start(RECEIVER)
             await self._start(DISPATCHER)
             await self._until(lambda: self._starts == 2, START_UP, watch)
-            await self._start(SENDER)
+            if self._pipeline is None:
+                await self._start(SENDER)
+            else:
+                self._scheduling = asyncio.ensure_future(asyncio.to_thread(self._pipeline.schedule))
             await self._until(self._over, None, watch)
             await self._clock.sleep(AFTERMATH)
             self._look()
@@ -156,6 +166,9 @@ class Play:
             await self._start(DISPATCHER)
 
     def _check_processes(self) -> None:
+        if self._pipeline is not None and self._scheduling is not None and self._scheduling.done():
+            self._scheduling.result()
+            self._sender_done = self._sender_done or self._clock.now() + self._pipeline.lead
         for party, process in self._processes.items():
             if process.returncode is None:
                 continue

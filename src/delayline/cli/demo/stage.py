@@ -37,6 +37,11 @@ class Stage:
         """The lateness histogram."""
         return self.directory / "lateness.png"
 
+    @property
+    def report(self) -> Path:
+        """The audit, where there is one."""
+        return self.directory / "report.html"
+
     def settings(self, endpoint: str) -> Settings:
         """Return the settings of one of the endpoints, all on one SQLite file."""
         return Settings(endpoint=endpoint, url=f"sqlite:///{self.directory / 'demo.db'}", number_of_retries=5)

@@ -201,6 +201,8 @@ class DeliveryRoom:
     #: As in the store's suite: the steps of due times, and whether ties are in the order of storing or of their ids.
     step: timedelta = TICK
     keeps_order: bool = True
+    #: Whether the transport hands messages out in the order in which they were dispatched to it.
+    arrives_in_order: bool = True
 
     async def make_parts(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
         """Return a new transport and a new store over storage that is empty when a test begins. Override this."""

@@ -108,6 +108,8 @@ class DeliveryInTime(DeliveryRoom):
 
     async def test_messages_arrive_in_the_order_of_their_due_times(self, parts: Parts) -> None:
         """Strictly, at one receiver that handles one at a time, ties as they were sent, or by their ids."""
+        if not self.arrives_in_order:
+            pytest.skip("not claimed: queues in the order of dispatch")
         async with parts.endpoint(concurrency=1) as endpoint:
             expected = []
             for number in range(40):

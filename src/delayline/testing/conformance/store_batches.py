@@ -42,11 +42,11 @@ class StoreBatches(StoreRoom):
 
     async def test_a_large_batch(self, batches: InBatches) -> None:
         """More rows than one statement may have parameters."""
-        messages = [delayed(f"m{number:04}") for number in range(5000)]
+        messages = [delayed(f"m{number:04}") for number in range(self.large_batch)]
         await batches.store_many(messages)
-        fetched = await batches.fetch_due(AT, 5000, max_bytes=PLENTY)
+        fetched = await batches.fetch_due(AT, self.large_batch, max_bytes=PLENTY)
         assert [message.id for message in fetched] == [message.id for message in messages]
-        assert await batches.remove_many(fetched) == 5000
+        assert await batches.remove_many(fetched) == self.large_batch
         assert await batches.next_due() is None
 
     async def test_the_limit_holds(self, batches: InBatches) -> None:
@@ -77,7 +77,7 @@ class StoreBatches(StoreRoom):
 
     async def test_one_message_larger_than_max_bytes_is_returned(self, batches: InBatches) -> None:
         """Alone: a large message must not wait for ever."""
-        await batches.store_many([delayed("large", body=b"x" * 100_000), delayed("small")])
+        await batches.store_many([delayed("large", body=b"x" * min(100_000, self.largest_body)), delayed("small")])
         assert [message.id for message in await batches.fetch_due(AT, 10, max_bytes=1)] == ["large"]
         assert [message.id for message in await batches.fetch_due(AT, 10, max_bytes=1)] == ["small"]
 
@@ -104,12 +104,12 @@ class StoreBatches(StoreRoom):
         await batches.store_many([delayed("bad"), delayed("good", AT + self.step), delayed("gone")])
         fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
         await batches.remove(delayed("gone"))
-        assert await batches.retry_many(fetched, AT + timedelta(seconds=1)) == 1
+        again = AT + timedelta(seconds=10)
+        assert await batches.retry_many(fetched, again) == 1
         assert await batches.next_due() == AT + self.step
         same(await batches.fetch_next_due(AT + self.step), delayed("good", AT + self.step))
         assert await batches.fetch_next_due(AT + self.step) is None
-        again = replace(delayed("bad", AT + timedelta(seconds=1)), number_of_retries=1)
-        same(await batches.fetch_next_due(AT + timedelta(seconds=1)), again)
+        same(await batches.fetch_next_due(again), replace(delayed("bad", again), number_of_retries=1))
 
     async def test_release_many_unlocks_uncounted(self, batches: InBatches) -> None:
         """Released messages are fetched again as they were; releasing twice, or what is gone, is no error."""

@@ -53,7 +53,12 @@ class StoreContent(StoreRoom):
         ids=["empty", "nul", "every byte", "text", "byte order mark", "5 MB"],
     )
     async def test_a_body_survives(self, store: DelayedMessageStore, body: bytes) -> None:
-        """Any bytes, none to five megabytes."""
+        """Any bytes, none to five megabytes, or to the store's limit, which its error names."""
+        if len(body) > self.largest_body:
+            with pytest.raises(InvalidMessage, match=str(len(body))):
+                await store.store(delayed(body=body))
+            assert await store.next_due() is None
+            return
         await store.store(delayed(body=body))
         same(await store.fetch_next_due(AT), delayed(body=body))
 

@@ -73,6 +73,10 @@ class StoreRoom:
     step: timedelta = TICK
     #: Whether messages that are due together are fetched as they were stored; otherwise in the order of their ids.
     keeps_order: bool = True
+    #: How many bytes a body may have; a larger one is refused with InvalidMessage.
+    largest_body: int = 5 * 1024 * 1024
+    #: How many messages make a large batch: more than one statement or request may have.
+    large_batch: int = 5000
     #: Whether a store takes what only looks like another id for that id; then it refuses the second one.
     folds_ids: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from delayline.testing.conformance.transport_room import TransportRoom, nothing_
 from delayline.transport import ManagedQueues, TransportOperation, TransportTransactions
 
 if TYPE_CHECKING:
+    from delayline.testing.conformance.transport_room import WithManagedQueues
     from delayline.transport import Transport
 
 AT_ONCE = "00:00:00"
@@ -37,13 +38,15 @@ class TransportExpiry(TransportRoom):
         sent = [operation("billing", "before"), expiring(AT_ONCE, "late"), operation("billing", "after")]
         with caplog.at_level(logging.DEBUG, "delayline"):
             await transport.dispatch(sent)
-            assert ids(await received(await transport.receiver("billing"), 2)) == ["before", "after"]
+            found = ids(await received(await transport.receiver("billing"), 2))
+            assert self.in_order(found) == self.in_order(["before", "after"])
             await nothing_left(transport, "billing")
         told = [record for record in caplog.records if getattr(record, "event", None) == Event.EXPIRED]
-        assert len(told) == 1
-        assert "late" in told[0].getMessage()
+        if self.tells_expired:
+            assert len(told) == 1
+            assert "late" in told[0].getMessage()
         if isinstance(transport, ManagedQueues):
-            assert await transport.count("billing") == 2
+            await self.counted(cast("WithManagedQueues", transport), "billing", visible=0, hidden=2)
 
     async def test_many_expired_messages_are_passed_over(self, transport: Transport) -> None:
         """More of them than a receiver takes at once."""
@@ -52,7 +55,7 @@ class TransportExpiry(TransportRoom):
         assert ids(await received(receiver, 1)) == ["m"]
         await nothing_left(transport, "billing")
         if isinstance(transport, ManagedQueues):
-            assert await transport.count("billing") == 1
+            await self.counted(cast("WithManagedQueues", transport), "billing", visible=0, hidden=1)
 
     @pytest.mark.parametrize("span", [DAY, LONG, "soon", "", "00:00", "25:00:00", "-00:00:01"])
     async def test_others_arrive(self, transport: Transport, span: str) -> None:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 import pytest_asyncio
 
+from delayline.errors import ConfigurationError
+from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import PATIENCE
 from delayline.transport import ManagedQueues, Transport, TransportTransactions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from delayline.transport import ReceivedMessage, Receiver
@@ -41,6 +43,7 @@ async def nothing_left(transport: Transport, queue: str) -> None:
     """Assert that nobody can receive anything from the queue."""
     receiver = await transport.receiver(queue)
     receiving = asyncio.create_task(receiver.receive(1))
+    await settle()
     await transport.dispatch([])
     await receiver.stop()
     async with asyncio.timeout(PATIENCE):
@@ -52,6 +55,35 @@ class TransportRoom:
     """Fixtures of the transport suite."""
 
     pytestmark = pytest.mark.asyncio
+
+    #: Whether a receiver holds more than `receive` has returned, until it is stopped.
+    reads_ahead: bool = False
+    #: Whether what a receiver holds is counted and shown with the rest of its queue.
+    shows_hidden: bool = True
+    #: Whether it is this process that deletes what nobody received in time, and so can tell.
+    tells_expired: bool = True
+    #: How many bytes a body may have; a larger one is refused with InvalidMessage.
+    largest_body: int = 5 * 1024 * 1024
+    #: Whether messages are received in the order in which they were sent.
+    keeps_order: bool = True
+    #: Whether queues are named as the user likes; otherwise some names are refused with ConfigurationError.
+    takes_any_name: bool = True
+    #: Whether browsing shows what a receiver holds, where it is counted.
+    browses_hidden: bool = True
+
+    def in_order(self, ids: Sequence[str]) -> list[str]:
+        """Return the ids of received messages, as they came or, where order is not kept, sorted: to compare them."""
+        return list(ids) if self.keeps_order else sorted(ids)
+
+    async def has_queues(self, transport: Transport, *names: str) -> None:
+        """Create the queues; skips where the transport cannot have them, having said so."""
+        try:
+            await transport.setup_infrastructure(names)
+        except ConfigurationError as error:
+            assert any(repr(name) in str(error) for name in names)
+            if self.takes_any_name:
+                raise
+            pytest.skip("not claimed: queues of any name")
 
     async def make_transport(self, tmp_path: Path) -> Transport:
         """Return a new transport, not started, over storage that is empty when a test begins. Override this."""
@@ -65,6 +97,19 @@ class TransportRoom:
         await transport.setup_infrastructure(QUEUES)
         yield transport
         await transport.stop()
+
+    async def holds_no_more(self, receiver: Receiver) -> None:
+        """Return once the receiver holds no more than it has returned: one that reads ahead has to stop for that."""
+        if self.reads_ahead:
+            await receiver.stop()
+
+    async def counted(self, managed: WithManagedQueues, queue: str, *, visible: int, hidden: int = 0) -> None:
+        """Assert how many messages are in the queue; a back end that others change counts soon."""
+        expected = visible + hidden if self.shows_hidden else visible
+        async with asyncio.timeout(PATIENCE if self.reads_ahead else None):
+            while (number := await managed.count(queue)) != expected and self.reads_ahead:
+                pass
+        assert number == expected
 
     @pytest.fixture
     def transacting(self, transport: Transport) -> Transacting:

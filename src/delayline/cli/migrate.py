@@ -1,0 +1,399 @@
+"""`delayline migrate`: what waits in one system moves to another, with Spark."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from delayline.cli.due import INSTANTS, instant_given
+from delayline.cli.options import FAILED, Command, Commands, examples, json_option
+from delayline.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from pyspark.sql import SparkSession
+
+    from delayline.cli.screen import Screen
+    from delayline.migration import EndpointPreview, Outcome, Plan
+    from delayline.migration.journal import Run
+    from delayline.migration.source import TableSource
+    from delayline.migration.verify import Verified
+
+SOURCE_VARIABLE: Final = "DELAYLINE_MIGRATE_SOURCE"
+TARGET_VARIABLE: Final = "DELAYLINE_MIGRATE_TARGET"
+KINDS: Final = ("nservicebus-sql", "nhibernate", "delayline", "procrastinate")
+SHOWN: Final = 10
+FROM_TO: Final = "--from nservicebus-sql --source postgresql://db/nsb --target amqp://broker"
+FROM: Final = "--from nservicebus-sql"
+
+
+@click.group(
+    cls=Commands,
+    epilog=examples(
+        f"delayline migrate preview {FROM_TO} --all-endpoints",
+        f"delayline migrate run {FROM} --endpoint Sales.Orders",
+        f"delayline migrate verify {FROM}",
+    ),
+)
+def migrate() -> None:
+    """Move what waits in one system to another: timeout tables of .NET, or delayline's own stores.
+
+    Rows are taken aside in the source, delivered, confirmed and then marked, batch by batch. Whatever stops a run,
+    resume it or abort it. Needs delayline[spark].
+    """
+
+
+def on_a_source(command: Command) -> Command:
+    """Give a command `source`."""
+
+    @functools.wraps(command)
+    def with_source(*args: object, kind: str, source_url: str, schema: str | None, **arguments: Any) -> Any:  # noqa: ANN401 - click's
+        from delayline.migration import source_at
+
+        return command(*args, source=source_at(kind, source_url, schema=schema), **arguments)
+
+    where = f"The database to empty. [{SOURCE_VARIABLE}]"
+    url = click.option("--source", "source_url", required=True, metavar="URL", help=where, envvar=SOURCE_VARIABLE)
+    kind = click.option(
+        "--from", "kind", required=True, type=click.Choice(KINDS), help="What kind of tables the source has."
+    )
+    schema = click.option("--schema", metavar="NAME", help="Where the source's tables are; the user's own if left out.")
+    decorated: Command = kind(url(schema(with_source)))
+    return decorated
+
+
+def to_a_target(command: Command) -> Command:
+    """Give a command `target_url` and `target_schema`."""
+    text = f"Where messages go: an amqp: URL, a database with delayline's stores, or noop. [{TARGET_VARIABLE}]"
+    url = click.option("--target", "target_url", required=True, metavar="URL", help=text, envvar=TARGET_VARIABLE)
+    schema = click.option("--target-schema", metavar="NAME", help="Where the target's tables are.")
+    decorated: Command = url(schema(command))
+    return decorated
+
+
+def planned(command: Command) -> Command:
+    """Give a command `plan`: source, target, whose rows, which, and how many at a time."""
+
+    @functools.wraps(command)
+    def with_plan(
+        *args: object,
+        source: TableSource,
+        target_url: str,
+        target_schema: str | None,
+        endpoints: Sequence[str],
+        every: bool,
+        cutoff: datetime | None,
+        batch_size: int,
+        **arguments: Any,  # noqa: ANN401 - click's
+    ) -> Any:  # noqa: ANN401 - click's
+        from delayline.migration import Plan, target_at
+
+        if every == bool(endpoints):
+            raise ConfigurationError("say whose messages: --endpoint NAME, once or more often, or --all-endpoints")
+        target = target_at(target_url, schema=target_schema)
+        chosen = None if every else tuple(endpoints)
+        return command(*args, plan=Plan(source, target, chosen, cutoff, batch_size), **arguments)
+
+    options = (
+        click.option("--endpoint", "endpoints", multiple=True, metavar="NAME", help="Whose messages; may be repeated."),
+        click.option("--all-endpoints", "every", is_flag=True, help="Everybody's."),
+        click.option(
+            "--cutoff", callback=instant_given, metavar="TIME", help=f"Only what is due then or later: {INSTANTS}."
+        ),
+        click.option(
+            "--batch-size",
+            type=click.IntRange(1),
+            default=1000,
+            show_default=True,
+            help="Rows delivered, confirmed and marked together.",
+        ),
+    )
+    decorated: Command = with_plan
+    for option in reversed(options):
+        decorated = option(decorated)
+    return on_a_source(to_a_target(decorated))
+
+
+def report_option(command: Command) -> Command:
+    """Give a command `report`, a file for people."""
+    text = "Write a page about it to this file."
+    return click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)(command)
+
+
+def _spark() -> SparkSession:
+    from delayline.spark import spark_session
+
+    return spark_session()
+
+
+@migrate.command(
+    epilog=examples(
+        f"delayline migrate preview {FROM_TO} --all-endpoints",
+        "delayline migrate preview --from nservicebus-sql --target noop --endpoint Sales --json",
+    )
+)
+@planned
+@json_option
+def preview(screen: Screen, plan: Plan) -> None:
+    """Look at what there is to move, and at what could not be and why. Changes nothing, in no place.
+
+    Exit code 1 when something could not move.
+    """
+    from delayline.migration import preview as look
+
+    found = look(plan, _spark())
+    _show(screen, found)
+    screen.document({"endpoints": [_described(one) for one in found]})
+    if any(one.problems or one.unmovable for one in found):
+        click.get_current_context().exit(FAILED)
+
+
+@migrate.command(
+    epilog=examples(
+        f"delayline migrate run {FROM} --endpoint Sales.Orders",
+        f"delayline migrate run {FROM} --all-endpoints --cutoff 2026-12-01T00:00:00+01:00",
+    )
+)
+@planned
+@report_option
+@json_option
+def run(screen: Screen, plan: Plan, report: Path | None) -> None:
+    """Move everything that can be moved. What cannot goes back to where it was, with its reason in the journal.
+
+    Stop the endpoints first. With --target noop everything is read and nothing moved or marked. Exit code 1 when
+    something was set aside.
+    """
+    with _shown(screen) as progress:
+        outcome = _migration(plan, progress).run(_spark())
+    _tell(screen, plan, outcome, report)
+
+
+@migrate.command(
+    epilog=examples(
+        f"delayline migrate resume {FROM} --endpoint Sales.Orders",
+        f"delayline migrate resume {FROM} --all-endpoints --json",
+    )
+)
+@planned
+@report_option
+@json_option
+def resume(screen: Screen, plan: Plan, report: Path | None) -> None:
+    """Go on with a run that something has stopped, with the same parameters; others are refused."""
+    with _shown(screen) as progress:
+        outcome = _migration(plan, progress).resume(_spark())
+    _tell(screen, plan, outcome, report)
+
+
+@migrate.command(
+    epilog=examples(
+        f"delayline migrate abort {FROM} --endpoint Sales.Orders",
+        f"delayline migrate abort {FROM} --all-endpoints --json",
+    )
+)
+@planned
+@json_option
+def abort(screen: Screen, plan: Plan) -> None:
+    """Give back to the source what has not moved, exactly as it was. What has moved stays where it is.
+
+    A batch that was on its way to a broker just then goes back, too: `verify` names its ids.
+    """
+    outcome = _migration(plan, None).abort()
+    progress = outcome.progress
+    restored, marked = (progress.restored, progress.marked) if progress is not None else (0, 0)
+    screen.tell(f"migration {outcome.run} is aborted: {restored} given back, {marked} had moved", "green")
+    screen.document({"run": outcome.run, "restored": restored, "moved": marked})
+
+
+@migrate.command(
+    epilog=examples(
+        "delayline migrate status --from nservicebus-sql --source postgresql://me@old/nsb",
+        "delayline migrate status --from nservicebus-sql --json",
+    )
+)
+@on_a_source
+@click.option("--run", "name", metavar="NAME", help="Which migration; the last one if left out.")
+@json_option
+def status(screen: Screen, source: TableSource, name: str | None) -> None:
+    """Tell how far a migration is, and what was set aside and why."""
+    from delayline.migration.verify import details, run_named
+
+    found = run_named(source, name)
+    progress, reasons, aside = details(source, found, SHOWN)
+    counts = {
+        "rows": progress.rows, "moved": progress.marked, "on_their_way": progress.delivered,
+        "to_go": progress.staged, "given_back": progress.restored, "set_aside": progress.aside,
+    }  # fmt: skip
+    screen.tell(f"migration {found.name} to {found.parameters['target']}: {found.state}")
+    screen.table(("count", "of rows"), [(number, one.replace("_", " ")) for one, number in counts.items()])
+    if reasons:
+        screen.table(("count", "set aside because"), [(number, why) for why, number in reasons[:SHOWN]])
+        screen.table(("id", "reason"), aside)
+    screen.document({**_run_document(found), **counts, "reasons": dict(reasons)})
+
+
+@migrate.command(
+    epilog=examples(
+        "delayline migrate history --from nservicebus-sql --source postgresql://me@old/nsb",
+        "delayline migrate history --from nservicebus-sql --json",
+    )
+)
+@on_a_source
+@json_option
+def history(screen: Screen, source: TableSource) -> None:
+    """List all migrations of a source, the last one first."""
+    from delayline.migration.verify import runs_of
+
+    runs = runs_of(source)
+    rows = [
+        (one.name, one.state, one.parameters["endpoints"], one.parameters["target"], f"{one.started:%Y-%m-%d %H:%M:%S}")
+        for one in runs
+    ]
+    if rows:
+        screen.table(("run", "state", "endpoints", "target", "started (UTC)"), rows)
+    else:
+        screen.tell(f"nothing was ever moved from {source.dialect}")
+    screen.document({"runs": [_run_document(one) for one in runs]})
+
+
+@migrate.command(
+    epilog=examples(f"delayline migrate verify {FROM}", f"delayline migrate verify {FROM} --json --run NAME")
+)
+@on_a_source
+@to_a_target
+@click.option("--run", "name", metavar="NAME", help="Which migration; the last one if left out.")
+@json_option
+def verify(screen: Screen, source: TableSource, target_url: str, target_schema: str | None, name: str | None) -> None:
+    """Hold source, target and journal against each other, message by message; changes nothing.
+
+    Messages that may have been delivered twice are named by their ids. Exit code 1 when anything does not add up.
+    """
+    from delayline.migration import target_at
+    from delayline.migration.verify import verify as compare
+
+    target = target_at(target_url, schema=target_schema)
+    if target is None:
+        raise ConfigurationError("noop has no messages to verify: give the URL that the messages went to")
+    verified = compare(source, target, _spark(), run=name)
+    _tell_verified(screen, verified)
+    if not verified.ok:
+        click.get_current_context().exit(FAILED)
+
+
+def _migration(plan: Plan, progress: Any) -> Any:  # noqa: ANN401 - loaded with PySpark
+    from delayline.migration import Migration
+
+    return Migration(plan, progress=progress)
+
+
+class _shown:  # noqa: N801 - read as a verb
+    """A progress bar, which shows where it may move."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._bars = screen.progress()
+        self._task = self._bars.add_task("moving", total=None)
+
+    def __enter__(self) -> Any:  # noqa: ANN401 - a callback
+        self._bars.start()
+        return self._show
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def _show(self, done: int, rows: int) -> None:
+        self._bars.update(self._task, description=f"{done} of {rows}", completed=done, total=rows or None)
+
+
+def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
+    for one in found:
+        times = "" if one.first is None or one.last is None else f", due {one.first:%Y-%m-%d %H:%M:%S} to "
+        last = "" if one.last is None else f"{one.last:%Y-%m-%d %H:%M:%S} UTC"
+        screen.tell(f"{one.endpoint}: {one.rows} messages{times}{last}, {one.overdue} overdue", "bold")
+        if one.before_cutoff:
+            screen.tell(f"  {one.before_cutoff} are due before the cutoff and stay")
+        for problem in one.problems:
+            screen.tell(f"  ✗ {problem}", "red")
+        screen.table(
+            ("count", "destination"), [(number, name or "(none)") for name, number in one.destinations[:SHOWN]]
+        )
+        if one.unmovable:
+            screen.table(
+                ("count", "cannot move because", "for example"),
+                [(number, reason, example or "") for reason, number, example in one.unmovable[:SHOWN]],
+            )
+    if not found:
+        screen.tell("there is nothing to move")
+
+
+def _described(one: EndpointPreview) -> Mapping[str, object]:
+    return {
+        "endpoint": one.endpoint, "rows": one.rows, "first": one.first, "last": one.last, "overdue": one.overdue,
+        "before_cutoff": one.before_cutoff, "destinations": dict(one.destinations), "problems": one.problems,
+        "unmovable": [{"reason": why, "rows": number, "id": key} for why, number, key in one.unmovable],
+    }  # fmt: skip
+
+
+def _run_document(run: Run) -> dict[str, object]:
+    return {
+        "run": run.name, "state": str(run.state), "parameters": dict(run.parameters), "started": run.started,
+        "finished": run.finished,
+    }  # fmt: skip
+
+
+def _tell(screen: Screen, plan: Plan, outcome: Outcome, report: Path | None) -> None:
+    progress = outcome.progress
+    rows, aside = (0, 0) if progress is None else (progress.rows, progress.aside)
+    moved = 0 if progress is None or plan.target is None else progress.marked - aside
+    if outcome.reasons:
+        screen.table(("count", "set aside because"), [(number, why) for why, number in outcome.reasons[:SHOWN]])
+    if plan.target is None:
+        screen.tell(f"{rows - aside} would move, {aside} would be set aside; nothing was changed")
+    else:
+        rate = f" in {outcome.seconds:.1f} s, {moved / outcome.seconds:.0f}/s" if outcome.seconds else ""
+        text = f"{moved} moved to {plan.target}{rate}, {aside} set aside"
+        screen.tell(f"{text} (migration {outcome.run})", "red" if aside else "green")
+    screen.document(
+        {"run": outcome.run, "state": str(outcome.state), "rows": rows, "moved": moved, "set_aside": aside,
+         "seconds": outcome.seconds, "reasons": dict(outcome.reasons)}
+    )  # fmt: skip
+    if report is not None:
+        from delayline.migration.report import page
+
+        report.write_text(page(plan, outcome), encoding="utf-8")
+        screen.tell(f"the report is in {report}")
+    if outcome.reasons:
+        click.get_current_context().exit(FAILED)
+
+
+def _tell_verified(screen: Screen, found: Verified) -> None:
+    rows: list[tuple[int, str]] = [
+        (found.rows, "were taken aside"),
+        (found.moved, "moved, says the journal"),
+        (found.aside, "were set aside and went back"),
+        (found.restored, "were given back by an abort"),
+        (found.unfinished, "are not done"),
+    ]
+    if found.waiting is not None:
+        rows += [(found.waiting, "wait at the target as they were sent"), (found.gone, "were due and have left it")]
+        rows += [(len(found.missing), "should wait there and do not"), (len(found.changed), "wait there otherwise")]
+    else:
+        screen.tell("the target cannot list what waits: each of these was confirmed by it one by one")
+    rows += [(len(found.doubled), "moved and are in the source too")]
+    rows += [(len(found.repeatable), "may have been delivered more often than once")]
+    screen.table(("count", f"messages of migration {found.run.name}"), rows)
+    for title, ids in (("missing", found.missing), ("changed", found.changed), ("in both", found.doubled)):
+        for one in ids[:SHOWN]:
+            screen.tell(f"{title}: {one}", "red")
+    for one in found.repeatable[:SHOWN]:
+        screen.tell(f"perhaps twice: {one}")
+    screen.tell("✓ everything adds up" if found.ok else "✗ it does not add up", "green" if found.ok else "red")
+    screen.document(
+        {"run": found.run.name, "ok": found.ok, "rows": found.rows, "moved": found.moved, "set_aside": found.aside,
+         "given_back": found.restored, "unfinished": found.unfinished, "waiting": found.waiting, "gone": found.gone,
+         "missing": found.missing, "changed": found.changed, "in_both": found.doubled,
+         "possible_duplicates": found.repeatable}
+    )  # fmt: skip

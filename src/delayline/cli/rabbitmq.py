@@ -1,0 +1,304 @@
+"""`delayline rabbitmq`: the delay levels of a broker, for those who look after it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from delayline.cli.due import duration
+from delayline.cli.options import FAILED, Command, Commands, examples, json_option, settings_options
+from delayline.cli.screen import bar
+from delayline.errors import ConfigurationError
+from delayline.setting_values import masked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.administration import Window
+    from delayline.rabbitmq.infrastructure import DelayInfrastructure
+    from delayline.rabbitmq.migration import Levels, Report
+    from delayline.rabbitmq.verification import Check
+
+SCHEMES: Final = ("amqp://", "amqps://")
+SHOWN: Final = 10
+
+
+@click.group(
+    cls=Commands,
+    epilog=examples(
+        "delayline rabbitmq verify --url amqp://guest:guest@localhost/orders",
+        "delayline rabbitmq migrate --dry-run --url amqp://guest:guest@localhost/orders",
+    ),
+)
+def rabbitmq() -> None:
+    """Create, check, move and count the delay levels that delayed messages wait in on RabbitMQ.
+
+    The broker's URL is the setting `url`, as for all commands; what is said of levels goes for v2, or for what the URL
+    says with ?delays=v1 or ?delays=PREFIX.
+    """
+
+
+def on_a_broker(command: Command) -> Command:
+    """Give a command `address`, from the settings, and `levels`, from its --delays."""
+
+    @functools.wraps(command)
+    def with_broker(*args: object, settings: Settings, delays: str | None, **arguments: Any) -> Any:  # noqa: ANN401 - click's
+        address = broker(settings.where_queues_are)
+        return command(*args, address=address, levels=_levels_named(delays or address.delays), **arguments)
+
+    option = click.option("--delays", metavar="NAME", help="Which levels: v2, v1, or a prefix of your own.")
+    return settings_options("url", "transport_url")(option(with_broker))
+
+
+def management_option(command: Command) -> Command:
+    """Give a command `management_url`."""
+    text = "Where the management API is, if not at the broker's port 15672, with the same user."
+    return click.option("--management-url", metavar="URL", help=text)(command)
+
+
+def broker(url: str) -> BrokerAddress:
+    """Return where the broker at the URL is; raises ConfigurationError for another technology's URL."""
+    if not url.startswith((*SCHEMES, "host=")):
+        raise ConfigurationError(
+            f"{masked(url)!r} is no broker. Give --url amqp://USER:PASSWORD@HOST:PORT/VHOST, or set DELAYLINE_URL"
+        )
+    from delayline.rabbitmq.address import BrokerAddress
+
+    return BrokerAddress.parse(url)
+
+
+def _levels_named(name: str) -> DelayInfrastructure:
+    from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+    return DelayInfrastructure.named(name)
+
+
+@rabbitmq.command(
+    epilog=examples(
+        "delayline rabbitmq create --url amqp://guest:guest@localhost/orders",
+        "delayline rabbitmq create --delays v1",
+    )
+)
+@on_a_broker
+@json_option
+def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) -> None:
+    """Create the delay levels, as .NET endpoints share them. Safe to repeat, and beside running endpoints.
+
+    Levels that somebody made otherwise are left as they are; which argument differs is told, with exit code 1.
+    """
+    from delayline.rabbitmq import administration
+
+    asyncio.run(administration.create(address, levels))
+    made = {"exchanges": len(levels.exchanges), "queues": len(levels.queues), "bindings": len(levels.bindings)}
+    numbers = ", ".join(f"{number} {what}" for what, number in made.items())
+    screen.tell(f"✓ delay levels {levels.prefix}.* are at {address}: {numbers}", "green")
+    screen.document({"broker": str(address), "prefix": levels.prefix, **made})
+
+
+@rabbitmq.command(
+    epilog=examples(
+        "delayline rabbitmq verify --management-url http://broker:15672", "delayline rabbitmq verify --json"
+    )
+)
+@on_a_broker
+@management_option
+@json_option
+def verify(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, management_url: str | None) -> None:
+    """Check version, feature flags, every exchange, queue and binding, and whether due messages get through.
+
+    Needs the broker's management plugin. Exit code 1 when anything differs.
+    """
+    checks = asyncio.run(_verify(address, levels, management_url))
+    width = max(len(check.what) for check in checks)
+    for check in checks:
+        mark, style = ("✓", "green") if check.ok else ("✗", "red")
+        screen.tell(f"{mark} {check.what:<{width}}  {check.text}", style)
+    healthy = all(check.ok for check in checks)
+    screen.document({"healthy": healthy, "checks": [check._asdict() for check in checks]})
+    if not healthy:
+        click.get_current_context().exit(FAILED)
+
+
+async def _verify(address: BrokerAddress, levels: DelayInfrastructure, url: str | None) -> Sequence[Check]:
+    from delayline.rabbitmq import verification
+    from delayline.rabbitmq.management import ManagementApi
+
+    async with ManagementApi(address, url) as api:
+        return [*await verification.verify(api, levels), *await verification.examine(api, levels)]
+
+
+@rabbitmq.command(
+    epilog=examples("delayline rabbitmq migrate --dry-run", "delayline rabbitmq migrate --from v1 --delays v2")
+)
+@on_a_broker
+@click.option("--from", "source", default="v1", show_default=True, metavar="NAME", help="The levels to empty.")
+@click.option("--dry-run", is_flag=True, help="Look at up to 1000 messages of each level, and move none.")
+@json_option
+def migrate(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, source: str, dry_run: bool) -> None:
+    """Move what waits from one set of levels to another on the same broker, v1 to v2.
+
+    Nothing is lost and nothing early: run it again after whatever stopped it; what was just on its way may arrive
+    twice, with the same message id. What cannot be moved is kept apart in the queue delays-migrate-poison-messages,
+    with the reason; a missing destination is tried again with the next run. Exit code 1 when any was kept apart.
+    """
+    from delayline.rabbitmq.migration import Levels
+
+    _move(screen, Levels(address, _levels_named(source)), Levels(address, levels), "migrate", dry_run=dry_run)
+
+
+@rabbitmq.command(
+    epilog=examples(
+        "delayline rabbitmq transfer --source amqp://old/orders --target amqp://new/orders --dry-run",
+        "delayline rabbitmq transfer --source amqp://old/orders?delays=v1 --target amqp://new/orders",
+    )
+)
+@click.option("--source", required=True, metavar="URL", help="The broker to empty.", envvar="DELAYLINE_TRANSFER_SOURCE")
+@click.option("--target", required=True, metavar="URL", help="The broker to fill.", envvar="DELAYLINE_TRANSFER_TARGET")
+@click.option("--dry-run", is_flag=True, help="Look at up to 1000 messages of each level, and move none.")
+@json_option
+def transfer(screen: Screen, source: str, target: str, dry_run: bool) -> None:
+    """Move what waits in the delay levels of one broker to those of another.
+
+    As migrate does; what cannot be moved stays on the source, in the queue delays-transfer-poison-messages.
+    """
+    from delayline.rabbitmq.migration import Levels
+
+    ends = [Levels(address, _levels_named(address.delays)) for address in (broker(source), broker(target))]
+    _move(screen, ends[0], ends[1], "transfer", dry_run=dry_run)
+
+
+def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run: bool) -> None:
+    from delayline.rabbitmq.migration import Move
+
+    with screen.progress() as bars:
+        task = bars.add_task("", total=None)
+
+        def show(level: int, done: int, found: int) -> None:
+            bars.update(task, description=f"level {level:02}: {done} of {found}", completed=done, total=found or None)
+
+        move = Move(source, target, name=name, dry_run=dry_run, progress=show)
+        try:
+            asyncio.run(move.run())
+        except BaseException:
+            screen.tell(f"{move.report.moved} moved before it stopped; run it again for the rest")
+            raise
+    _tell(screen, move.report, dry_run=dry_run)
+    if move.report.apart:
+        click.get_current_context().exit(FAILED)
+
+
+def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
+    used = [one for one in report.levels if one.found]
+    if used:
+        rows = [(f"{one.level:02}", one.found, one.moved, one.apart) for one in used]
+        screen.table(("level", "messages", "moved", "apart"), rows)
+    if report.destinations:
+        screen.table(("destination", "count"), report.destinations.most_common())
+    if report.reasons:
+        screen.table(("count", "kept apart because"), [(n, why) for why, n in report.reasons.most_common(SHOWN)])
+    would = "would be " if dry_run else ""
+    screen.tell(
+        f"{report.moved} {would}moved, {report.apart} {would}kept apart"
+        + (f" in {report.apart_in}" if report.apart else ""),
+        "red" if report.apart else "green",
+    )
+    if report.again:
+        screen.tell(f"{report.again} of them had been kept apart before")
+    if report.stale:
+        screen.tell(f"{report.stale} {would}placed by their level alone: their headers are of an earlier attempt")
+    screen.document(
+        {
+            "dry_run": dry_run,
+            "moved": report.moved,
+            "apart": report.apart,
+            "apart_in": report.apart_in if report.apart else None,
+            "again": report.again,
+            "stale": report.stale,
+            "levels": [
+                {"level": one.level, "found": one.found, "moved": one.moved, "apart": one.apart} for one in used
+            ],
+            "destinations": dict(report.destinations),
+            "reasons": dict(report.reasons),
+        }
+    )
+
+
+@rabbitmq.command(epilog=examples("delayline rabbitmq pending", "delayline rabbitmq pending --delays v1 --json"))
+@on_a_broker
+@json_option
+def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) -> None:
+    """Count what waits at each level, and estimate when it comes due.
+
+    What is in a level is known, not how long it has been there: so much is surely due by then, and so much probably.
+    """
+    from delayline.rabbitmq import administration
+
+    counts = asyncio.run(administration.pending(address, levels))
+    windows = administration.windows(counts)
+    total, largest = sum(counts), max(counts)
+    used = [(level, number) for level, number in enumerate(counts) if number]
+    if used:
+        screen.table(
+            ("level", "messages", "due within", ""),
+            [(f"{level:02}", number, _within((2 << level) - 1), bar(number, largest)) for level, number in used],
+        )
+        screen.table(("due within", "surely", "probably"), [_row(window, total) for window in windows])
+    screen.tell(f"{total} {'message waits' if total == 1 else 'messages wait'} in {levels.prefix}.* at {address}")
+    screen.document(
+        {
+            "total": total,
+            "levels": [{"level": level, "count": number, "due_within": (2 << level) - 1} for level, number in used],
+            "windows": [
+                {"seconds": one.seconds, "at_least": one.at_least, "estimate": one.estimate} for one in windows
+            ],
+        }
+    )
+
+
+def _row(window: Window, total: int) -> Sequence[object]:
+    return _within(window.seconds), window.at_least, f"{window.estimate} of {total}"
+
+
+def _within(seconds: int) -> str:
+    return duration(timedelta(seconds=seconds))
+
+
+@rabbitmq.command("catch-all", epilog=examples("delayline rabbitmq catch-all on", "delayline rabbitmq catch-all off"))
+@click.argument("switch", type=click.Choice(["on", "off"]))
+@on_a_broker
+@management_option
+@json_option
+def catch_all(
+    screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, switch: str, management_url: str | None
+) -> None:
+    """Have due messages whose destination is gone caught in a queue, so that they hold nobody up, or no longer.
+
+    Without it they stay in their level, and 32 of them stop it for every endpoint. It is a policy on the delivery
+    exchange: levels stay as .NET knows them.
+    """
+    name, changed = asyncio.run(_switch(address, levels, management_url, on=switch == "on"))
+    if switch == "on":
+        screen.tell(f"✓ due messages without a destination go to the queue {name}", "green")
+    else:
+        was = "" if changed else "; it was off already"
+        screen.tell(f"due messages without a destination stay in their level{was}. What was caught stays in {name}")
+    screen.document({"queue": name, "on": switch == "on"})
+
+
+async def _switch(
+    address: BrokerAddress, levels: DelayInfrastructure, url: str | None, *, on: bool
+) -> tuple[str, bool]:
+    from delayline.rabbitmq import administration
+    from delayline.rabbitmq.management import ManagementApi
+
+    async with ManagementApi(address, url) as api:
+        if on:
+            return await administration.catch_all_on(address, levels, api), True
+        return administration.catch_all_name(levels), await administration.catch_all_off(levels, api)

@@ -1,0 +1,346 @@
+"""`delayline spark`: what moves messages in bulk, as Spark jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from dataclasses import asdict
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from delayline.cli.due import DELAYS, delay_given
+from delayline.cli.options import FAILED, PLACES, Commands, examples, json_option, settings_options
+from delayline.setting_values import masked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pyspark.sql import SparkSession
+
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.spark import Audit, Scheduled, Target
+    from delayline.spark.audit import Totals
+
+    Sessions = Callable[[Screen], contextlib.AbstractContextManager[SparkSession]]
+
+STORES = ("endpoint", "url", "store_url", "table_name")
+TOLD = 10
+"""Rejected rows told on the screen."""
+
+
+@click.group(
+    cls=Commands,
+    epilog=examples(
+        "delayline spark schedule reminders.parquet --endpoint sales",
+        "delayline spark dispatch --endpoint sales --shards 4 --master spark://host:7077",
+    ),
+)
+def spark() -> None:
+    """Schedule, dispatch, export and audit messages in bulk, on this machine or on a cluster.
+
+    On a cluster the executors need delayline, the store's driver, and the way to the store.
+    """
+
+
+def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `sessions`, which opens the Spark session that --master and --conf describe."""
+
+    @wraps(command)
+    def with_sessions(*args: object, master: str | None, confs: Sequence[str], **arguments: Any) -> Any:  # noqa: ANN401
+        conf = dict(_pair(one) for one in confs)
+
+        @contextlib.contextmanager
+        def sessions(screen: Screen) -> Iterator[SparkSession]:
+            from pyspark.sql import SparkSession
+
+            from delayline.spark import spark_session
+
+            theirs = SparkSession.getActiveSession()
+            bar = {"spark.ui.showConsoleProgress": "true"} if screen.animated else {}
+            session = spark_session(master, conf={**bar, **conf})
+            try:
+                yield session
+            finally:
+                if theirs is None:
+                    session.stop()
+
+        return command(*args, sessions=sessions, **arguments)
+
+    text = "Where Spark runs: local[*] unless this, spark-submit or its own files say something else."
+    with_master = click.option("--master", metavar="URL", help=text)(with_sessions)
+    return click.option(
+        "--conf", "confs", multiple=True, metavar="NAME=VALUE", help="A setting of Spark's; repeatable."
+    )(with_master)
+
+
+@spark.command(
+    epilog=examples(
+        "delayline spark schedule reminders.csv --endpoint sales --run nightly-2026-05-01",
+        "delayline spark schedule in.json --endpoint sales --column delay=wait --column to=billing --rejected bad/",
+    )
+)
+@click.argument("path")
+@click.option("--format", "form", type=click.Choice(["parquet", "csv", "json"]), help="If the name does not say it.")
+@click.option("--run", help="The job's name: run again under it, nothing happens twice.")
+@click.option("--on-conflict", type=click.Choice(["ignore", "fail", "replace"]), default="ignore", show_default=True)
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="OURS=THEIRS",
+    help="Where names differ; delay=... in place of due, to=QUEUE of all.",
+)
+@click.option("--rejected", metavar="FOLDER", help="Where to write, as JSON Lines, the rows that cannot be messages.")
+@settings_options(*STORES)
+@session_options
+@json_option
+def schedule(
+    settings: Settings,
+    sessions: Sessions,
+    screen: Screen,
+    path: str,
+    form: str | None,
+    run: str | None,
+    on_conflict: str,
+    columns: tuple[str, ...],
+    rejected: str | None,
+) -> None:
+    """Store every sound row of Parquet, CSV or JSON Lines as a delayed message: all of them, or none.
+
+    Exit code 1 when rows were rejected.
+    """
+    from delayline.spark import Columns
+    from delayline.spark import schedule as run_schedule
+
+    names = dict(_pair(one) for one in columns)
+    unknown = names.keys() - {"id", "destination", "due", "delay", "headers", "body", "to"}
+    if unknown:
+        raise click.UsageError(f"--column {unknown.pop()}=... is no column of a message.")
+    named = Columns(**names)
+    with sessions(screen) as session:
+        done = run_schedule(
+            path, target_of(settings), columns=named, on_conflict=on_conflict, run=run, form=form, spark=session
+        )
+        if done.rejected and rejected is not None:
+            done.rejected_rows.write.mode("overwrite").json(rejected)
+        _tell_scheduled(screen, done, rejected)
+    if done.rejected:
+        click.get_current_context().exit(FAILED)
+
+
+def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None:
+    again = "stored by an earlier run of that name" if done.repeated else "stored"
+    screen.tell(f"{done.stored:,} {again}, {done.duplicates:,} there already, {done.rejected:,} rejected")
+    rows = done.rejected_rows.limit(TOLD).toArrow().to_pylist() if done.rejected else []
+    for row in rows:
+        screen.tell(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
+    if folder is not None and done.rejected:
+        screen.tell(f"all of them are in {folder}")
+    counts = {name: getattr(done, name) for name in ("run", "stored", "duplicates", "rejected", "repeated")}
+    screen.document({**counts, "rejected_rows": rows})
+
+
+@spark.command(
+    epilog=examples(
+        "delayline spark dispatch --endpoint sales --shards 4 --master spark://host:7077",
+        "delayline spark dispatch --endpoint sales --status",
+        "delayline spark dispatch --endpoint sales --stop",
+    )
+)
+@click.option("--shards", type=click.IntRange(1), default=2, show_default=True, help="Tasks; each holds a slot.")
+@click.option(
+    "--lease", callback=delay_given, default="10m", show_default=True, help=f"How long a job lasts: {DELAYS}."
+)
+@click.option("--name", help="The dispatcher's; the endpoint's name if left out.")
+@click.option("--stop", "stops", is_flag=True, help="Tell the one that runs, wherever it does, to stop; do not wait.")
+@click.option("--status", "shows", is_flag=True, help="Show what its tasks do.")
+@settings_options(*PLACES, "number_of_retries", "batch_size")
+@session_options
+@json_option
+def dispatch(
+    settings: Settings,
+    sessions: Sessions,
+    screen: Screen,
+    shards: int,
+    lease: timedelta,
+    name: str | None,
+    stops: bool,
+    shows: bool,
+) -> None:
+    """Send what is due from Spark's tasks, each with a poller like that of `delayline run`, until told to stop.
+
+    SIGINT and SIGTERM stop it when what is in flight has been sent.
+    """
+    from delayline.spark.dispatch import Dispatcher, dispatcher_status, stop_dispatcher
+
+    if stops:
+        stop_dispatcher(settings, name)
+        screen.tell("told to stop")
+        screen.document({"stopping": True})
+        return
+    if shows:
+        _show_shards(screen, [asdict(one) for one in dispatcher_status(settings, name)])
+        return
+    with sessions(screen) as session:
+        dispatcher = Dispatcher(settings, shards=shards, lease=lease, name=name, spark=session)
+        screen.tell(f"dispatching from {masked(settings.where_messages_wait)} in {shards} tasks. Ctrl+C stops it")
+        with _stopped_by_signal(dispatcher.stop):
+            _in_thread(dispatcher.run)
+        _show_shards(screen, [asdict(one) for one in dispatcher.metrics()])
+
+
+def _show_shards(screen: Screen, shards: Sequence[dict[str, Any]]) -> None:
+    columns = ("shard", "wave", "place", "dispatched", "retried", "failed", "p50", "p99", "longest", "seen")
+    screen.table(columns, [["" if one[name] is None else one[name] for name in columns] for one in shards])
+    screen.document({"shards": list(shards)})
+
+
+@contextlib.contextmanager
+def _stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
+    def told(number: int, frame: object) -> None:
+        del number, frame
+        for one in before:
+            signal.signal(one, before[one])  # a second signal does not wait
+        threading.Thread(target=stop, name="delayline stop").start()
+
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    for one in before:
+        signal.signal(one, told)
+    try:
+        yield
+    finally:
+        for one in before:
+            signal.signal(one, before[one])
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    """Run it beside this thread, which hears signals meanwhile."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="delayline dispatcher", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if failures:
+        raise failures[0]
+
+
+@spark.command(epilog=examples("delayline spark export journal/ --endpoint sales"))
+@click.argument("path")
+@click.option("--partitions", type=click.IntRange(1), default=2, show_default=True, help="Tasks that read.")
+@settings_options(*STORES)
+@session_options
+@json_option
+def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, partitions: int) -> None:
+    """Move what is in the store's journal to Parquet under PATH, each entry once, however often it is killed and run.
+
+    A journal is kept from `delayline setup --journal true` on.
+    """
+    from delayline.spark import export as run_export
+
+    with sessions(screen) as session:
+        done = run_export(target_of(settings), _absolute(path), partitions=partitions, spark=session)
+    screen.tell(f"{done.entries:,} entries in {done.batches} batch{'' if done.batches == 1 else 'es'} under {path}")
+    screen.document({"entries": done.entries, "batches": done.batches, "path": path})
+
+
+@spark.command(
+    epilog=examples(
+        "delayline spark audit journal/ --endpoint sales --report audit.html",
+        "delayline spark audit journal/ --endpoint sales --delivered received.parquet --json",
+    )
+)
+@click.argument("path")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write it as one HTML page, too.")
+@click.option("--delivered", metavar="PARQUET", help="What receivers have noted, columns id and at: judge by that.")
+@click.option(
+    "--patience",
+    callback=delay_given,
+    default="1m",
+    show_default=True,
+    help=f"What is due for longer is missed: {DELAYS}.",
+)
+@settings_options(*STORES)
+@session_options
+@json_option
+def audit(
+    settings: Settings,
+    sessions: Sessions,
+    screen: Screen,
+    path: str,
+    report: Path | None,
+    delivered: str | None,
+    patience: timedelta,
+) -> None:
+    """Export the journal to PATH, and reconcile what was scheduled with what left and what waits.
+
+    Exit code 1 when a message was lost, doubled or early.
+    """
+    from delayline.spark import audit as run_audit
+    from delayline.spark import export as run_export
+    from delayline.spark import read_journal, waiting_ids, write_report
+
+    target = target_of(settings)
+    with sessions(screen) as session:
+        there = waiting_ids(target, session).cache()
+        there.count()  # what leaves from now on is in the journal
+        run_export(target, _absolute(path), spark=session)
+        journal = read_journal(target, _absolute(path), spark=session)
+        arrived = None if delivered is None else session.read.parquet(delivered)
+        store = settings.table_name or f"{settings.named_endpoint}.timeouts"
+        with run_audit(journal, store=store, delivered=arrived, waiting=there, patience=patience) as found:
+            totals = found.totals() if report is None else write_report(found, report, title=f"Audit of {store}")
+            _show_audit(screen, found, totals)
+    if report is not None:
+        screen.tell(f"\nthe same with charts: {report}")
+    screen.document({**asdict(totals), "clean": totals.clean, "report": None if report is None else str(report)})
+    if not totals.clean:
+        click.get_current_context().exit(FAILED)
+
+
+def _show_audit(screen: Screen, found: Audit, totals: Totals) -> None:
+    counts = asdict(totals)
+    late = counts.pop("lateness")
+    screen.table(("", "messages"), [(name, f"{count:,}") for name, count in counts.items() if name != "until"])
+    if screen.as_json:
+        return
+    screen.tell("")
+    rows = found.by_destination.limit(20).toArrow().to_pylist()
+    columns = ("destination", "messages", *late, "retries", "failed")
+    screen.table(columns, [[_figure(row[name]) for name in columns] for row in rows])
+    screen.tell("lateness in seconds")
+
+
+def _figure(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def target_of(settings: Settings) -> Target:
+    """Return the store of the settings as bulk jobs take it."""
+    from delayline.spark import Target
+
+    return Target(settings.where_messages_wait, endpoint=settings.named_endpoint, table=settings.table_name)
+
+
+def _absolute(path: str) -> str:
+    """Return a path of this machine so that it names the same place tomorrow; an URL as it is."""
+    return path if ":" in path else str(Path(path).resolve())
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not name or not sign or not value:
+        raise click.UsageError(f"{text!r} must be NAME=VALUE.")
+    return name, value

@@ -1,0 +1,15 @@
+"""Moves what waits from one system to another, on Spark: nothing is lost, and what may arrive twice is known by id."""
+
+from importlib.util import find_spec
+
+from delayline.errors import MissingExtra
+
+if any(find_spec(name) is None for name in ("pyspark", "pyarrow", "pandas")):
+    raise MissingExtra("spark", "moving messages between systems")
+
+from delayline.migration.plan import EndpointPreview, Plan, preview
+from delayline.migration.run import Migration, Outcome
+from delayline.migration.sources import source_at
+from delayline.migration.targets import target_at
+
+__all__ = ["EndpointPreview", "Migration", "Outcome", "Plan", "preview", "source_at", "target_at"]

@@ -1,0 +1,116 @@
+"""Taking rows aside in the source, so that its endpoints leave them alone, and giving them back as they were."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import and_, delete, func, insert, inspect, select
+from sqlalchemy.schema import CreateTable, DropTable
+
+from delayline.errors import BackendUnavailable
+from delayline.migration.journal import UNFINISHED, BatchState, HeldPart
+from delayline.migration.source import BATCH, NUMBER
+from delayline.sql.dialects.server import run as run_sql
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement, Connection, Table
+
+    from delayline.migration.journal import Journal
+    from delayline.migration.source import Part, TableSource
+
+#: The settings of delayline's connections to PostgreSQL are for small batches, found by their index.
+FOR_BULK: Final = (
+    "SET LOCAL enable_seqscan = on",
+    "SET LOCAL enable_bitmapscan = on",
+    "SET LOCAL plan_cache_mode = auto",
+)
+
+
+def make_room(connection: Connection, source: TableSource, name: str) -> None:
+    """Create the table that rows are held in."""
+    source.dialect.make(connection, CreateTable(source.held(name)))
+
+
+def remove_room(connection: Connection, source: TableSource, name: str) -> None:
+    """Drop a table that holds nothing, if it is there."""
+    if inspect(connection).has_table(name, schema=source.schema):
+        connection.execute(DropTable(source.held(name)))
+
+
+def hold(
+    connection: Connection, source: TableSource, part: Part, name: str, *, cutoff: datetime | None, size: int
+) -> int:
+    """Move what is due from the cutoff on into batches of that size, earliest due first; return how many rows.
+
+    Raises BackendUnavailable, and the caller rolls back, where the table changes under it.
+    """
+    table, held = source.table(part.table), source.held(name)
+    for_bulk(connection, source)
+    if source.dialect.sql.name == "postgresql":
+        name_of_table = source.dialect.sql.identifier_preparer.format_table(table)
+        run_sql(connection, f"LOCK TABLE {name_of_table} IN EXCLUSIVE MODE")
+    number = func.row_number().over(order_by=[table.c[source.due], table.c[source.key]]) - 1
+    columns = [one.name for one in source.columns()]
+    rows = select((number // size).label(BATCH), number.label(NUMBER), *(table.c[one] for one in columns))
+    rows = rows.where(source.movable(part, cutoff))
+    connection.execute(insert(held).from_select([BATCH, NUMBER, *columns], rows))
+    taken: int = connection.execute(select(func.count()).select_from(held)).scalar_one()
+    gone = _delete_those_in(connection, source, table, held)
+    if gone != taken:
+        raise BackendUnavailable(
+            f"{part.table} changed while its rows were taken aside: {taken} were there, {gone} a moment later. Nothing "
+            f"was moved; stop the endpoint {part.endpoint!r} and run it again"
+        )
+    return taken
+
+
+def give_back(connection: Connection, source: TableSource, journal: Journal, run: str, held_part: HeldPart) -> int:
+    """Put what is not done, and what was set aside, back into the source's table as it was; return how many rows."""
+    held = source.held(held_part.held)
+    number, batch = held.c[NUMBER], held.c[BATCH]
+    open_batches = select(journal.batches.c.batch).where(journal.batches_in(run, held_part.number, UNFINISHED))
+    marked = select(journal.batches.c.batch).where(journal.batches_in(run, held_part.number, [BatchState.MARKED.value]))
+    aside = select(journal.aside.c.number).where(journal.asides_of(run, held_part.number))
+    conditions = (batch.in_(open_batches), and_(batch.in_(marked), number.in_(aside)))
+    for_bulk(connection, source)
+    return sum(_put_back(connection, source, held_part, held, condition) for condition in conditions)
+
+
+def _put_back(
+    connection: Connection, source: TableSource, held_part: HeldPart, held: Table, condition: ColumnElement[bool]
+) -> int:
+    columns = [one.name for one in source.columns()]
+    rows: Any = select(*(held.c[one] for one in columns)).where(condition)
+    count: int = connection.execute(select(func.count()).select_from(held).where(condition)).scalar_one()
+    if count:
+        connection.execute(insert(source.table(held_part.part.table)).from_select(columns, rows))
+    return count
+
+
+def read_batch(connection: Connection, source: TableSource, name: str, batch: int) -> Sequence[Sequence[Any]]:
+    """Return the rows of a batch: each its number, and what the source wants to know of it."""
+    held = source.held(name)
+    query = select(held.c[NUMBER], *source.selected(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
+    return connection.execute(query).fetchall()
+
+
+def for_bulk(connection: Connection, source: TableSource) -> None:
+    """Have statements on whole tables planned as such, in this transaction."""
+    if source.dialect.sql.name == "postgresql":
+        for setting in FOR_BULK:
+            run_sql(connection, setting)
+
+
+def _delete_those_in(connection: Connection, source: TableSource, table: Table, held: Table) -> int:
+    key = table.c[source.key]
+    if source.dialect.sql.name == "sqlite":  # which deletes from one table only
+        return connection.execute(delete(table).where(key.in_(select(held.c[source.key])))).rowcount
+    if source.dialect.sql.name in ("mariadb", "mysql"):  # with its index forced, delayline's other deletes are quicker
+        quoted = source.dialect.sql.identifier_preparer
+        old, new, name = quoted.format_table(table), quoted.format_table(held), quoted.quote(source.key)
+        statement = f"DELETE {old} FROM {old} JOIN {new} ON {old}.{name} = {new}.{name}"
+        return connection.exec_driver_sql(statement).rowcount
+    return connection.execute(delete(table).where(key == held.c[source.key])).rowcount

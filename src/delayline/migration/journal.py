@@ -1,0 +1,342 @@
+"""What a migration has done, kept in the source's database: runs, parts, batches, and the rows that were set aside.
+
+A batch is staged (its rows are held aside in the source), then delivered (handed to the target, whose answer is not
+known here), then marked (the target has it for good). An abort gives back what is staged or delivered.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    MetaData,
+    Table,
+    and_,
+    delete,
+    desc,
+    func,
+    insert,
+    inspect,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.schema import CreateTable
+
+from delayline.errors import BackendUnavailable
+from delayline.migration.source import Part
+from delayline.sql.schema import CONTENT, DUE, text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from sqlalchemy import ColumnElement, Connection
+
+    from delayline.sql.dialect import Dialect
+
+RUN: Final = 40
+NAME: Final = 250
+REASON: Final = 1000
+#: Rows that are written at once.
+CHUNK: Final = 5000
+#: What is claimed by who works on the migrations of one database.
+TURN: Final = "delayline_migrations"
+
+
+class RunState(StrEnum):
+    """How far a run is."""
+
+    PREPARING = "preparing"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+
+
+class BatchState(StrEnum):
+    """How far a batch is."""
+
+    STAGED = "staged"
+    DELIVERED = "delivered"
+    MARKED = "marked"
+    RESTORED = "restored"
+
+
+#: Values, not members: drivers have their own ideas of what an enum is in SQL.
+UNFINISHED: Final = (BatchState.STAGED.value, BatchState.DELIVERED.value)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as it is kept."""
+
+    name: str
+    state: RunState
+    parameters: Mapping[str, str]
+    """What it was begun with; no secrets."""
+    started: datetime
+    finished: datetime | None
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """One endpoint's rows of a run."""
+
+    number: int
+    part: Part
+    target: str
+    """The endpoint's name at the target."""
+    held: str
+    """The table that they are held in."""
+    rows: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of rows of a run."""
+
+    rows: int
+    staged: int
+    delivered: int
+    marked: int
+    restored: int
+    aside: int
+
+
+class Journal:
+    """The tables of one database; every call is part of the caller's transaction."""
+
+    def __init__(self, dialect: Dialect, schema: str | None) -> None:
+        metadata = MetaData(schema=schema)
+        run = ("run", text(RUN))
+        self.runs = Table(
+            TURN,
+            metadata,
+            Column(*run, primary_key=True),
+            Column("state", text(RUN), nullable=False),
+            Column("parameters", CONTENT, nullable=False),
+            Column("started", DUE, nullable=False),
+            Column("finished", DUE),
+        )
+        self.parts = Table(
+            "delayline_migration_parts",
+            metadata,
+            Column(*run, primary_key=True),
+            Column("part", BigInteger, primary_key=True, autoincrement=False),
+            *(Column(name, text(NAME), nullable=False) for name in ("endpoint", "source_table")),
+            Column("owner", text(NAME)),
+            *(Column(name, text(NAME), nullable=False) for name in ("target", "held")),
+            Column("rows", BigInteger, nullable=False),
+            Column("batches", BigInteger, nullable=False),
+        )
+        self.batches = Table(
+            "delayline_migration_batches",
+            metadata,
+            Column(*run, primary_key=True),
+            *(Column(one, BigInteger, primary_key=True, autoincrement=False) for one in ("part", "batch")),
+            Column("rows", BigInteger, nullable=False),
+            Column("state", text(RUN), nullable=False),
+            Column("attempts", BigInteger, nullable=False),
+        )
+        self.aside = Table(
+            "delayline_migration_aside",
+            metadata,
+            Column(*run, primary_key=True),
+            *(Column(one, BigInteger, primary_key=True, autoincrement=False) for one in ("part", "batch", "number")),
+            Column("id", CONTENT, nullable=False),
+            Column("reason", text(REASON), nullable=False),
+        )
+        self._dialect = dialect
+
+    def there(self, connection: Connection) -> bool:
+        """Tell whether there has been any migration."""
+        return inspect(connection).has_table(self.runs.name, schema=self.runs.schema)
+
+    def set_up(self, connection: Connection) -> None:
+        """Make the tables that are missing."""
+        with self._dialect.setting_up(connection):
+            for table in (self.runs, self.parts, self.batches, self.aside):
+                if not inspect(connection).has_table(table.name, schema=table.schema):
+                    self._dialect.make(connection, CreateTable(table))
+
+    def list_runs(self, connection: Connection) -> list[Run]:
+        """Return all runs, the last one first."""
+        if not self.there(connection):
+            return []
+        columns = self.runs.c
+        rows = connection.execute(select(self.runs).order_by(desc(columns.started), desc(columns.run)))
+        return [
+            Run(row.run, RunState(row.state), json.loads(bytes(row.parameters)), self._time(row.started),
+                None if row.finished is None else self._time(row.finished))
+            for row in rows
+        ]  # fmt: skip
+
+    def begin(self, connection: Connection, name: str, parameters: Mapping[str, str]) -> None:
+        """Write down a new run, which holds nothing yet."""
+        kept = json.dumps(dict(parameters)).encode()
+        row = {"run": name, "state": RunState.PREPARING.value, "parameters": kept, "started": self._now()}
+        connection.execute(insert(self.runs).values(row))
+
+    def set_state(self, connection: Connection, name: str, state: RunState) -> None:
+        """Go on to a state; the last two are the end."""
+        finished = self._now() if state in (RunState.COMPLETED, RunState.ABORTED) else None
+        changed = update(self.runs).where(self.runs.c.run == name).values(state=state.value, finished=finished)
+        connection.execute(changed)
+
+    def add_part(self, connection: Connection, run: str, held: HeldPart, size: int) -> None:
+        """Write down what is held of one endpoint, and its batches."""
+        row = {
+            "run": run, "part": held.number, "endpoint": held.part.endpoint, "source_table": held.part.table,
+            "owner": held.part.owner, "target": held.target, "held": held.held, "rows": held.rows,
+            "batches": held.batches,
+        }  # fmt: skip
+        connection.execute(insert(self.parts).values(row))
+        for first in range(0, held.batches, CHUNK):
+            batches = [
+                {"run": run, "part": held.number, "batch": batch, "rows": min(size, held.rows - batch * size),
+                 "state": BatchState.STAGED.value, "attempts": 0}
+                for batch in range(first, min(first + CHUNK, held.batches))
+            ]  # fmt: skip
+            connection.execute(insert(self.batches), batches)
+
+    def list_parts(self, connection: Connection, run: str) -> list[HeldPart]:
+        """Return the parts of a run."""
+        rows = connection.execute(select(self.parts).where(self.parts.c.run == run).order_by(self.parts.c.part))
+        return [
+            HeldPart(row.part, Part(row.endpoint, row.source_table, row.owner), row.target, row.held, row.rows,
+                     row.batches)
+            for row in rows
+        ]  # fmt: skip
+
+    def unfinished(self, connection: Connection, run: str, part: int) -> list[int]:
+        """Return the numbers of the batches that are still to go."""
+        columns = self.batches.c
+        query = select(columns.batch).where(self._of(run, part), columns.state.in_(UNFINISHED))
+        return list(connection.execute(query.order_by(columns.batch)).scalars())
+
+    def deliver(self, connection: Connection, run: str, part: int, batch: int) -> int | None:
+        """Begin an attempt at a batch and return how many rows it has; None for one that is done.
+
+        Raises BackendUnavailable where the run was aborted meanwhile.
+        """
+        columns = self.batches.c
+        mine = and_(self._of(run, part), columns.batch == batch)
+        begun = update(self.batches).where(mine, columns.state.in_(UNFINISHED))
+        begun = begun.values(state=BatchState.DELIVERED.value, attempts=columns.attempts + 1)
+        changed = connection.execute(begun).rowcount
+        state, rows = connection.execute(select(columns.state, columns.rows).where(mine)).one()
+        if changed:
+            return int(rows)
+        self._must_be_marked(state, run)
+        return None
+
+    def finish(
+        self,
+        connection: Connection,
+        run: str,
+        part: int,
+        batch: int,
+        aside: Mapping[int, tuple[str, str]],
+        *,
+        mark: bool,
+    ) -> None:
+        """Write down what was set aside of a batch, by its row's number, and mark the batch if the target has it."""
+        columns, lost = self.batches.c, self.aside.c
+        connection.execute(delete(self.aside).where(lost.run == run, lost.part == part, lost.batch == batch))
+        rows = [
+            {"run": run, "part": part, "batch": batch, "number": number,
+             "id": key.encode("utf-8", "replace"), "reason": reason[:REASON]}
+            for number, (key, reason) in aside.items()
+        ]  # fmt: skip
+        if rows:
+            connection.execute(insert(self.aside), rows)
+        mine = and_(self._of(run, part), columns.batch == batch)
+        if mark:
+            done = update(self.batches).where(mine, columns.state == BatchState.DELIVERED.value)
+            if not connection.execute(done.values(state=BatchState.MARKED.value)).rowcount:
+                self._must_be_marked(connection.execute(select(columns.state).where(mine)).scalar_one(), run)
+
+    def expected(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> int:
+        """Return how many rows of these batches go to the target: all but those set aside."""
+        first, last = min(batches), max(batches)
+        columns, lost = self.batches.c, self.aside.c
+        rows = select(func.sum(columns.rows)).where(
+            self._of(run, part), columns.batch.between(first, last), columns.state.in_(UNFINISHED)
+        )
+        aside = (
+            select(func.count())
+            .select_from(self.aside)
+            .where(lost.run == run, lost.part == part, lost.batch.between(first, last))
+        )
+        return int(connection.execute(rows).scalar() or 0) - connection.execute(aside).scalar_one()
+
+    def mark(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> None:
+        """Mark the delivered ones among a span of batches: the target has committed them all."""
+        columns = self.batches.c
+        span = columns.batch.between(min(batches), max(batches))
+        done = update(self.batches).where(self._of(run, part), span, columns.state == BatchState.DELIVERED.value)
+        connection.execute(done.values(state=BatchState.MARKED.value))
+
+    def restore(self, connection: Connection, run: str) -> None:
+        """Write down that what was not done went back."""
+        columns = self.batches.c
+        back = update(self.batches).where(columns.run == run, columns.state.in_(UNFINISHED))
+        connection.execute(back.values(state=BatchState.RESTORED.value))
+
+    def progress(self, connection: Connection, run: str) -> Progress:
+        """Return how many rows are how far."""
+        columns = self.batches.c
+        query = select(columns.state, func.sum(columns.rows)).where(columns.run == run).group_by(columns.state)
+        rows = {state: int(number) for state, number in connection.execute(query)}
+        aside = select(func.count()).select_from(self.aside).where(self.aside.c.run == run)
+        number = int(connection.execute(aside).scalar_one())
+        staged, delivered, marked, restored = (rows.get(one.value, 0) for one in BatchState)
+        return Progress(sum(rows.values()), staged, delivered, marked, restored, number)
+
+    def reasons(self, connection: Connection, run: str) -> list[tuple[str, int]]:
+        """Return why rows were set aside, the most frequent reason first."""
+        reason = self.aside.c.reason
+        query = select(reason, func.count()).where(self.aside.c.run == run).group_by(reason)
+        return sorted(((why, int(number)) for why, number in connection.execute(query)), key=lambda one: -one[1])
+
+    def set_aside(self, connection: Connection, run: str, limit: int) -> list[tuple[str, str]]:
+        """Return ids of rows that were set aside, and why."""
+        columns = self.aside.c
+        query = select(columns.id, columns.reason).where(columns.run == run)
+        rows = connection.execute(query.order_by(columns.part, columns.batch, columns.number).limit(limit))
+        return [(bytes(key).decode(), reason) for key, reason in rows]
+
+    def repeated(self, connection: Connection, run: str, part: int) -> list[int]:
+        """Return the batches that may have reached the target more often than once, or there and back."""
+        columns = self.batches.c
+        again = and_(columns.state == BatchState.MARKED.value, columns.attempts > 1)
+        back = and_(columns.state == BatchState.RESTORED.value, columns.attempts > 0)
+        query = select(columns.batch).where(self._of(run, part), or_(again, back))
+        return list(connection.execute(query.order_by(columns.batch)).scalars())
+
+    def asides_of(self, run: str, part: int) -> ColumnElement[bool]:
+        """Return the condition on the rows of `aside` that they are the part's."""
+        return and_(self.aside.c.run == run, self.aside.c.part == part)
+
+    def batches_in(self, run: str, part: int, states: Iterable[str]) -> ColumnElement[bool]:
+        """Return the condition on the rows of `batches` that they are the part's, in one of these states."""
+        return and_(self._of(run, part), self.batches.c.state.in_(list(states)))
+
+    def _of(self, run: str, part: int) -> ColumnElement[bool]:
+        return and_(self.batches.c.run == run, self.batches.c.part == part)
+
+    def _must_be_marked(self, state: str, run: str) -> None:
+        if state != BatchState.MARKED:
+            raise BackendUnavailable(f"migration {run} was aborted meanwhile: this task's work does not count")
+
+    def _now(self) -> Any:  # noqa: ANN401 - what the driver takes
+        return self._dialect.to_due(datetime.now(UTC))
+
+    def _time(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
+        return self._dialect.from_due(kept)

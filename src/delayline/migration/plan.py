@@ -1,0 +1,212 @@
+"""What is to be moved, and what a look at it says: nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import func, select
+
+from delayline.checks import whole_number
+from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
+from delayline.message import in_utc
+from delayline.migration.source import chosen
+from delayline.migration.targets import NOOP
+from delayline.migration.work import LOOKED, Look
+from delayline.spark.failures import in_plain_words
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pyspark.sql import SparkSession
+    from sqlalchemy import ColumnElement, Connection, Table
+
+    from delayline.migration.source import Part, TableSource
+    from delayline.migration.target import Target
+
+BATCH_SIZE: Final = 1000
+#: Rows that go together, about: one job of Spark's, and one transaction where the target is a store.
+WAVE_ROWS: Final = 100_000
+ALL: Final = "*"
+ANY_SIZE: Final = 1 << 40
+#: Spans of due time that a look is cut into, for each core.
+SPANS: Final = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is moved from where to where; target None reads everything, and moves and marks nothing.
+
+    endpoints: as they are called, or None for all. cutoff: only what is due then or later, everything if left out.
+    batch_size: rows that are delivered, confirmed and marked together; so many may arrive twice after a crash.
+    """
+
+    source: TableSource
+    target: Target | None
+    endpoints: Sequence[str] | None = None
+    cutoff: datetime | None = None
+    batch_size: int = BATCH_SIZE
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for what cannot be."""
+        whole_number("batch_size", self.batch_size, at_least=1)
+        if self.endpoints is not None and not self.endpoints:
+            raise ConfigurationError("endpoints=[] would move nothing: name some, or leave it out for all")
+        if self.cutoff is not None:
+            object.__setattr__(self, "cutoff", in_utc(self.cutoff))
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """Everything that a resumed run must have in common with the one that was begun; no secrets."""
+        return {
+            "from": self.source.kind,
+            "source": str(self.source.dialect),
+            "schema": self.source.schema or "",
+            "to": NOOP if self.target is None else self.target.kind,
+            "target": NOOP if self.target is None else str(self.target),
+            "endpoints": ALL if self.endpoints is None else ", ".join(sorted(self.endpoints)),
+            "cutoff": "" if self.cutoff is None else self.cutoff.isoformat(),
+            "batch_size": str(self.batch_size),
+            "wave": str(max(1, WAVE_ROWS // self.batch_size)),
+        }
+
+    def must_match(self, kept: Mapping[str, str]) -> None:
+        """Raise ConfigurationError naming each parameter that the run was begun with otherwise."""
+        given = self.parameters
+        other = [name for name in given if name != "wave" and given[name] != kept.get(name, "")]
+        if other:
+            said = "; ".join(f"{name} was {kept.get(name, '')!r}, now it is {given[name]!r}" for name in other)
+            raise ConfigurationError(
+                f"the migration was begun with other parameters: {said}. Resume it with the same, or abort it first"
+            )
+
+
+@dataclass
+class EndpointPreview:
+    """What one endpoint has waiting."""
+
+    endpoint: str
+    rows: int
+    first: datetime | None
+    last: datetime | None
+    overdue: int
+    before_cutoff: int
+    destinations: Sequence[tuple[str | None, int]]
+    problems: list[str] = field(default_factory=list)
+    """Why none of it could move."""
+    unmovable: list[tuple[str, int, str | None]] = field(default_factory=list)
+    """Why some rows could not, how many, and the id of one."""
+
+    @property
+    def left_behind(self) -> int:
+        """How many rows could not move, at least."""
+        return self.rows if self.problems else min(self.rows, sum(count for _, count, _ in self.unmovable))
+
+
+def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[EndpointPreview]:
+    """Return what there is to move, endpoint by endpoint, and what could not be; changes nothing anywhere.
+
+    bodies: read everything, as a run does. Raises DelaylineError where source or target cannot be looked at.
+    """
+    plan.source.dialect.must_exist()
+    parts = parts_of(plan)
+    return [_preview(plan, part, spark, bodies=bodies) for part in parts]
+
+
+def parts_of(plan: Plan) -> list[Part]:
+    """Return what the plan moves; raises ConfigurationError, and BackendUnusable for tables of an unknown shape."""
+    source = plan.source
+
+    def look(connection: Connection) -> list[Part]:
+        parts = chosen(source, source.parts(connection), plan.endpoints)
+        for part in parts:
+            source.check_columns(connection, part.table)
+        return parts
+
+    return blocking(source.database.look(look))
+
+
+def waits(plan: Plan, part: Part) -> bool:
+    """Tell whether the part has a row to move."""
+    some = select(plan.source.table(part.table).c[plan.source.key]).where(plan.source.movable(part, plan.cutoff))
+    return bool(blocking(plan.source.database.look(lambda connection: connection.execute(some.limit(1)).first())))
+
+
+def looked_through(
+    plan: Plan, part: Part, spark: SparkSession, *, bodies: bool, first: datetime | None, last: datetime | None
+) -> tuple[int, list[tuple[str, int, str | None]]]:
+    """Read every row of the part; return how many are sound, and the reason, number and an id of the others."""
+    number = max(1, SPANS * spark.sparkContext.defaultParallelism) if first != last else 1
+    cuts = [] if first is None or last is None else [first + (last - first) / number * one for one in range(1, number)]
+    largest = ANY_SIZE if plan.target is None else plan.target.largest_message
+    look = Look(plan.source, part, plan.cutoff, cuts, bodies, largest)
+    with in_plain_words():
+        spans = spark.range(0, len(cuts) + 1, 1, len(cuts) + 1)
+        found = spans.mapInArrow(look.through, LOOKED).toArrow().to_pylist()
+    counts: Counter[str | None] = Counter()
+    examples: dict[str | None, str | None] = {}
+    for row in found:
+        counts[row["reason"]] += row["rows"]
+        examples.setdefault(row["reason"], row["id"])
+    sound = counts.pop(None, 0)
+    return sound, [(reason or "", rows, examples[reason]) for reason, rows in counts.most_common()]
+
+
+def _preview(plan: Plan, part: Part, spark: SparkSession, *, bodies: bool) -> EndpointPreview:
+    found = blocking(plan.source.database.look(lambda connection: _counted(connection, plan, part)))
+    shown, outside, too_far = found
+    if outside:
+        shown.unmovable.append((plan.source.outside, outside, None))
+    if plan.target is not None:
+        _ask_the_target(plan.target, shown)
+        if too_far:
+            shown.unmovable.append((f"it is due later than {plan.target} can hold it", too_far, None))
+    if shown.rows:
+        _, reasons = looked_through(plan, part, spark, bodies=bodies, first=shown.first, last=shown.last)
+        shown.unmovable += reasons
+    return shown
+
+
+def _counted(connection: Connection, plan: Plan, part: Part) -> tuple[EndpointPreview, int, int]:
+    source, now = plan.source, datetime.now(UTC)
+    table = source.table(part.table)
+    due, movable, mine = table.c[source.due], source.movable(part, plan.cutoff), source.owned(part)
+    rows, first, last = connection.execute(select(func.count(), func.min(due), func.max(due)).where(movable)).one()
+    overdue = _count(connection, table, movable, due < source.kept_due(now))
+    everything = _count(connection, table, source.movable(part, None))
+    outside = _count(connection, table, mine) - everything
+    longest = None if plan.target is None else plan.target.longest
+    too_far = 0 if longest is None else _count(connection, table, movable, due > source.kept_due(now + longest))
+    destinations: list[tuple[str | None, int]] = []
+    if source.destination is not None:
+        column = table.c[source.destination]
+        grouped = select(column, func.count()).where(movable).group_by(column)
+        destinations = sorted(
+            ((one, int(number)) for one, number in connection.execute(grouped)), key=lambda one: -one[1]
+        )
+    times = [None if one is None else source.read_due(one) for one in (first, last)]
+    shown = EndpointPreview(part.endpoint, rows, times[0], times[1], overdue, everything - rows, destinations)
+    return shown, outside, too_far
+
+
+def _count(connection: Connection, table: Table, *conditions: ColumnElement[bool]) -> int:
+    counted: Any = connection.execute(select(func.count()).select_from(table).where(*conditions)).scalar_one()
+    return int(counted)
+
+
+def _ask_the_target(target: Target, shown: EndpointPreview) -> None:
+    try:
+        target.endpoint_named(shown.endpoint)
+    except (BackendUnusable, ConfigurationError) as error:
+        shown.problems.append(str(error))
+        return
+    known = {one: number for one, number in shown.destinations if one}
+    try:
+        refused = target.refusals(list(known))
+    except DelaylineError as error:
+        shown.problems.append(str(error))
+        return
+    shown.unmovable += [(reason, known[one], None) for one, reason in refused.items()]

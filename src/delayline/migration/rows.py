@@ -1,0 +1,55 @@
+"""Rows of a source as messages in Arrow, and what keeps one from being a message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delayline.spark.rejects import INSTANT, faults, without
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+MESSAGE: Final = pa.schema(
+    [
+        ("id", pa.string()),
+        ("destination", pa.string()),
+        ("due", INSTANT),
+        ("headers", pa.string()),
+        ("body", pa.binary()),
+    ]
+)
+#: Why a row of the source can become no message, where its source says so.
+WHY: Final = pa.field("why", pa.string())
+
+
+def record_batch(rows: Iterable[tuple[Any, ...]]) -> pa.RecordBatch:
+    """Return the rows as the columns of messages: a tuple each, with why it can be none behind it if there is one."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(MESSAGE)
+    schema = MESSAGE if len(columns) == len(MESSAGE) else MESSAGE.append(WHY)
+    columns[3] = tuple(_text(one) for one in columns[3])
+    columns[4] = tuple(None if one is None else bytes(one) for one in columns[4])
+    return pa.RecordBatch.from_arrays(
+        [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema=schema
+    )
+
+
+def reasons_of(messages: pa.RecordBatch, *, largest: int) -> pa.Array:
+    """Return why each row can be no message, null where it can: what its source says, else what every door does."""
+    reasons = faults(messages, largest=largest)
+    if WHY.name not in messages.schema.names:
+        return reasons
+    return pc.coalesce(messages.column(WHY.name), reasons)
+
+
+def sound(messages: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
+    """Return the rows without a reason, as the columns of messages."""
+    return without(messages, reasons).select(MESSAGE.names)
+
+
+def _text(headers: Any) -> str | None:  # noqa: ANN401 - what the driver gives
+    """Return the headers as text that Arrow takes; half a character becomes a question mark."""
+    return None if headers is None else str(headers).encode("utf-8", "replace").decode()

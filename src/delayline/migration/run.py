@@ -1,0 +1,276 @@
+"""A migration: begun, interrupted by anything, resumed or aborted. Nothing is lost, and what may be double is known."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.migration.holding import give_back, hold, make_room, remove_room
+from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState
+from delayline.migration.plan import parts_of, preview, waits
+from delayline.migration.work import ATTEMPTS, Delivery
+from delayline.spark.failures import in_plain_words
+from delayline.sql.staging import Attempt, blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pyspark.sql import SparkSession
+    from sqlalchemy import Connection
+
+    from delayline.migration.plan import Plan
+    from delayline.migration.target import Target
+
+Result = TypeVar("Result")
+#: What is claimed, of the rows that stand for turns.
+THE_TURN: Final = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    run: str
+    state: RunState
+    progress: Progress | None
+    reasons: Sequence[tuple[str, int]]
+    """Why rows were set aside, and how many."""
+    seconds: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything has moved."""
+        return self.state is RunState.COMPLETED and not self.reasons
+
+
+class Migration:
+    """Moves what a plan says. One process at a time works on the migrations of one source; every method blocks.
+
+    progress: called on and on with how many rows are done, and how many there are.
+    """
+
+    def __init__(self, plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> None:
+        self.plan = plan
+        self._source = plan.source
+        self._database = plan.source.database
+        self._journal = Journal(self._database.dialect, plan.source.schema)
+        self._progress = progress
+
+    def run(self, spark: SparkSession) -> Outcome:
+        """Take everything aside and move it; what cannot move goes back, with its reason in the journal.
+
+        Raises ConfigurationError where a migration is not finished, BackendUnusable for a target that is not ready:
+        then nothing was changed. Any other error leaves a run to resume or to abort.
+        """
+        self._source.dialect.must_exist()
+        target = self.plan.target
+        if target is None:
+            return self._read_only(spark)
+        parts = [part for part in parts_of(self.plan) if waits(self.plan, part)]
+        names = [target.endpoint_named(part.endpoint) for part in parts]
+        with self._turn():
+            self._nothing_else_open()
+            if not parts:
+                return Outcome("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
+            run = Run(_new_name(), RunState.PREPARING, self.plan.parameters, datetime.now(UTC), None)
+            rooms = [f"delayline_held_{run.name}_{number}" for number in range(len(parts))]
+            self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
+            for room in rooms:
+                self._write(partial(make_room, source=self._source, name=room))
+            held = [
+                HeldPart(number, part, name, room, 0, 0)
+                for number, (part, name, room) in enumerate(zip(parts, names, rooms, strict=True))
+            ]
+            try:
+                self._write(lambda connection: self._hold(connection, run, held))
+            except DelaylineError:
+                with contextlib.suppress(DelaylineError):  # then the next run does so
+                    self._give_up(run)
+                raise
+            return self._move(run, target, spark)
+
+    def resume(self, spark: SparkSession) -> Outcome:
+        """Go on with the run that is not finished. Raises ConfigurationError for none, or for other parameters."""
+        with self._turn():
+            run = self._open_run()
+            self.plan.must_match(run.parameters)
+            if self.plan.target is None:
+                raise ConfigurationError("a run that moves nothing leaves nothing to resume")
+            if run.state is RunState.PREPARING:
+                self._give_up(run)
+                raise ConfigurationError(f"migration {run.name} had not moved anything yet: run it anew")
+            return self._move(run, self.plan.target, spark)
+
+    def abort(self) -> Outcome:
+        """Give back to the source what has not reached the target, as it was. Raises ConfigurationError for no run."""
+        with self._turn():
+            run = self._open_run()
+            self.plan.must_match(run.parameters)
+            if run.state is RunState.PREPARING:
+                return self._give_up(run)
+            for part in self._read(partial(self._journal.list_parts, run=run.name)):
+                self._settle(run, part)
+            self._write(lambda connection: self._end(connection, run, RunState.ABORTED))
+            return self._outcome(run.name, RunState.ABORTED)
+
+    def _move(self, run: Run, target: Target, spark: SparkSession) -> Outcome:
+        began = datetime.now(UTC)
+        for part in self._read(partial(self._journal.list_parts, run=run.name)):
+            self._settle(run, part)
+            for wave, batches in self._waves(run, part):
+                self._tell(run)
+                self._deliver(run, target, part, wave, batches, spark)
+        self._tell(run)
+        self._write(lambda connection: self._end(connection, run, RunState.COMPLETED))
+        seconds = (datetime.now(UTC) - began).total_seconds()
+        return self._outcome(run.name, RunState.COMPLETED, seconds)
+
+    def _waves(self, run: Run, part: HeldPart) -> Iterator[tuple[int, list[int]]]:
+        """Yield the batches to go, in the waves that they were in from the beginning."""
+        size = int(run.parameters["wave"])
+        waves: dict[int, list[int]] = {}
+        for batch in self._read(partial(self._journal.unfinished, run=run.name, part=part.number)):
+            waves.setdefault(batch // size, []).append(batch)
+        yield from waves.items()
+
+    def _settle(self, run: Run, part: HeldPart) -> None:
+        """Mark what the target has committed and the source does not know of yet."""
+        target = self.plan.target
+        for wave, batches in self._waves(run, part):
+            if target is not None and target.committed(part.target, _wave_name(run, part, wave)):
+                self._write(partial(self._journal.mark, run=run.name, part=part.number, batches=batches))
+
+    def _deliver(
+        self, run: Run, target: Target, part: HeldPart, number: int, batches: Sequence[int], spark: SparkSession
+    ) -> None:
+        wave = target.begin(part.target)
+        delivery = Delivery(self._source, wave, run.name, part)
+        try:
+            with in_plain_words():
+                partitions = min(len(batches), spark.sparkContext.defaultParallelism)
+                numbers = _numbers(spark, batches, partitions)
+                found = numbers.mapInArrow(delivery.deliver, ATTEMPTS).toArrow().to_pylist()
+            attempts = [Attempt(one["number"], one["rows"], one["earliest"]) for one in found]
+            if not wave.confirms:
+                self._must_add_up(run, part, batches, attempts)
+                wave.commit(_wave_name(run, part, number), attempts)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                wave.discard()
+            raise
+        self._write(partial(self._journal.mark, run=run.name, part=part.number, batches=batches))
+
+    def _must_add_up(self, run: Run, part: HeldPart, batches: Sequence[int], attempts: Sequence[Attempt]) -> None:
+        expected = self._read(partial(self._journal.expected, run=run.name, part=part.number, batches=batches))
+        staged = sum(one.rows for one in attempts)
+        if staged != expected:
+            raise BackendUnavailable(
+                f"{staged} rows of {part.part.endpoint} were staged where {expected} were to be. Nothing of them "
+                "counts; resume the migration"
+            )
+
+    def _hold(self, connection: Connection, run: Run, parts: Sequence[HeldPart]) -> None:
+        """Take the rows of all parts aside, in one transaction."""
+        plan, size = self.plan, self.plan.batch_size
+        for one in parts:
+            rows = hold(connection, self._source, one.part, one.held, cutoff=plan.cutoff, size=size)
+            part = HeldPart(one.number, one.part, one.target, one.held, rows, -(-rows // size))
+            self._journal.add_part(connection, run.name, part, size)
+        self._journal.set_state(connection, run.name, RunState.RUNNING)
+
+    def _end(self, connection: Connection, run: Run, state: RunState) -> None:
+        """Give back what has not moved, and write down the end, in one transaction."""
+        for part in self._journal.list_parts(connection, run.name):
+            give_back(connection, self._source, self._journal, run.name, part)
+        if state is RunState.ABORTED:
+            self._journal.restore(connection, run.name)
+        self._journal.set_state(connection, run.name, state)
+
+    def _give_up(self, run: Run) -> Outcome:
+        """End a run that died before it held anything."""
+        prefix = f"delayline_held_{run.name}_"
+        rooms = [one for one in self._read(self._source.table_names) if one.startswith(prefix)]
+        for room in rooms:
+            self._write(partial(remove_room, source=self._source, name=room))
+        self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
+        return self._outcome(run.name, RunState.ABORTED)
+
+    def _nothing_else_open(self) -> None:
+        for run in self._read(self._journal.list_runs):
+            if run.state is RunState.PREPARING:
+                self._give_up(run)
+            elif run.state is RunState.RUNNING:
+                raise ConfigurationError(
+                    f"migration {run.name} of {self._source.dialect} is not finished: resume it, or abort it first"
+                )
+
+    def _open_run(self) -> Run:
+        for run in self._read(self._journal.list_runs):
+            if run.state in (RunState.PREPARING, RunState.RUNNING):
+                return run
+        raise ConfigurationError(f"there is no unfinished migration in {self._source.dialect}")
+
+    def _read_only(self, spark: SparkSession) -> Outcome:
+        """Read everything as a run would, and leave everything as it is."""
+        looked = preview(self.plan, spark, bodies=True)
+        reasons = [(reason, number) for shown in looked for reason, number, _ in shown.unmovable]
+        rows, aside = sum(shown.rows for shown in looked), sum(number for _, number in reasons)
+        return Outcome("", RunState.COMPLETED, Progress(rows, 0, 0, 0, 0, aside), reasons)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Be the only one that works on the migrations of this source; it ends with the process."""
+        self._source.dialect.must_exist()
+        blocking(self._database.open())
+        try:
+            claims = self._database.claims(TURN)
+            if not claims.take([THE_TURN], 1):
+                raise ConfigurationError(
+                    f"another process is working on a migration of {self._source.dialect}: wait until it has ended"
+                )
+            try:
+                self._write(self._journal.set_up)
+                yield
+            finally:
+                claims.release([THE_TURN])
+                claims.flush()
+        finally:
+            blocking(self._database.close())
+
+    def _outcome(self, run: str, state: RunState, seconds: float = 0.0) -> Outcome:
+        progress = self._read(partial(self._journal.progress, run=run))
+        return Outcome(run, state, progress, self._read(partial(self._journal.reasons, run=run)), seconds)
+
+    def _tell(self, run: Run) -> None:
+        if self._progress is not None:
+            progress = self._read(partial(self._journal.progress, run=run.name))
+            self._progress(progress.marked, progress.rows)
+
+    def _read(self, work: Callable[[Connection], Result]) -> Result:
+        return blocking(self._database.read(work))
+
+    def _write(self, work: Callable[[Connection], Result]) -> Result:
+        return blocking(self._database.write(work))
+
+
+def _new_name() -> str:
+    return f"{datetime.now(UTC):%Y%m%d%H%M%S}_{secrets.token_hex(3)}"
+
+
+def _wave_name(run: Run, part: HeldPart, wave: int) -> str:
+    return f"migration {run.name} {part.number} {wave}"
+
+
+def _numbers(spark: SparkSession, batches: Sequence[int], partitions: int) -> Any:  # noqa: ANN401 - a DataFrame
+    """Return the numbers of the batches, in as many pieces as tasks can work on at once."""
+    import pyarrow as pa
+
+    first, last = batches[0], batches[-1]
+    if last - first + 1 == len(batches):
+        return spark.range(first, last + 1, 1, partitions)
+    return spark.createDataFrame(pa.table({"id": pa.array(batches, pa.int64())})).repartition(partitions)

@@ -1,0 +1,179 @@
+"""Where messages come from: tables of a database, one part an endpoint, in which they wait for their time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from sqlalchemy import BigInteger, Column, MetaData, Table, and_, inspect
+from sqlalchemy.sql import quoted_name
+
+from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.sql.database import Database
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pyarrow as pa
+    from sqlalchemy import ColumnElement, Connection
+
+    from delayline.sql.dialect import Dialect
+
+#: Columns that a held row has besides its own.
+BATCH: Final = "delayline_batch"
+NUMBER: Final = "delayline_number"
+#: What every product's times can hold; rows beyond are named by the preview, and left alone.
+EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
+LATEST: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one endpoint has waiting in a source."""
+
+    endpoint: str
+    """As the source names it, which may be another spelling: `Sales_Orders` for Sales.Orders."""
+    table: str
+    owner: str | None = None
+    """Whose rows of a table that endpoints share."""
+
+
+class TableSource(ABC):
+    """One kind of table in one database. Pickled to tasks; opens nothing by itself."""
+
+    kind: ClassVar[str]
+    key: ClassVar[str]
+    """The column that names a row."""
+    due: ClassVar[str]
+    destination: ClassVar[str | None] = None
+    """The column with the destination, where there is one."""
+    owner: ClassVar[str | None] = None
+    """The column that says whose a row is, where endpoints share the table."""
+    outside: ClassVar[str] = "it has no due time, or one beyond the years 1753 to 9999"
+    """Why rows that are an endpoint's are never taken aside."""
+
+    def __init__(self, url: str, *, schema: str | None = None) -> None:
+        self.url = url
+        self.schema = self.database.dialect.schema_of(schema)
+
+    @property
+    def database(self) -> Database:
+        """This process's database for the URL."""
+        found: Database | None = self.__dict__.get("_kept_database")
+        if found is None:
+            found = self.__dict__["_kept_database"] = Database.at(self.url)
+        return found
+
+    @property
+    def dialect(self) -> Dialect:
+        """The database's."""
+        return self.database.dialect
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_kept")}
+
+    @abstractmethod
+    def columns(self) -> list[Column[Any]]:
+        """Return new columns, all that such a table has, in their order."""
+
+    @abstractmethod
+    def parts(self, connection: Connection) -> list[Part]:
+        """Return what there is, in the order of the names; raises BackendUnusable for tables of an unknown shape."""
+
+    @abstractmethod
+    def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
+        """Return what the due column keeps for an instant."""
+
+    @abstractmethod
+    def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
+        """Return the instant that the due column keeps."""
+
+    @abstractmethod
+    def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
+        """Return what `messages` wants to know of each row; without bodies for who only looks."""
+
+    @abstractmethod
+    def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+        """Return id, destination, due, headers and body of each row, null where it has none."""
+
+    def names(self, part: Part, endpoint: str) -> bool:
+        """Tell whether the part is what a user calls by that name."""
+        return part.endpoint.casefold() == endpoint.casefold()
+
+    def table(self, name: str) -> Table:
+        """Return the source's table of that name, the same each time."""
+        found = self._kept(name)
+        return self._made(name, self.columns()) if found is None else found
+
+    def held(self, name: str) -> Table:
+        """Return a table beside it, for rows that are on their way: as they are, in numbered batches."""
+        found = self._kept(name)
+        if found is not None:
+            return found
+        own = [Column(one.name, one.type, nullable=True) for one in self.columns()]
+        own[[one.name for one in own].index(self.key)].unique = True
+        batch, number = (Column(one, BigInteger, primary_key=True, autoincrement=False) for one in (BATCH, NUMBER))
+        return self._made(name, [batch, number, *own])
+
+    def movable(self, part: Part, cutoff: datetime | None) -> ColumnElement[bool]:
+        """Return which rows of the part are due at the cutoff or later, all of them without one."""
+        columns = self.table(part.table).c
+        first = EARLIEST if cutoff is None else max(cutoff, EARLIEST)
+        times = and_(columns[self.due] >= self.kept_due(first), columns[self.due] <= self.kept_due(LATEST))
+        return and_(times, self.owned(part))
+
+    def owned(self, part: Part) -> ColumnElement[bool]:
+        """Return which rows of the table are the part's."""
+        table = self.table(part.table)
+        return and_(True, *([] if self.owner is None else [table.c[self.owner] == part.owner]))
+
+    def check_columns(self, connection: Connection, name: str) -> None:
+        """Raise BackendUnusable for a table with other columns than this kind's."""
+        found = {one["name"] for one in inspect(connection).get_columns(name, schema=self.schema)}
+        known = {one.name for one in self.columns()}
+        for missing in sorted(known - found):
+            raise BackendUnusable(self._unknown(name, f"it has no column {missing!r}"))
+        for other in sorted(found - known):
+            raise BackendUnusable(self._unknown(name, f"its column {other!r} is none that {self.kind} has"))
+
+    def table_names(self, connection: Connection) -> list[str]:
+        """Return the names of the tables there, sorted."""
+        return sorted(inspect(connection).get_table_names(schema=self.schema))
+
+    def _unknown(self, name: str, why: str) -> str:
+        return (
+            f"table {name!r} of {self.dialect} is of an unknown version: {why}. Nothing was changed; move the other "
+            "endpoints one by one with --endpoint, or upgrade delayline"
+        )
+
+    def _kept(self, name: str) -> Table | None:
+        found: Table | None = self.__dict__.setdefault("_kept_tables", {}).get(name)
+        return found
+
+    def _made(self, name: str, columns: Sequence[Column[Any]]) -> Table:
+        made = Table(quoted_name(name, quote=True), MetaData(schema=self.schema), *columns, **self.table_options())
+        self.__dict__["_kept_tables"][name] = made
+        return made
+
+    def table_options(self) -> Mapping[str, Any]:
+        """Return SQLAlchemy's options for such a table."""
+        return {}
+
+
+def chosen(source: TableSource, parts: Sequence[Part], endpoints: Sequence[str] | None) -> list[Part]:
+    """Return the parts of these endpoints, called as the user calls them; all parts for None.
+
+    Raises ConfigurationError naming an endpoint that has none.
+    """
+    if endpoints is None:
+        return list(parts)
+    found: list[Part] = []
+    for endpoint in dict.fromkeys(endpoints):
+        mine = [part for part in parts if source.names(part, endpoint)]
+        if not mine:
+            known = ", ".join(repr(part.endpoint) for part in parts) or "none at all"
+            raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source.dialect}; there are: {known}")
+        found += [Part(endpoint, part.table, part.owner) for part in mine]
+    return found

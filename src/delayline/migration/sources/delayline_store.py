@@ -1,0 +1,67 @@
+"""delayline's own stores: a table an endpoint, `{endpoint}.timeouts`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from sqlalchemy import Column, null
+
+from delayline.migration.rows import record_batch
+from delayline.migration.source import Part, TableSource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    import pyarrow as pa
+    from sqlalchemy import ColumnElement, Connection, Table
+
+SUFFIX: Final = ".timeouts"
+
+
+class DelaylineStore(TableSource):
+    """What waits in delayed message stores; their endpoints must be stopped, as they have messages in hand."""
+
+    kind: ClassVar[str] = "delayline"
+    key: ClassVar[str] = "id"
+    due: ClassVar[str] = "due"
+    destination: ClassVar[str | None] = "destination"
+
+    def columns(self) -> list[Column[Any]]:
+        """Return the columns of a store's table, but for its own numbering."""
+        made = self.dialect.timeouts_table("_", self.schema).columns
+        return [Column(one.name, one.type, nullable=one.nullable) for one in made if one.name != "seq"]
+
+    def parts(self, connection: Connection) -> list[Part]:
+        """Return a part for each store."""
+        names = [name for name in self.table_names(connection) if name.endswith(SUFFIX)]
+        return [Part(name[: -len(SUFFIX)], name) for name in names]
+
+    def check_columns(self, connection: Connection, name: str) -> None:
+        """Do nothing: the schema's version was checked."""
+
+    def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
+        """Return what a store keeps."""
+        return self.dialect.to_due(due)
+
+    def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
+        """Return the instant."""
+        return self.dialect.from_due(kept)
+
+    def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
+        """Return the columns of a message."""
+        columns = table.c
+        return columns.id, columns.destination, columns.due, columns.headers, columns.body if bodies else null()
+
+    def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+        """Return the messages as they are."""
+        read = self.dialect.from_due
+        return record_batch((row[0], row[1], read(row[2]), _text(row[3]), row[4]) for row in rows)
+
+
+def _text(headers: bytes | None) -> str:
+    """Return the headers as text; of damaged ones what no reader takes for headers."""
+    try:
+        return bytes(headers or b"").decode()
+    except UnicodeDecodeError:
+        return "damaged"

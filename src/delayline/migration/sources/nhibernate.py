@@ -1,0 +1,58 @@
+"""NHibernate's timeouts: one table for all endpoints, `TimeoutEntity` (reference 3.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from sqlalchemy import Column, String, select
+
+from delayline.migration.source import Part
+from delayline.migration.sources.nservicebus_sql import NServiceBusSql
+from delayline.sql.timeout_tables import timeout_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sqlalchemy import Connection
+
+TABLE: Final = "TimeoutEntity"
+LONGEST_DESTINATION: Final = 1024
+LONGEST_ENDPOINT: Final = 440
+
+
+class NHibernate(NServiceBusSql):
+    """Timeouts that NHibernate has stored; the column `Endpoint` says whose they are."""
+
+    kind: ClassVar[str] = "nhibernate"
+    owner: ClassVar[str | None] = "Endpoint"
+
+    def columns(self) -> list[Column[Any]]:
+        """Return the columns that NHibernate maps."""
+        types = {one.name: one.type for one in timeout_table("_", self.schema, self.dialect).columns}
+        return [
+            Column("Id", types["Id"], primary_key=True),
+            Column("Destination", String(LONGEST_DESTINATION)),
+            Column("SagaId", types["SagaId"]),
+            Column("State", types["State"]),
+            Column("Endpoint", String(LONGEST_ENDPOINT)),
+            Column("Time", types["Time"]),
+            Column("Headers", types["Headers"]),
+        ]
+
+    def parts(self, connection: Connection) -> list[Part]:
+        """Return a part for each endpoint that has rows."""
+        found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
+        if not found:
+            return []
+        self.check_columns(connection, found[0])
+        endpoint = self.table(found[0]).c.Endpoint
+        rows = connection.execute(select(endpoint).distinct().where(endpoint.is_not(None)))
+        return [Part(name, found[0], name) for name in sorted(rows.scalars())]
+
+    def names(self, part: Part, endpoint: str) -> bool:
+        """Tell whether they have the same name."""
+        return part.endpoint.casefold() == endpoint.casefold()
+
+    def table_options(self) -> Mapping[str, Any]:
+        """Return none: the table is of the database's own character set."""
+        return {}

@@ -1,0 +1,70 @@
+"""The timeout tables of NServiceBus' SQL persistence: one an endpoint, `{prefix}TimeoutData` (reference 3.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import pyarrow as pa
+from sqlalchemy import Column, Text, null, type_coerce
+
+from delayline.migration.rows import record_batch
+from delayline.migration.source import Part, TableSource
+from delayline.sql.timeout_tables import TimeoutTimes, table_prefix, timeout_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement, Connection, Table
+
+SUFFIX: Final = "_TimeoutData"
+
+
+class NServiceBusSql(TableSource):
+    """Timeouts on PostgreSQL, MariaDB, MySQL or SQL Server as .NET has stored them.
+
+    A table knows its endpoint's name with `_` for `.` only: name the endpoint as it is, and both are found.
+    """
+
+    kind: ClassVar[str] = "nservicebus-sql"
+    key: ClassVar[str] = "Id"
+    due: ClassVar[str] = "Time"
+    destination: ClassVar[str | None] = "Destination"
+
+    def columns(self) -> list[Column[Any]]:
+        """Return the columns that .NET's installers make for this product."""
+        made = timeout_table("_", self.schema, self.dialect).columns
+        return [Column(one.name, one.type, primary_key=one.primary_key, nullable=one.nullable) for one in made]
+
+    def parts(self, connection: Connection) -> list[Part]:
+        """Return a part for each table with that suffix."""
+        names = [name for name in self.table_names(connection) if name.casefold().endswith(SUFFIX.casefold())]
+        return [Part(name[: -len(SUFFIX)], name) for name in names]
+
+    def names(self, part: Part, endpoint: str) -> bool:
+        """Tell whether the table is the endpoint's, dots or not."""
+        prefix = table_prefix(endpoint).casefold()
+        return part.endpoint.casefold() in (endpoint.casefold(), prefix[:-1])
+
+    def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
+        """Return the time without a zone, in UTC."""
+        return TimeoutTimes(self.dialect).kept(due)
+
+    def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
+        """Return the time in UTC."""
+        return TimeoutTimes(self.dialect).read(kept)
+
+    def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
+        """Return the columns that make a message; headers as the text they are, also where the column is JSON."""
+        columns = table.c
+        state = columns.State if bodies else null()
+        return columns.Id, columns.Destination, columns.Time, type_coerce(columns.Headers, Text()), state
+
+    def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+        """Return the messages, under the ids of their timeouts."""
+        read = TimeoutTimes(self.dialect).read
+        return record_batch((str(row[0]).lower(), row[1], read(row[2]), row[3], row[4]) for row in rows)
+
+    def table_options(self) -> Mapping[str, Any]:
+        """Return the character set that .NET's installers give such a table."""
+        return {"mysql_default_charset": "ascii", "mariadb_default_charset": "ascii"}

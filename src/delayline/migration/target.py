@@ -1,0 +1,87 @@
+"""Where messages go: what a migration asks of a target, on the driver and in tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AsyncExitStack
+    from datetime import timedelta
+
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+    from delayline.sql.staging import Attempt
+
+
+class Session(Protocol):
+    """One task's way to the target."""
+
+    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Hand over the messages; return why some were not taken, by position. Any other failure is raised."""
+        ...
+
+    async def end(self) -> Sequence[Attempt]:
+        """Return what the driver has to commit; nothing where the target has it for good."""
+        ...
+
+
+class Wave(Protocol):
+    """Some batches of one endpoint that go together; pickled to tasks."""
+
+    largest_message: int
+    """Bytes that headers and body may have together."""
+    confirms: bool
+    """Whether what a session has delivered is there for good, so that its batch can be marked at once."""
+
+    async def session(self, stack: AsyncExitStack) -> Session:
+        """Return an open session that closes with the stack."""
+        ...
+
+    def commit(self, name: str, attempts: Sequence[Attempt]) -> None:
+        """Make what the tasks have delivered count, all of it or nothing; repeated under its name nothing happens."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what was delivered and not committed."""
+        ...
+
+
+class Target(Protocol):
+    """One back end that messages are moved to. Every method blocks, and but for `begin` changes nothing."""
+
+    kind: ClassVar[str]
+    exactly_once: ClassVar[bool]
+    """Whether a batch that is delivered again leaves no second copy."""
+    longest: ClassVar[timedelta | None]
+    """How long a message may wait there at most; None for as long as it likes."""
+
+    @property
+    def largest_message(self) -> int:
+        """How many bytes headers and body may have together."""
+        ...
+
+    def __str__(self) -> str:
+        """Return what it is and where, without secrets."""
+        ...
+
+    def endpoint_named(self, name: str) -> str:
+        """Return what the target calls the endpoint. Raises BackendUnusable where it is not ready for it."""
+        ...
+
+    def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
+        """Return why messages for some of these could not go there."""
+        ...
+
+    def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame | None:
+        """Return id, destination and due of what waits there for the endpoint; None where nobody can list it."""
+        ...
+
+    def begin(self, endpoint: str) -> Wave:
+        """Return a new wave for that endpoint, under the target's name for it."""
+        ...
+
+    def committed(self, endpoint: str, name: str) -> bool:
+        """Tell whether a wave of that name was committed."""
+        ...

@@ -1,0 +1,183 @@
+"""delayline's SQL stores: tasks stage, the driver commits a wave in one transaction, once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from sqlalchemy import inspect, select
+
+from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.spark.options import FORMAT
+from delayline.sql import setup
+from delayline.sql.database import Database
+from delayline.sql.schema import queue_tables
+from delayline.sql.staging import OnConflict, Staging, blocking
+from delayline.sql.timeout_tables import table_prefix
+from delayline.sql.waiting import Condition, Span, Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AsyncExitStack
+    from datetime import timedelta
+
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+    from sqlalchemy import Connection
+
+    from delayline.sql.staging import Attempt
+
+SUFFIX: Final = ".timeouts"
+#: What a task keeps in memory before it is written.
+STAGED_AT_ONCE: Final = 16 * 1024 * 1024
+#: Ids that the store is asked for in one statement.
+ASKED_AT_ONCE: Final = 1000
+TAKEN: Final = "a message with this id waits in the target's store already: cancel one of the two"
+UNKNOWN: Final = "there is no queue {!r} at the target: start its endpoint once, or run delayline setup --queue NAME"
+
+
+class SqlStore:
+    """The stores of one database, a table an endpoint: `delayline setup` has made them."""
+
+    kind: ClassVar[str] = "sql-store"
+    exactly_once: ClassVar[bool] = True
+    longest: ClassVar[timedelta | None] = None
+
+    def __init__(self, url: str, *, schema: str | None = None) -> None:
+        self.url = url
+        self.schema = schema
+        self._database = Database.at(url)
+
+    @property
+    def largest_message(self) -> int:
+        """How many bytes the database takes."""
+        return self._database.dialect.largest_message
+
+    def __str__(self) -> str:
+        return str(self._database.dialect)
+
+    def endpoint_named(self, name: str) -> str:
+        """Return whose store there is, also where the name comes with `_` for `.`. Raises BackendUnusable for none."""
+        return blocking(self._database.look(lambda connection: self._named(connection, name)))
+
+    def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
+        """Return the destinations that have no queue, where the store's database has the queues too."""
+        known = self.queues()
+        return {one: UNKNOWN.format(one) for one in destinations if known is not None and one not in known}
+
+    def queues(self) -> frozenset[str] | None:
+        """Return the names of all queues, None where they are somewhere else."""
+        names = select(queue_tables(self._database.dialect.schema_of(self.schema)).queues.c.name)
+        found = blocking(self._database.look(lambda connection: list(connection.execute(names).scalars())))
+        return frozenset(found) if found else None
+
+    def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
+        """Return what waits in the endpoint's store."""
+        options = {"url": self.url, "table": f"{endpoint}{SUFFIX}"}
+        if self.schema is not None:
+            options["schema"] = self.schema
+        parts = str(spark.sparkContext.defaultParallelism)
+        reader = spark.read.format(FORMAT).options(**options, numPartitions=parts)
+        return reader.schema("id STRING, destination STRING, due TIMESTAMP").load()
+
+    def begin(self, endpoint: str) -> StoreWave:
+        """Return a new wave, with a staging area of its own."""
+        staging = self._staging(endpoint)
+        staging.create()
+        return StoreWave(staging, self.queues())
+
+    def committed(self, endpoint: str, name: str) -> bool:
+        """Tell whether the ledger has that wave."""
+        return self._staging(endpoint).committed(name) is not None
+
+    def _staging(self, endpoint: str) -> Staging:
+        return Staging(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
+
+    def _named(self, connection: Connection, name: str) -> str:
+        dialect = self._database.dialect
+        schema = dialect.schema_of(self.schema)
+        tables = inspect(connection).get_table_names(schema=schema)
+        prefix = table_prefix(name).casefold()
+        stores = [one.removesuffix(SUFFIX) for one in tables if one.endswith(SUFFIX)]
+        found = [name] if name in stores else [one for one in stores if table_prefix(one).casefold() == prefix]
+        if not found:
+            raise BackendUnusable(
+                f"{dialect} has no store for endpoint {name!r}. Make it with: delayline setup --endpoint {name}"
+            )
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"{name!r} may be any of {', '.join(sorted(found))} at {dialect}: name one with --endpoint"
+            )
+        table = dialect.timeouts_table(dialect.kept_name(f"{found[0]}{SUFFIX}"), schema)
+        setup.check(connection, queue_tables(schema), table)
+        return found[0]
+
+
+class StoreWave:
+    """Batches of one endpoint on their way into its store."""
+
+    confirms = False
+
+    def __init__(self, staging: Staging, queues: frozenset[str] | None) -> None:
+        self.staging = staging
+        self.queues = queues
+        self.largest_message = staging.largest_message
+
+    def refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Return why some of the messages cannot go into the store, by position."""
+        ids = messages.column("id").to_pylist()
+        waiting = {
+            one for first in range(0, len(ids), ASKED_AT_ONCE) for one in self._there(ids[first:][:ASKED_AT_ONCE])
+        }
+        refused = {at: TAKEN for at, one in enumerate(ids) if one in waiting}
+        known = self.queues
+        if known is not None:
+            destinations = messages.column("destination").to_pylist()
+            refused |= {at: UNKNOWN.format(one) for at, one in enumerate(destinations) if one not in known}
+        return refused
+
+    async def session(self, stack: AsyncExitStack) -> StoreSession:
+        """Return a session."""
+        del stack
+        return StoreSession(self)
+
+    def commit(self, name: str, attempts: Sequence[Attempt]) -> None:
+        """Move what the tasks have staged into the store, in one transaction with its ledger."""
+        self.staging.commit(attempts, on_conflict=OnConflict.FAIL, run=name)
+
+    def discard(self) -> None:
+        """Remove the staging area."""
+        self.staging.discard()
+
+    def _there(self, ids: Sequence[str]) -> list[str]:
+        staging = self.staging
+        waiting = Waiting(staging.url, staging.table_name, staging.schema, [Condition("id", "in", ids)])
+        return [row[0] for rows in waiting.rows(["id"], Span(None, None), len(ids)) for row in rows]
+
+
+class StoreSession:
+    """Collects a task's messages, and stages them some at a time."""
+
+    def __init__(self, wave: StoreWave) -> None:
+        self._wave = wave
+        self._waiting: list[pa.RecordBatch] = []
+        self._attempts: list[Attempt] = []
+
+    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Stage the messages whose destinations have a queue, and whose ids do not wait there already."""
+        refused = self._wave.refused(messages)
+        kept = messages if not refused else messages.take([n for n in range(messages.num_rows) if n not in refused])
+        if kept.num_rows:
+            self._waiting.append(kept)
+        if sum(batch.nbytes for batch in self._waiting) > STAGED_AT_ONCE:
+            self._stage()
+        return refused
+
+    async def end(self) -> Sequence[Attempt]:
+        """Stage the rest."""
+        self._stage()
+        return self._attempts
+
+    def _stage(self) -> None:
+        if self._waiting:
+            self._attempts.append(self._wave.staging.write(self._waiting))
+            self._waiting = []

@@ -1,0 +1,223 @@
+"""Holds source, target and journal against each other, message by message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from sqlalchemy import select
+
+from delayline.errors import ConfigurationError
+from delayline.migration.holding import read_batch
+from delayline.migration.journal import BatchState, HeldPart, Journal, Run
+from delayline.migration.source import BATCH, NUMBER
+from delayline.spark.failures import in_plain_words
+from delayline.spark.rejects import INSTANT
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pyspark.sql import DataFrame, SparkSession
+    from sqlalchemy import Connection
+
+    from delayline.migration.journal import Progress
+    from delayline.migration.source import TableSource
+    from delayline.migration.target import Target
+
+SENT: Final = "id STRING, destination STRING, due TIMESTAMP"
+SENT_SCHEMA: Final = pa.schema([("id", pa.string()), ("destination", pa.string()), ("due", INSTANT)])
+SHOWN: Final = 100
+BATCHES_A_TASK: Final = 50
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found of one run."""
+
+    run: Run
+    rows: int
+    """Taken aside when it began."""
+    moved: int
+    """Of which the journal says that the target has them."""
+    aside: int
+    unfinished: int
+    restored: int
+    waiting: int | None
+    """Of those moved, how many wait at the target as they were sent; None where nobody can list what waits."""
+    gone: int
+    """How many are due and no longer there: on their way, or delivered."""
+    missing: Sequence[str]
+    """Ids, a hundred at most, that should wait there and do not: lost, or cancelled by somebody."""
+    changed: Sequence[str]
+    """Ids that wait there for another time or destination than they were sent with."""
+    doubled: Sequence[str]
+    """Ids, a hundred at most, that were moved and are in the source as well."""
+    repeatable: Sequence[str]
+    """Every id that may have been delivered more often than once."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything adds up."""
+        counted = self.moved + self.aside + self.unfinished + self.restored
+        return counted == self.rows and not (self.missing or self.changed or self.doubled)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one part's marked batches have sent; pickled to tasks."""
+
+    source: TableSource
+    run: str
+    part: HeldPart
+
+    def rows(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield id, destination and due of the batches with these numbers, without what was set aside."""
+        journal = Journal(self.source.dialect, self.source.schema)
+        for some in numbers:
+            for batch in some.column(0).to_pylist():
+                yield blocking(self.source.database.look(partial(self._of, journal=journal, batch=batch)))
+
+    def _of(self, connection: Connection, journal: Journal, batch: int) -> pa.RecordBatch:
+        aside = select(journal.aside.c.number).where(
+            journal.asides_of(self.run, self.part.number), journal.aside.c.batch == batch
+        )
+        left = set(connection.execute(aside).scalars())
+        found = read_batch(connection, self.source, self.part.held, batch)
+        messages = self.source.messages([row[1:] for row in found if row[0] not in left])
+        return messages.select(SENT_SCHEMA.names)
+
+
+def runs_of(source: TableSource) -> list[Run]:
+    """Return all migrations of a source, the last one first; changes nothing."""
+    source.dialect.must_exist()
+    journal = Journal(source.dialect, source.schema)
+    return blocking(source.database.look(journal.list_runs))
+
+
+def run_named(source: TableSource, name: str | None) -> Run:
+    """Return that run, the last one for None. Raises ConfigurationError for none."""
+    runs = runs_of(source)
+    for run in runs:
+        if name in (None, run.name):
+            return run
+    known = ", ".join(run.name for run in runs) or "none"
+    raise ConfigurationError(f"there is no migration {name or 'at all'} in {source.dialect}; there are: {known}")
+
+
+def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str | None = None) -> Verified:
+    """Compare what the journal says with what source and target have now; changes nothing.
+
+    Raises ConfigurationError for a run that is not known, or that went to another target.
+    """
+    found = run_named(source, run)
+    if found.parameters.get("target") != str(target):
+        raise ConfigurationError(
+            f"migration {found.name} went to {found.parameters.get('target')}, not to {target}: give that target"
+        )
+    journal = Journal(source.dialect, source.schema)
+    parts = blocking(source.database.look(partial(journal.list_parts, run=found.name)))
+    progress = blocking(source.database.look(partial(journal.progress, run=found.name)))
+    waiting, gone = None, 0
+    missing: list[str] = []
+    changed: list[str] = []
+    doubled: list[str] = []
+    repeatable: list[str] = []
+    aside = 0
+    for part in parts:
+        look = partial(_in_source, source=source, journal=journal, run=found, part=part)
+        doubled += blocking(source.database.look(look))
+        aside += blocking(source.database.look(partial(_aside_of_marked, journal=journal, run=found.name, part=part)))
+        if not target.exactly_once:
+            repeatable += _ids(source, journal, found, part)
+        there = target.waiting(part.target, spark)
+        if there is not None and part.rows:
+            with in_plain_words():
+                counted = _compared(_sent(source, found, part, spark, journal), there)
+            waiting = (waiting or 0) + counted[0]
+            gone += counted[1]
+            missing += counted[2]
+            changed += counted[3]
+    return Verified(
+        found, progress.rows, progress.marked - aside, aside, progress.staged + progress.delivered, progress.restored,
+        waiting, gone, missing[:SHOWN], changed[:SHOWN], doubled[:SHOWN], repeatable,
+    )  # fmt: skip
+
+
+def _sent(source: TableSource, run: Run, part: HeldPart, spark: SparkSession, journal: Journal) -> DataFrame:
+    column = journal.batches.c.batch
+    query = select(column).where(journal.batches_in(run.name, part.number, [BatchState.MARKED.value]))
+    marked = blocking(source.database.look(lambda connection: list(connection.execute(query).scalars())))
+    table = pa.table({"id": pa.array(marked, pa.int64())})
+    pieces = max(1, -(-len(marked) // BATCHES_A_TASK))
+    numbers = spark.createDataFrame(table).repartition(pieces) if marked else spark.range(0)
+    return numbers.mapInArrow(Sent(source, run.name, part).rows, SENT)
+
+
+def _compared(sent: DataFrame, there: DataFrame) -> tuple[int, int, list[str], list[str]]:
+    """Return how many wait as they were sent, how many have left when due; ids of those missing, and changed."""
+    now = F.lit(datetime.now(UTC))
+    theirs = there.select(F.col("id").alias("there"), F.col("destination").alias("goes_to"), F.col("due").alias("at"))
+    same = (F.col("destination") == F.col("goes_to")) & (F.col("due") == F.col("at"))
+    state = (
+        F.when(F.col("there").isNull() & (F.col("due") <= now), "gone")
+        .when(F.col("there").isNull(), "missing")
+        .when(same, "waiting")
+        .otherwise("changed")
+    )
+    joined = sent.join(theirs, F.col("id") == F.col("there"), "left").select("id", state.alias("state"))
+    some = F.slice(F.collect_list(F.when(F.col("state").isin("missing", "changed"), F.col("id"))), 1, SHOWN)
+    rows = joined.groupBy("state").agg(F.count("*").alias("rows"), some.alias("ids")).toArrow().to_pylist()
+    by_state = {row["state"]: row for row in rows}
+    ids = [by_state.get(name, {"ids": []})["ids"] for name in ("missing", "changed")]
+    counts = [by_state.get(name, {"rows": 0})["rows"] for name in ("waiting", "gone")]
+    return counts[0], counts[1], ids[0], ids[1]
+
+
+def _in_source(connection: Connection, *, source: TableSource, journal: Journal, run: Run, part: HeldPart) -> list[str]:
+    """Return ids that were moved, and are in the source's table as well."""
+    held, table = source.held(part.held), source.table(part.part.table)
+    marked = select(journal.batches.c.batch).where(journal.batches_in(run.name, part.number, [BatchState.MARKED.value]))
+    aside = select(journal.aside.c.number).where(journal.asides_of(run.name, part.number))
+    query = select(held.c[source.key]).join(table, held.c[source.key] == table.c[source.key])
+    query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(aside)).limit(SHOWN)
+    return [str(one) for one in connection.execute(query).scalars()]
+
+
+def _aside_of_marked(connection: Connection, *, journal: Journal, run: str, part: HeldPart) -> int:
+    marked = select(journal.batches.c.batch).where(journal.batches_in(run, part.number, [BatchState.MARKED.value]))
+    query = select(journal.aside.c.number).where(journal.asides_of(run, part.number), journal.aside.c.batch.in_(marked))
+    return len(connection.execute(query).fetchall())
+
+
+def _ids(source: TableSource, journal: Journal, run: Run, part: HeldPart) -> list[str]:
+    """Return the ids of batches that may have reached the target more often than once."""
+    held = source.held(part.held)
+
+    def look(connection: Connection) -> list[str]:
+        found: list[str] = []
+        for batch in journal.repeated(connection, run.name, part.number):
+            query = select(held.c[source.key]).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
+            found += [str(one) for one in connection.execute(query).scalars()]
+        return found
+
+    return blocking(source.database.look(look))
+
+
+def details(
+    source: TableSource, run: Run, limit: int
+) -> tuple[Progress, Sequence[tuple[str, int]], Sequence[tuple[str, str]]]:
+    """Return how far a run is, why rows were set aside, and ids of such rows with their reasons."""
+    journal = Journal(source.dialect, source.schema)
+
+    def look(
+        connection: Connection,
+    ) -> tuple[Progress, Sequence[tuple[str, int]], Sequence[tuple[str, str]]]:
+        reasons = journal.reasons(connection, run.name)
+        return journal.progress(connection, run.name), reasons, journal.set_aside(connection, run.name, limit)
+
+    return blocking(source.database.look(look))

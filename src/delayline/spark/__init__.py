@@ -1,0 +1,44 @@
+"""The data pipeline: delayed messages in bulk, through PySpark, over the same stores that an endpoint uses."""
+
+from importlib.util import find_spec
+
+from delayline.errors import MissingExtra
+
+if any(find_spec(name) is None for name in ("pyspark", "pyarrow", "pandas")):
+    raise MissingExtra("spark", "the data pipeline")
+
+from delayline.spark.audit import Audit, Totals, audit
+from delayline.spark.columns import Columns
+from delayline.spark.compact import Compacted, compact
+from delayline.spark.dispatch import Dispatcher
+from delayline.spark.java import find_java
+from delayline.spark.journal import Exported, export, read_journal, waiting_ids
+from delayline.spark.promote import Promoted, promote, promote_every, promote_stream
+from delayline.spark.report import write_report
+from delayline.spark.schedule import Scheduled, Target, schedule, schedule_stream
+from delayline.spark.session import spark_session
+
+__all__ = [
+    "Audit",
+    "Columns",
+    "Compacted",
+    "Dispatcher",
+    "Exported",
+    "Promoted",
+    "Scheduled",
+    "Target",
+    "Totals",
+    "audit",
+    "compact",
+    "export",
+    "find_java",
+    "promote",
+    "promote_every",
+    "promote_stream",
+    "read_journal",
+    "schedule",
+    "schedule_stream",
+    "spark_session",
+    "waiting_ids",
+    "write_report",
+]

@@ -1,0 +1,274 @@
+"""Scheduling into two tiers: what is near goes to the store, what is far to files, all of it in one transaction."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql.window import Window
+
+from delayline.clock import to_microseconds
+from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMessage
+from delayline.message import MAXIMUM_ID_LENGTH
+from delayline.spark.options import COLUMNS, FORMAT, StoreOptions
+from delayline.spark.rejects import faults, without
+from delayline.sql.cold_files import HOUR, ColdFile, ColdFiles
+from delayline.sql.cold_folder import ColdFolder, HourWriter
+from delayline.sql.database import Database
+from delayline.sql.runs import Committed, Runs
+from delayline.sql.staging import Attempt, OnConflict, blocking, new_area
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import datetime
+
+    from pyspark.sql import DataFrame, SparkSession
+    from sqlalchemy import Connection, Table
+
+    from delayline.sql.staging import Staging
+
+Result = TypeVar("Result")
+#: Whether a message with that id waits already, or comes earlier in the same job.
+WAITS: Final = "_delayline_waits"
+DUE_HOUR: Final = "_delayline_hour"
+KNOWN: Final = "_delayline_known"
+PLACED: Final = (
+    "number LONG, rows LONG, earliest LONG, rejected LONG, duplicates LONG, doubled STRING, files ARRAY<STRING>"
+)
+#: Files that nobody knows are swept after a day: who writes them has to have told of them by then.
+LONGEST_JOB: Final = timedelta(hours=12)
+
+
+class ColdTier:
+    """The cold tier of one store, seen from the driver; every method blocks."""
+
+    def __init__(self, options: Mapping[str, str], path: str | None) -> None:
+        if path is None:
+            raise ConfigurationError('there is no cold tier: Target(..., cold_tier="s3://bucket/reminders")')
+        self.options = options
+        self.store = StoreOptions.of(options)
+        self.path = path
+        self._database = Database.at(self.store.address)
+        dialect = self._database.dialect
+        table = dialect.timeouts_table(dialect.kept_name(self.store.table), dialect.schema_of(self.store.schema))
+        self.catalog = ColdFiles(dialect, table)
+        self.runs = Runs(dialect, table.schema)
+        _ = ColdFolder(path)
+
+    def create(self) -> ColdFolder:
+        """Make the catalog, unless it is there, and return the folder to write to."""
+        return ColdFolder(self.path, blocking(self._opened(self.catalog.create, writing=True)))
+
+    def held(self, *, until: int | None = None) -> tuple[list[ColdFile], dict[str, list[str]]]:
+        """Return the files with messages due not after `until`, and the ids that are cancelled, by file."""
+
+        def read(connection: Connection) -> tuple[list[ColdFile], dict[str, list[str]]]:
+            if not self.catalog.exist(connection):
+                return [], {}
+            files = self.catalog.held(connection, until=until)
+            dead = self.catalog.buried(connection, [one.name for one in files])
+            return files, {name: list(ids) for name, ids in dead.items()}
+
+        return self.read(read)
+
+    def read(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on what is committed."""
+        return blocking(self._opened(work, writing=False))
+
+    def write(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in a transaction."""
+        return blocking(self._opened(work, writing=True))
+
+    async def _opened(self, work: Callable[[Connection], Result], *, writing: bool) -> Result:
+        await self._database.open()
+        try:
+            return await (self._database.write(work) if writing else self._database.read(work))
+        finally:
+            await self._database.close()
+
+
+class Placed(NamedTuple):
+    """What the finished tasks of a job have put where."""
+
+    attempts: list[Attempt]
+    files: list[ColdFile]
+    duplicates: int
+    doubled: str | None
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """What a task needs to know."""
+
+    store: StoreOptions
+    area: str
+    folder: ColdFolder
+    far_from: int
+
+
+def schedule_in_tiers(
+    messages: DataFrame, tier: ColdTier, *, run: str, on_conflict: str, far_from: datetime
+) -> tuple[Committed, int]:
+    """Store what is due before `far_from`, hold the rest, in one transaction; return what the run has done of both.
+
+    messages: with the columns of a message and no others, unchecked.
+    """
+    if on_conflict == OnConflict.REPLACE:
+        raise ConfigurationError(
+            "on_conflict='replace' reaches no messages in a cold tier: cancel them first, or use 'ignore' or 'fail'"
+        )
+    staging = tier.store.staging(new_area())
+    before = staging.committed(run)
+    if before is not None:
+        return before, (staging.committed(cold_run(run)) or Committed(0)).stored
+    began = time.monotonic()
+    staging.create()
+    folder = tier.create()
+    with ExitStack() as undone:
+        undone.callback(staging.discard)
+        marked = _marked(messages, _known(messages.sparkSession, tier))
+        task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from))
+        placed = _gathered(marked.mapInArrow(partial(_place, task=task), PLACED))
+        if placed.doubled is not None and on_conflict == OnConflict.FAIL:
+            raise DuplicateMessage(placed.doubled)
+
+        def register(connection: Connection, staged: Table) -> None:
+            del staged
+            must_be_quick(began)
+            tier.catalog.register(connection, placed.files)
+            held = sum(one.messages for one in placed.files)
+            tier.runs.begin(connection, cold_run(run))
+            tier.runs.end(connection, cold_run(run), 0, Committed(held, placed.duplicates))
+
+        stored = staging.commit(placed.attempts, on_conflict=OnConflict(on_conflict), run=run, along=register)
+        undone.pop_all()
+    held = sum(one.messages for one in placed.files)
+    return Committed(stored.stored, stored.duplicates + placed.duplicates, stored.rejected), held
+
+
+def must_be_quick(began: float) -> None:
+    """Raise BackendUnavailable where files could have been swept that are to be registered now."""
+    if time.monotonic() - began > LONGEST_JOB.total_seconds():
+        raise BackendUnavailable(f"the job took longer than {LONGEST_JOB}: nothing was kept. Schedule less at once")
+
+
+def cold_run(run: str) -> str:
+    """Return the name under which the ledger keeps what a run has held."""
+    name = f"cold {run}"
+    return name if len(name) <= MAXIMUM_ID_LENGTH else f"cold {hashlib.sha256(run.encode()).hexdigest()}"
+
+
+def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]) -> DataFrame:
+    """Return groups of files as rows, about as many messages in each partition as in the others."""
+    slots = [0] * min(len(groups), 4 * int(spark.conf.get("spark.sql.shuffle.partitions") or 1))
+    rows = []
+    for messages, group in sorted(((sum(one.messages for one in some), some) for some in groups), reverse=True):
+        slot = slots.index(min(slots))
+        slots[slot] += messages
+        rows.append((slot, [described(one) for one in group], [list(dead.get(one.name, ())) for one in group]))
+    numbers, files, ids = (list(column) for column in zip(*rows, strict=True))
+    texts = pa.list_(pa.string())
+    columns = [pa.array(numbers, pa.int32()), pa.array(files, texts), pa.array(ids, pa.list_(texts))]
+    plan = pa.Table.from_arrays(columns, names=["slot", "files", "dead"])
+    return spark.createDataFrame(plan).repartitionById(len(slots), "slot")
+
+
+def groups_of(batches: Iterator[pa.RecordBatch]) -> Iterator[list[tuple[ColdFile, list[str]]]]:
+    """Yield what a task has of a plan: groups of files, each with its dead ids."""
+    for batch in batches:
+        for texts, ids in zip(batch.column("files").to_pylist(), batch.column("dead").to_pylist(), strict=True):
+            yield [(read_back(text), dead) for text, dead in zip(texts, ids, strict=True)]
+
+
+def files_of(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[ColdFile, list[str]]]:
+    """Yield the files that a task has of a plan."""
+    for group in groups_of(batches):
+        yield from group
+
+
+def described(file: ColdFile) -> str:
+    """Return a file as text, for a column."""
+    return json.dumps(file)
+
+
+def read_back(text: str) -> ColdFile:
+    """Return the file of a text."""
+    return ColdFile(*json.loads(text))
+
+
+def _known(spark: SparkSession, tier: ColdTier) -> DataFrame:
+    """Return the ids that wait in either tier."""
+    hot = spark.read.format(FORMAT).options(**tier.options).schema("id STRING").load()
+    files, dead = tier.held()
+    if not files:
+        return hot
+    plan = planned(spark, [[one] for one in files], dead)
+    return hot.union(plan.mapInArrow(partial(_ids, folder=ColdFolder(tier.path)), "id STRING"))
+
+
+def _ids(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator[pa.RecordBatch]:
+    for file, dead in files_of(batches):
+        yield from folder.batches(file, dead, columns=("id",))
+
+
+def _marked(messages: DataFrame, known: DataFrame) -> DataFrame:
+    """Return the messages with whether their id is taken, those of an hour together, ordered by due time."""
+    first = Window.partitionBy("id").orderBy("due", F.xxhash64(*COLUMNS.names))  # the same when tasks are repeated
+    marked = messages.withColumn(WAITS, F.row_number().over(first) > 1)
+    known = known.select(F.col("id").alias(KNOWN)).distinct()
+    marked = marked.join(known, F.col("id") == F.col(KNOWN), "left")
+    marked = marked.withColumn(WAITS, F.col(WAITS) | F.col(KNOWN).isNotNull()).drop(KNOWN)
+    marked = marked.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {HOUR}"))
+    return marked.hint("rebalance", DUE_HOUR).sortWithinPartitions("due").drop(DUE_HOUR)
+
+
+def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.RecordBatch]:
+    """Stage what is near and write what is far; of a task that fails afterwards nobody takes notice (reference 3.3)."""
+    staging: Staging = task.store.staging(task.area)
+    largest, writer = staging.largest_message, HourWriter(task.folder)
+    rejected, duplicates, doubled = 0, 0, None
+
+    def near() -> Iterator[pa.RecordBatch]:
+        nonlocal rejected, duplicates, doubled
+        for batch in batches:
+            reasons = faults(batch, largest=largest)
+            sound = without(batch, reasons)
+            rejected += batch.num_rows - sound.num_rows
+            waits = sound.column(WAITS)
+            taken = sound.filter(waits)
+            duplicates += taken.num_rows
+            doubled = doubled or (taken.column("id")[0].as_py() if taken.num_rows else None)
+            new = sound.filter(pc.invert(waits)).select(COLUMNS.names)
+            due = new.column("due").cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64())
+            far = pc.greater_equal(due, task.far_from)
+            writer.write(new.filter(far))
+            yield new.filter(pc.invert(far))
+
+    attempt = staging.write(near(), rejected=lambda: rejected)
+    files = [described(one) for one in writer.close()]
+    row = [*attempt, duplicates, doubled, files]
+    kinds = [*[pa.int64()] * 5, pa.string(), pa.list_(pa.string())]
+    names = [part.split()[0] for part in PLACED.split(", ")]
+    yield pa.RecordBatch.from_arrays(
+        [pa.array([value], kind) for value, kind in zip(row, kinds, strict=True)], names=names
+    )
+
+
+def _gathered(results: DataFrame) -> Placed:
+    rows = results.toArrow().to_pylist()
+    attempts = [Attempt(row["number"], row["rows"], row["earliest"], row["rejected"]) for row in rows]
+    return Placed(
+        attempts,
+        [read_back(text) for row in rows for text in row["files"]],
+        sum(row["duplicates"] for row in rows),
+        next((row["doubled"] for row in rows if row["doubled"] is not None), None),
+    )

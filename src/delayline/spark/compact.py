@@ -1,0 +1,148 @@
+"""Compacting: the small files of an hour become one, cancelled messages go, and what nobody knows is deleted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import groupby
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from delayline.spark.cold_tier import ColdTier, described, groups_of, must_be_quick, planned, read_back
+from delayline.spark.failures import in_plain_words
+from delayline.spark.promote import clear
+from delayline.spark.session import spark_session
+from delayline.sql.cold_files import KEPT_FOR, State
+from delayline.sql.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter, schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pyspark.sql import SparkSession
+    from sqlalchemy import Connection
+
+    from delayline.spark.schedule import Target
+    from delayline.sql.cold_files import ColdFile
+
+MERGED: Final = "sources ARRAY<STRING>, file STRING"
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What has become of files."""
+
+    before: int
+    """How many were merged,"""
+    after: int
+    """and into how many."""
+    deleted: int
+    """How many were deleted: those merged or promoted more than a day ago, and those that nobody knows."""
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """The files of one hour that become one."""
+
+    sources: list[ColdFile]
+    into: ColdFile | None
+
+
+def compact(target: Target, *, spark: SparkSession | None = None) -> Compacted:
+    """Merge the files of each hour, in one transaction, and delete what nobody needs. Blocks.
+
+    Safe to kill, to run again, and to run while messages are scheduled, promoted and cancelled. Raises DelaylineError.
+    """
+    with in_plain_words():
+        tier = ColdTier(target.options, target.cold_tier)
+        files, dead = tier.held()
+        groups = _groups(files, dead)
+        merged: list[_Merge] = []
+        if groups:
+            began = monotonic()
+            merges = _merged(spark or spark_session(), tier, groups, dead)
+            merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
+        after = sum(1 for one in merged if one.into is not None)
+        return Compacted(sum(len(one.sources) for one in merged), after, clear(tier) + sweep(tier))
+
+
+def sweep(tier: ColdTier) -> int:
+    """Delete the files of this tier that nobody knows and that are older than a day; return how many.
+
+    They were left by tasks and drivers that died. Looks through the whole folder.
+    """
+    if not tier.read(tier.catalog.exist):
+        return 0
+    folder = tier.create()
+    now = datetime.now(UTC)
+    old = [one for one in folder.lying() if now - one.changed.astimezone(UTC) > KEPT_FOR]
+    known = tier.read(tier.catalog.known)  # after the look: who is new there was new in the catalog before
+    unknown = [one for one in old if one.name not in known]
+    for one in unknown:
+        folder.delete(one.name, one.due_hour)
+    return len(unknown)
+
+
+def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> list[list[ColdFile]]:
+    """Return what is worth merging: files of an hour that together make one, and files half of which is dead."""
+    groups: list[list[ColdFile]] = []
+    for _, some in groupby(sorted(files, key=lambda one: (one.due_hour, one.messages)), lambda one: one.due_hour):
+        group: list[ColdFile] = []
+        for file in some:
+            if group and sum(one.messages for one in group) + file.messages > ROWS_A_FILE:
+                groups.append(group)
+                group = []
+            group.append(file)
+        groups.append(group)
+    return [one for one in groups if len(one) > 1 or 2 * len(dead.get(one[0].name, ())) > one[0].messages]
+
+
+def _merged(
+    spark: SparkSession, tier: ColdTier, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]
+) -> list[_Merge]:
+    """Write the new files, of which nobody knows yet; a group is the work of one task."""
+    files = {file.name: file for group in groups for file in group}
+    plan = planned(spark, groups, dead)
+    rows = plan.mapInArrow(partial(_merge, folder=tier.create()), MERGED).toArrow().to_pylist()
+    return [
+        _Merge([files[name] for name in row["sources"]], None if row["file"] is None else read_back(row["file"]))
+        for row in rows
+    ]
+
+
+def _merge(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator[pa.RecordBatch]:
+    for group in groups_of(batches):
+        rows = [batch for file, dead in group for batch in folder.batches(file, dead)]
+        writer = HourWriter(folder)
+        for batch in pa.Table.from_batches(rows, schema()).sort_by("due").to_batches(ROWS_AT_ONCE):
+            writer.write(batch)
+        written = writer.close()  # one, as no group is larger, or none where all are dead
+        file = described(written[0]) if written else None
+        sources = pa.array([[file.name for file, _ in group]], pa.list_(pa.string()))
+        yield pa.RecordBatch.from_arrays([sources, pa.array([file], pa.string())], names=["sources", "file"])
+
+
+def _register(
+    connection: Connection, *, tier: ColdTier, merges: Sequence[_Merge], dead: Mapping[str, Sequence[str]], began: float
+) -> list[_Merge]:
+    """Let the new files take the old ones' place, where nobody has touched these; who was cancelled since stays so."""
+    must_be_quick(began)
+    catalog = tier.catalog
+    locked = catalog.lock(connection, [file.name for merge in merges for file in merge.sources])
+    done = [merge for merge in merges if all(file.name in locked for file in merge.sources)]
+    names = [file.name for merge in done for file in merge.sources]
+    buried = catalog.buried(connection, names)
+    catalog.retire(connection, names, State.COMPACTED)
+    catalog.register(connection, [merge.into for merge in done if merge.into is not None])
+    for merge in done:
+        late = {
+            message_id: destination
+            for file in merge.sources
+            for message_id, destination in buried.get(file.name, {}).items()
+            if message_id not in dead.get(file.name, ())
+        }
+        if merge.into is not None and late:
+            catalog.bury(connection, {merge.into.name: late})
+    return done

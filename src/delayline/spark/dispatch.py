@@ -1,0 +1,161 @@
+"""Dispatching what is due from many machines: resident Spark tasks, each with an endpoint's own poller."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from delayline.checks import time_span, whole_number
+from delayline.config import in_memory
+from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
+from delayline.events import Event, emit
+from delayline.spark.failures import in_plain_words
+from delayline.spark.session import spark_session
+from delayline.spark.shard import SHARD, run_shards
+from delayline.sql.dispatchers import DispatcherControl, ShardMetrics, Wave
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.query import StreamingQuery
+
+    from delayline.config import Settings
+
+logger = logging.getLogger(__name__)
+
+TEN_MINUTES: Final = timedelta(minutes=10)
+FIRST_PAUSE: Final = 1.0  # seconds after a wave that failed, doubling
+LONGEST_PAUSE: Final = 60.0
+MOST_FAILURES: Final = 8
+TWICE: Final = "spark.speculation"
+
+
+class Dispatcher:
+    """One job of resident tasks after another, until it is told to stop.
+
+    settings: as of `delayline run`: the endpoint whose due messages leave, its store, its queues, its retries. Every
+    executor must reach both. shards: how many tasks; each holds a slot of Spark's for as long as it runs. lease: how
+    long a job lasts before the next one; a task that outlives its driver ends with it. A task that is lost is started
+    again, by Spark or with the next job. name: of the control row; a dispatcher that begins takes over from one of
+    the same name.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        shards: int = 2,
+        lease: timedelta = TEN_MINUTES,
+        name: str | None = None,
+        spark: SparkSession | None = None,
+    ) -> None:
+        self.name = name or settings.named_endpoint
+        self._settings = settings
+        self._shards = whole_number("shards", shards, at_least=1)
+        self._lease = time_span("lease", lease)
+        self._spark = spark
+        self._owner = uuid.uuid4().hex
+        self._told = threading.Event()
+        for url in (settings.where_messages_wait, settings.where_queues_are):
+            if in_memory(url):
+                raise ConfigurationError(f"{url!r} is one process's own: the tasks of a dispatcher are others")
+        self._control = DispatcherControl(settings.where_messages_wait)
+
+    def run(self) -> None:
+        """Dispatch until `stop`, or until another one takes over; blocks.
+
+        Raises ConfigurationError where the session runs tasks twice, and what made several jobs in a row fail.
+        """
+        spark = self._prepared()
+        failures = 0
+        while (wave := self._control.next_wave(self.name, self._owner, self._lease)) is not None:
+            try:
+                with in_plain_words():
+                    _run_wave(spark, self._settings, wave, self._shards)
+            except DelaylineError as error:
+                failures += 1
+                if failures >= MOST_FAILURES:
+                    raise
+                text = "wave %d of dispatcher %s failed, and is begun again: %s"
+                emit(logger, logging.WARNING, Event.WAVE_FAILED, text, wave.number, self.name, error, exception=error)
+                self._told.wait(min(FIRST_PAUSE * 2 ** (failures - 1), LONGEST_PAUSE))
+            else:
+                failures = 0
+
+    def stop(self) -> None:
+        """Tell it, from any thread or process, to finish what is in flight and to stop; does not wait. Idempotent."""
+        self._told.set()
+        self._control.create()
+        self._control.stop(self.name)
+
+    def metrics(self) -> Sequence[ShardMetrics]:
+        """Return what its tasks have said last, at most a second or two ago."""
+        return self._control.shards(self.name)
+
+    def stream(self, checkpoint: str | Path) -> StreamingQuery:
+        """Start a query whose every batch is one such job, for platforms that run nothing but streams.
+
+        Call `stop` before the query's own, which ends it hard: that is safe, and what was in flight is sent again.
+        """
+        spark = self._prepared()
+        ticks = spark.readStream.format("rate").option("rowsPerSecond", 1).load()
+        work = partial(
+            _run_batch,
+            settings=self._settings,
+            name=self.name,
+            owner=self._owner,
+            lease=self._lease,
+            shards=self._shards,
+        )
+        writer = ticks.writeStream.foreachBatch(work).option("checkpointLocation", str(checkpoint))
+        return writer.queryName(f"dispatcher {self.name}").trigger(processingTime="1 second").start()
+
+    def _prepared(self) -> SparkSession:
+        spark = self._spark or spark_session()
+        if spark.conf.get(TWICE, "false") == "true":
+            raise ConfigurationError(f"{TWICE} is on: Spark would run resident tasks twice. Set it to false")
+        self._told.clear()
+        self._control.create()
+        self._control.begin(self.name, self._owner)
+        return spark
+
+
+def stop_dispatcher(settings: Settings, name: str | None = None) -> None:
+    """Tell the endpoint's dispatcher to stop, wherever it runs. Raises BackendUnusable where there was never one."""
+    name = name or settings.named_endpoint
+    if not DispatcherControl(settings.where_messages_wait).stop(name):
+        raise BackendUnusable(f"no dispatcher {name!r} has ever run there: see its name where it was started")
+
+
+def dispatcher_status(settings: Settings, name: str | None = None) -> Sequence[ShardMetrics]:
+    """Return what the tasks of the endpoint's dispatcher have said last. Raises BackendUnusable as above."""
+    return DispatcherControl(settings.where_messages_wait).shards(name or settings.named_endpoint)
+
+
+def _run_wave(spark: SparkSession, settings: Settings, wave: Wave, shards: int) -> None:
+    tasks = spark.range(0, shards, 1, shards).mapInArrow(partial(run_shards, settings=settings, wave=wave), SHARD)
+    tasks.toArrow()
+
+
+def _run_batch(
+    frame: DataFrame, batch: int, *, settings: Settings, name: str, owner: str, lease: timedelta, shards: int
+) -> None:
+    del batch
+    wave = DispatcherControl(settings.where_messages_wait).next_wave(name, owner, lease)
+    if wave is None:
+        return
+    try:
+        with in_plain_words():
+            _run_wave(frame.sparkSession, settings, wave, shards)
+    except (DelaylineError, PySparkException) as error:  # the next batch begins it again
+        text = "wave %d of dispatcher %s failed, and is begun again: %s"
+        emit(logger, logging.WARNING, Event.WAVE_FAILED, text, wave.number, name, error, exception=error)

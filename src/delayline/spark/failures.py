@@ -1,0 +1,60 @@
+"""Errors of Spark's as delayline's own: what happened in a task or in the commit, without a stack of Java's."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Final
+
+from pyspark.errors import PySparkException
+from pyspark.logger import PySparkLogger
+
+from delayline import errors
+from delayline.errors import ConfigurationError, DelaylineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: The last line of a Python traceback, wherever Java has put it.
+OURS: Final = re.compile(r"delayline\.errors\.(\w+): (.+)")
+MISSING: Final = re.compile(r"No module named '(delayline|pyspark_delayline|pyarrow|sqlalchemy|psycopg|pymysql)")
+LONGEST: Final = 500
+#: PySpark's loggers that write the whole of an error, with Java's stack, to stderr.
+STACKS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
+
+
+@contextlib.contextmanager
+def in_plain_words() -> Iterator[None]:
+    """Raise what delayline has raised in a task or in a commit; ConfigurationError for other failures of a job."""
+    loggers = [PySparkLogger.getLogger(name) for name in STACKS]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    except PySparkException as error:
+        raise plain(error) from None
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def plain(error: PySparkException) -> DelaylineError:
+    """Return the delayline error that is inside Spark's, or one that says in a line what Spark has said."""
+    text = str(error)
+    for name, said in reversed(OURS.findall(text)):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, DelaylineError):
+            found = kind.__new__(kind)
+            found.args = (said.strip(),)
+            return found
+    missing = MISSING.search(text)
+    if missing is not None:
+        return ConfigurationError(
+            f"the executors cannot import {missing[1]!r}: install 'delayline[spark]' with the store's extra there, or "
+            "ship it with --archives"
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+    named = (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b.*: ", line))
+    said = next(named, lines[0] if lines else type(error).__name__)
+    return ConfigurationError(f"the Spark job failed: {said[:LONGEST]}")

@@ -1,0 +1,148 @@
+"""The journal as Parquet: exported bit by bit, each entry exactly once, and read again."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType, TimestampType
+
+from delayline.checks import whole_number
+from delayline.errors import BackendUnavailable, ConfigurationError
+from delayline.spark.failures import in_plain_words
+from delayline.spark.options import FORMAT, StoreOptions
+from delayline.spark.reader import arrow_batch
+from delayline.spark.session import spark_session
+from delayline.sql.journal import LONGEST_PATH
+from delayline.sql.journal_export import JournalExport, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+    from delayline.spark.schedule import Target
+
+ENTRIES: Final = StructType(
+    [
+        StructField("seq", LongType()),
+        StructField("store", StringType()),
+        StructField("event", StringType()),
+        StructField("id", StringType()),
+        StructField("destination", StringType()),
+        StructField("due", TimestampType()),
+        StructField("at", TimestampType()),
+        StructField("retries", IntegerType()),
+    ]
+)
+ENTRIES_AT_ONCE: Final = 1_000_000
+#: A task reads pieces of so many; runs may be longer.
+LONGEST_PIECE: Final = 50_000
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What one export has done."""
+
+    entries: int
+    batches: int
+
+
+def export(
+    target: Target,
+    path: str | Path,
+    *,
+    partitions: int = 2,
+    entries_at_once: int = ENTRIES_AT_ONCE,
+    spark: SparkSession | None = None,
+    progress: Callable[[int], object] = lambda entries: None,
+) -> Exported:
+    """Move the journal that is there now to Parquet under the path, a directory a batch; blocks.
+
+    A batch counts when the database says so, in the transaction that takes its entries out of the journal: whatever
+    is killed, each entry is exported once. `read_journal` reads what counts. progress: called with the entries so far.
+    Raises BackendUnusable where no journal is kept.
+    """
+    path = _checked(path)
+    whole_number("partitions", partitions, at_least=1)
+    whole_number("entries_at_once", entries_at_once, at_least=1)
+    store = StoreOptions.of(target.options)
+    journal = JournalExport(store.address, schema=store.schema)
+    entries = batches = 0
+    # What is there now, and not for ever: a busy store writes faster than anybody exports.
+    left = sum(run.entries for run in journal.runs(1 << 31))
+    while left > 0 and (runs := journal.runs(min(left, entries_at_once))):
+        with in_plain_words():
+            _export(store, journal, path, runs, partitions, spark or spark_session())
+        number = sum(run.entries for run in runs)
+        entries, batches, left = entries + number, batches + 1, left - number
+        progress(entries)
+    return Exported(entries, batches)
+
+
+def read_journal(target: Target, path: str | Path, *, spark: SparkSession | None = None) -> DataFrame:
+    """Return every entry that was exported to the path: seq, store, event, id, destination, due, at, retries."""
+    store = StoreOptions.of(target.options)
+    directories = JournalExport(store.address, schema=store.schema).directories(_checked(path))
+    spark = spark or spark_session()
+    with in_plain_words():
+        places = [f"{_checked(path)}/{directory}" for directory in directories]
+        return spark.read.schema(ENTRIES).parquet(*places) if places else spark.createDataFrame([], ENTRIES)
+
+
+def waiting_ids(target: Target, spark: SparkSession) -> DataFrame:
+    """Return the ids of what is in the store when it is looked at."""
+    return spark.read.format(FORMAT).schema("id string").options(**target.options).load()
+
+
+def _export(
+    store: StoreOptions, journal: JournalExport, path: str, runs: Sequence[Run], partitions: int, spark: SparkSession
+) -> None:
+    directory = f"export-{uuid.uuid4().hex}"
+    place, shares = f"{path}/{directory}", _shares(runs, partitions)
+    read = partial(_entries, store=store, shares=shares)
+    spark.range(0, len(shares), 1, len(shares)).mapInArrow(read, ENTRIES).write.parquet(place)
+    written, wanted = spark.read.schema(ENTRIES).parquet(place).count(), sum(run.entries for run in runs)
+    if written != wanted:
+        raise BackendUnavailable(
+            f"{written} of {wanted} entries of the journal were read: somebody else exports it. Export again"
+        )
+    journal.finish(path, directory, runs)
+
+
+def _entries(
+    batches: Iterable[pa.RecordBatch], *, store: StoreOptions, shares: Sequence[Sequence[Run]]
+) -> Iterator[pa.RecordBatch]:
+    journal = JournalExport(store.address, schema=store.schema)
+    for batch in batches:
+        for number in batch.column(0).to_pylist():
+            for run in shares[number]:
+                for rows in journal.entries(run):
+                    yield arrow_batch(rows, ENTRIES)
+
+
+def _shares(runs: Sequence[Run], partitions: int) -> list[list[Run]]:
+    """Return what each task reads: about the same number of entries, in their order."""
+    pieces = [
+        Run(first, min(first + LONGEST_PIECE - 1, run.last))
+        for run in runs
+        for first in range(run.first, run.last + 1, LONGEST_PIECE)
+    ]
+    share, shares, size = sum(run.entries for run in runs) / partitions, [list[Run]()], 0
+    for piece in pieces:
+        if size >= share * len(shares):
+            shares.append([])
+        shares[-1].append(piece)
+        size += piece.entries
+    return shares
+
+
+def _checked(path: str | Path) -> str:
+    text = str(path).rstrip("/")
+    if not text or len(text) > LONGEST_PATH:
+        raise ConfigurationError(f"path={text!r} must be a path of at most {LONGEST_PATH} characters")
+    return text

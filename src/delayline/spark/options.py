@@ -1,0 +1,137 @@
+"""What is said to the data source: options, all of them texts, and the columns of a message."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from delayline.errors import ConfigurationError
+from delayline.message import in_utc
+from delayline.sql.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyspark.sql.types import DataType
+
+FORMAT: Final = "delayed_messages"
+COLUMNS: Final = StructType(
+    [
+        StructField("id", StringType()),
+        StructField("destination", StringType()),
+        StructField("due", TimestampType()),
+        StructField("headers", StringType()),
+        StructField("body", BinaryType()),
+    ]
+)
+REQUIRED: Final = ("id", "destination", "due")
+#: How a column of another type becomes one that is taken.
+CASTS: Final = {
+    "id": "CAST(id AS STRING)",
+    "destination": "CAST(destination AS STRING)",
+    "due": "to_utc_timestamp(due, 'Europe/Berlin') for times of a place, or CAST(due AS TIMESTAMP)",
+    "headers": "to_json(headers)",
+    "body": "CAST(body AS BINARY)",
+}
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Which store; passwords are read where they are used, so that no plan, log or pickle has them."""
+
+    url: str = field(repr=False)
+    table: str
+    schema: str | None
+    password_env: str | None
+    password_file: str | None
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> StoreOptions:
+        """Return what the options say. Raises ConfigurationError naming the option that is missing."""
+        url, table, endpoint = options.get("url"), options.get("table"), options.get("endpoint")
+        if not url:
+            raise ConfigurationError(f'{FORMAT} needs the store: .option("url", "postgresql://user@host/database")')
+        if table is None and endpoint is not None:
+            table = f"{endpoint}.timeouts"
+        if not table:
+            raise ConfigurationError(f'{FORMAT} needs whose messages: .option("endpoint", "sales"), or the "table"')
+        return cls(url, table, options.get("schema"), options.get("passwordEnv"), options.get("passwordFile"))
+
+    @property
+    def address(self) -> str:
+        """The URL with its password. Raises ConfigurationError where that is not to be found on this machine."""
+        password: str | None = None
+        if self.password_env is not None:
+            password = os.environ.get(self.password_env)
+            if password is None:
+                raise ConfigurationError(f"passwordEnv={self.password_env!r} is not set on this machine: export it")
+        elif self.password_file is not None:
+            try:
+                password = Path(self.password_file).read_text().strip()
+            except OSError as error:
+                raise ConfigurationError(
+                    f"passwordFile={self.password_file!r} cannot be read on this machine: {error.strerror}"
+                ) from error
+        if password is None:
+            return self.url
+        try:
+            return make_url(self.url).set(password=password).render_as_string(hide_password=False)
+        except (ArgumentError, ValueError):
+            raise ConfigurationError("the url cannot be read: write it like postgresql://user@host/database") from None
+
+    def staging(self, name: str | None = None) -> Staging:
+        """Return the way into the store."""
+        return Staging(self.address, self.table, schema=self.schema, name=name)
+
+
+def check_columns(schema: StructType) -> None:
+    """Refuse columns that are no message's, by name and type, before any task runs. Raises ConfigurationError."""
+    wanted: dict[str, DataType] = {field.name: field.dataType for field in COLUMNS}
+    given = {field.name: field.dataType for field in schema}
+    for name in REQUIRED:
+        if name not in given:
+            raise ConfigurationError(
+                f"the DataFrame has no column {name!r}, only {', '.join(given)}: rename or add it. "
+                f"The columns are {COLUMNS.simpleString()}"
+            )
+    for name, kind in given.items():
+        if name not in wanted:
+            raise ConfigurationError(f"column {name!r} is none of a message's: drop it. They are {', '.join(wanted)}")
+        if not isinstance(kind, type(wanted[name])):
+            raise ConfigurationError(
+                f"column {name!r} is {kind.simpleString()}, not {wanted[name].simpleString()}: use {CASTS[name]}"
+            )
+
+
+def whole(options: Mapping[str, str], name: str, default: int) -> int:
+    """Return an option that is a whole number of 1 or more. Raises ConfigurationError."""
+    given = options.get(name, str(default))
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigurationError(f"{name}={given!r} must be a whole number of 1 or more")
+    return int(given)
+
+
+def choice(options: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    """Return an option that is one of these, the first where it is not given. Raises ConfigurationError."""
+    given = options.get(name, choices[0])
+    if given not in choices:
+        raise ConfigurationError(f"{name}={given!r} must be one of {', '.join(choices)}")
+    return given
+
+
+def instant(options: Mapping[str, str], name: str) -> datetime | None:
+    """Return an option that is an instant with its offset from UTC. Raises ConfigurationError."""
+    given = options.get(name)
+    if given is None:
+        return None
+    try:
+        return in_utc(datetime.fromisoformat(given))
+    except ValueError:
+        raise ConfigurationError(f"{name}={given!r} must be an instant as in 2026-12-01T00:00:00Z") from None

@@ -1,0 +1,227 @@
+"""Promoting: what comes near moves from the cold tier's files into the store, once, whoever does it and how often."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import pyarrow as pa
+from sqlalchemy import delete
+
+from delayline.checks import time_span, whole_number
+from delayline.clock import to_microseconds
+from delayline.errors import ConfigurationError
+from delayline.spark.cold_tier import ColdTier, files_of, planned
+from delayline.spark.failures import in_plain_words
+from delayline.spark.session import spark_session
+from delayline.sql.cold_files import State
+from delayline.sql.cold_folder import ColdFolder
+from delayline.sql.prepared import LONGEST_LIST
+from delayline.sql.staging import Attempt, OnConflict, new_area
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+    from sqlalchemy import Connection, Table
+
+    from delayline.spark.options import StoreOptions
+    from delayline.spark.schedule import Target
+    from delayline.sql.cold_files import ColdFile
+    from delayline.sql.runs import Committed
+
+ONE_DAY: Final = timedelta(days=1)
+ONE_HOUR: Final = timedelta(hours=1)
+#: Messages of one transaction, about: who cancels one of them waits for its end.
+AT_ONCE: Final = 1_000_000
+LATEST: Final = datetime.max.replace(tzinfo=UTC)
+STAGED: Final = "number LONG, rows LONG, earliest LONG"
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """What was moved, counted in messages, and from how many files."""
+
+    stored: int = 0
+    duplicates: int = 0
+    """Left out because their id waits in the store already."""
+    cancelled: int = 0
+    files: int = 0
+
+
+class _Overtaken(Exception):
+    """Some of the files were promoted or compacted by somebody else."""
+
+
+class _Moved(NamedTuple):
+    committed: Committed
+    cancelled: int
+
+
+def promote(
+    target: Target, *, horizon: timedelta = ONE_DAY, at_once: int = AT_ONCE, spark: SparkSession | None = None
+) -> Promoted:
+    """Move every message that falls due within the horizon, with the rest of its hour, from the files to the store.
+
+    Each transaction moves about `at_once` messages, earliest due first. Safe to kill, to run again and to run in
+    several places at once. Blocks. Raises DelaylineError; what was committed before stays.
+    """
+    time_span("horizon", horizon)
+    whole_number("at_once", at_once, at_least=1)
+    with in_plain_words():
+        tier = ColdTier(target.options, target.cold_tier)
+        now = tier.store.staging().now()
+        until = to_microseconds(now + horizon if horizon < LATEST - now else LATEST)
+        done = Promoted()
+        while True:
+            files, dead = tier.held(until=until)
+            if not files:
+                break
+            chosen = _first(files, at_once)
+            try:
+                moved = _move(spark or spark_session(), tier, chosen, dead)
+            except _Overtaken:
+                continue
+            stored, duplicates = moved.committed.stored, moved.committed.duplicates - moved.cancelled
+            done = _sum(done, Promoted(stored, duplicates, moved.cancelled + _buried(chosen, dead), len(chosen)))
+        clear(tier)
+        return done
+
+
+def promote_every(
+    target: Target,
+    interval: timedelta,
+    *,
+    until: threading.Event,
+    horizon: timedelta = ONE_DAY,
+    spark: SparkSession | None = None,
+) -> Promoted:
+    """Promote, again and again, until the event is set; return what was moved in all. Blocks.
+
+    interval: between the ends and the beginnings; shorter than the horizon, or messages come late.
+    """
+    _must_fit(interval, horizon)
+    done = Promoted()
+    while not until.is_set():
+        done = _sum(done, promote(target, horizon=horizon, spark=spark))
+        until.wait(interval.total_seconds())
+    return done
+
+
+def promote_stream(
+    target: Target,
+    interval: timedelta,
+    *,
+    checkpoint: str | Path,
+    horizon: timedelta = ONE_DAY,
+    spark: SparkSession | None = None,
+) -> StreamingQuery:
+    """Start a streaming query that promotes once an interval, for platforms that watch over queries. Does not block."""
+    _must_fit(interval, horizon)
+    session = spark or spark_session()
+
+    def tick(batch: DataFrame, number: int) -> None:
+        del number
+        promote(target, horizon=horizon, spark=batch.sparkSession)
+
+    ticks = session.readStream.format("rate").option("rowsPerSecond", 1).load()
+    writer = ticks.writeStream.foreachBatch(tick).option("checkpointLocation", str(checkpoint))
+    return writer.trigger(processingTime=f"{interval.total_seconds()} seconds").start()
+
+
+def clear(tier: ColdTier) -> int:
+    """Delete the files that nobody has needed for a day, and return how many."""
+    retired = tier.read(lambda connection: tier.catalog.retired(connection) if tier.catalog.exist(connection) else [])
+    if retired:
+        folder = ColdFolder(tier.path)
+        for file in retired:
+            folder.delete(file.name, file.due_hour)
+        tier.write(partial(tier.catalog.forget, names=[file.name for file in retired]))
+    return len(retired)
+
+
+def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: dict[str, list[str]]) -> _Moved:
+    """Stage the files and commit them, in one transaction. Raises _Overtaken."""
+    staging = tier.store.staging(new_area())
+    staging.create()
+    cancelled = 0
+    with ExitStack() as undone:
+        undone.callback(staging.discard)
+        stage = partial(_stage, store=tier.store, area=staging.name, folder=ColdFolder(tier.path))
+        plan = planned(spark, [[one] for one in files], dead)
+        rows = plan.mapInArrow(stage, STAGED).toArrow().to_pylist()
+        attempts = [Attempt(row["number"], row["rows"], row["earliest"]) for row in rows]
+
+        def flip(connection: Connection, staged: Table) -> None:
+            nonlocal cancelled
+            names = [one.name for one in files]
+            if len(tier.catalog.lock(connection, names)) != len(names):
+                raise _Overtaken
+            late = tier.catalog.buried(connection, names)  # only now nobody adds to them any more
+            cancelled = _remove(connection, staged, late, dead)
+            tier.catalog.retire(connection, names, State.PROMOTED)
+
+        committed = staging.commit(attempts, on_conflict=OnConflict.IGNORE, along=flip)
+        undone.pop_all()
+    return _Moved(committed, cancelled)
+
+
+def _stage(
+    batches: Iterator[pa.RecordBatch], *, store: StoreOptions, area: str, folder: ColdFolder
+) -> Iterator[pa.RecordBatch]:
+    files = list(files_of(batches))
+    if not files:
+        return
+    staging = store.staging(area)
+    attempt = staging.write(batch for file, dead in files for batch in folder.batches(file, dead))
+    names = [part.split()[0] for part in STAGED.split(", ")]
+    values = [pa.array([value], pa.int64()) for value in attempt[: len(names)]]
+    yield pa.RecordBatch.from_arrays(values, names=names)
+
+
+def _remove(connection: Connection, staged: Table, late: dict[str, dict[str, str]], dead: dict[str, list[str]]) -> int:
+    """Leave out what was cancelled since the files were read, and return how many."""
+    ids = sorted({one for name, buried in late.items() for one in buried if one not in dead.get(name, ())})
+    removed = 0
+    for first in range(0, len(ids), LONGEST_LIST):
+        some = ids[first : first + LONGEST_LIST]
+        removed += connection.execute(delete(staged).where(staged.c.id.in_(some))).rowcount
+    return removed
+
+
+def _first(files: Sequence[ColdFile], at_once: int) -> list[ColdFile]:
+    chosen: list[ColdFile] = []
+    messages = 0
+    for file in files:
+        if chosen and messages + file.messages > at_once:
+            break
+        chosen.append(file)
+        messages += file.messages
+    return chosen
+
+
+def _buried(files: Iterable[ColdFile], dead: dict[str, list[str]]) -> int:
+    return sum(len(dead.get(file.name, ())) for file in files)
+
+
+def _sum(one: Promoted, other: Promoted) -> Promoted:
+    return Promoted(
+        one.stored + other.stored,
+        one.duplicates + other.duplicates,
+        one.cancelled + other.cancelled,
+        one.files + other.files,
+    )
+
+
+def _must_fit(interval: timedelta, horizon: timedelta) -> None:
+    if time_span("interval", interval) > time_span("horizon", horizon) / 2:
+        raise ConfigurationError(
+            f"interval={interval} is longer than half of horizon={horizon}: messages could come late. "
+            "Promote more often, or further ahead"
+        )

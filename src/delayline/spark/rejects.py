@@ -1,0 +1,99 @@
+"""The door: what a message must be, said of whole Arrow columns in the words that `Endpoint.send` has for one."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delayline.errors import InvalidMessage
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.outgoing import check_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+INSTANT: Final = pa.timestamp("us", "UTC")
+#: What Python and every database can hold: the years 1 to 9999.
+EARLIEST: Final = -62_135_596_800_000_000
+LATEST: Final = 253_402_300_799_999_999
+SHOWN: Final = 80  # characters of a value in a reason
+
+
+def faults(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
+    """Return for each row why it cannot be a message, null where it can.
+
+    largest: bytes that headers and body may have together.
+    """
+    headers, body = batch.column("headers"), batch.column("body")
+    size = pc.add(_length(headers), _length(body))
+    due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
+    found = [
+        *_name_faults("id", batch.column("id"), MAXIMUM_ID_LENGTH),
+        *_name_faults("destination", batch.column("destination"), MAXIMUM_DESTINATION_LENGTH),
+        (pc.is_null(due), "due is missing: give an instant"),
+        (pc.or_(pc.less(due, EARLIEST), pc.greater(due, LATEST)), "due lies beyond the years 1 to 9999"),
+        (pc.greater(size, largest), f"headers and body have more than {largest:,} bytes: keep large content elsewhere"),
+    ]
+    reasons = _header_faults(headers)
+    for wrong, reason in reversed(found):
+        reasons = pc.if_else(pc.fill_null(wrong, False), reason, reasons)
+    return reasons
+
+
+def without(batch: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
+    """Return the rows that have no fault."""
+    return batch if reasons.null_count == batch.num_rows else batch.filter(pc.is_null(reasons))
+
+
+def must_be_good(batch: pa.RecordBatch, reasons: pa.Array) -> None:
+    """Raise InvalidMessage for the first row with a fault."""
+    if reasons.null_count == batch.num_rows:
+        return
+    row = pc.index(pc.is_valid(reasons), pa.scalar(True)).as_py()
+    message_id = batch.column("id")[row].as_py()
+    raise InvalidMessage(f"message {_shown(message_id)}: {reasons[row].as_py()}")
+
+
+def _name_faults(what: str, names: pa.Array, longest: int) -> Iterable[tuple[pa.Array, Any]]:
+    """Refuse what a back end would cut, lose or quote wrongly."""
+    length = pc.utf8_length(names)
+    trimmed = pc.utf8_trim_whitespace(names)
+    unprintable = pc.or_(pc.invert(pc.utf8_is_printable(names)), pc.not_equal(trimmed, names))
+    yield pc.or_kleene(pc.is_null(names), pc.equal(length, 0)), f"{what} must be a text of 1 to {longest} characters"
+    yield pc.greater(length, longest), f"{what} has more than {longest} characters"
+    yield unprintable, f"{what} has control characters, or spaces around it: remove them"
+
+
+def _header_faults(headers: pa.Array) -> pa.Array:
+    """Look once at each value that there is: bulk messages share theirs."""
+    encoded = headers.dictionary_encode()
+    reasons = pa.array([_header_fault(text) for text in encoded.dictionary.to_pylist()], pa.string())
+    return reasons.take(encoded.indices)
+
+
+@lru_cache(maxsize=4096)
+def _header_fault(text: str) -> str | None:
+    if not text:
+        return None
+    try:
+        headers = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"headers are not JSON: {error}"
+    try:
+        check_headers(headers)
+    except InvalidMessage as error:
+        return str(error)
+    return None
+
+
+def _length(column: pa.Array) -> pa.Array:
+    return pc.fill_null(pc.binary_length(column), 0).cast(pa.int64())
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,0 +1,125 @@
+"""An audit as one HTML page that needs nothing else: no network, no script."""
+
+from __future__ import annotations
+
+import html
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from delayline.spark.charts import bars, lines, stacked
+from delayline.spark.failures import in_plain_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from delayline.spark.audit import Audit, Totals
+
+#: A page is for people: what is more is in the DataFrames.
+LONGEST_TABLE: Final = 50
+MOST_HOURS: Final = 24 * 14
+STYLE: Final = """
+:root { color-scheme: light dark; --a: #2f6fb0; --b: #c0622b; --c: #4b8f4b; --d: #8a5aa8; --e: #888; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100% }
+td, th { padding: .2rem .6rem; border-bottom: 1px solid #8884; text-align: right } td:first-child, th:first-child
+{ text-align: left; overflow-wrap: anywhere }
+.numbers { display: flex; flex-wrap: wrap; gap: 1rem } .numbers div { border: 1px solid #8886; border-radius: .4rem;
+padding: .5rem .9rem } .numbers b { display: block; font-size: 1.3rem } .bad { color: #c22 } .good { color: #283 }
+svg { width: 100%; height: auto; font: 11px system-ui, sans-serif } svg text { fill: currentColor }
+.none { opacity: .7 }
+"""
+
+
+def write_report(audit: Audit, path: str | Path, *, title: str = "Delayed messages") -> Totals:
+    """Write the page to a file on this machine, whole or not at all, and return the audit's totals; blocks."""
+    path = Path(path)
+    with in_plain_words():
+        totals = audit.totals()
+        page = _page(title, totals, _tables(audit))
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(page, encoding="utf-8")
+    beside.replace(path)
+    return totals
+
+
+def _tables(audit: Audit) -> dict[str, list[dict[str, Any]]]:
+    frames = {
+        "histogram": audit.histogram,
+        "lateness": audit.lateness.groupBy("hour").max("p50", "p99").orderBy("hour").limit(MOST_HOURS),
+        "destinations": audit.by_destination.limit(LONGEST_TABLE),
+        "errors": audit.errors.limit(LONGEST_TABLE),
+        "forecast": audit.forecast.limit(MOST_HOURS * 10),
+        "lost": audit.lost.select("id", "destination", "due").limit(LONGEST_TABLE),
+        "duplicated": audit.duplicated.select("id", "destination", "due", "extra").limit(LONGEST_TABLE),
+        "early": audit.early.select("id", "destination", "due", "left").limit(LONGEST_TABLE),
+    }
+    return {name: frame.toArrow().to_pylist() for name, frame in frames.items()}
+
+
+def _page(title: str, totals: Totals, tables: Mapping[str, list[dict[str, Any]]]) -> str:
+    parts = [
+        f"<h1>{html.escape(title)}</h1><p>As of {_shown(totals.until)}.</p>",
+        _numbers(totals),
+        "<h2>Lateness</h2>",
+        bars([(_bar(row["up_to"]), row["count"]) for row in tables["histogram"]], "messages by lateness"),
+        "<h2>Lateness by due hour, of the worst destination, in seconds</h2>",
+        lines(
+            [row["hour"] for row in tables["lateness"]],
+            {name: [row[f"max({name})"] for row in tables["lateness"]] for name in ("p50", "p99")},
+        ),
+        "<h2>By destination</h2>",
+        _table(tables["destinations"]),
+        "<h2>Still to come, by due hour</h2>",
+        stacked([(row["hour"], row["destination"] or "", row["count"]) for row in tables["forecast"]]),
+        "<h2>Retries and errors</h2>",
+        _table(tables["errors"]),
+    ]
+    for name in ("lost", "duplicated", "early"):
+        parts += [f"<h2>{name.capitalize()}</h2>", _table(tables[name])]
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _numbers(totals: Totals) -> str:
+    names = ("scheduled", "dispatched", "failed", "cancelled", "waiting", "overdue", "lost", "duplicated", "early")
+    boxes = []
+    for name in names:
+        value, judged = getattr(totals, name), name in {"lost", "duplicated", "early"}
+        kind = (' class="bad"' if value else ' class="good"') if judged else ""
+        boxes.append(f"<div><b{kind}>{value:,}</b>{name}</div>")
+    late = totals.lateness
+    boxes += [f"<div><b>{_shown(late[name])}</b>{name} late, s</div>" for name in ("p50", "p99", "longest")]
+    return f'<div class="numbers">{"".join(boxes)}</div>'
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return '<p class="none">none</p>'
+    head = _row("th", rows[0])
+    more = f'<p class="none">the first {LONGEST_TABLE}</p>' if len(rows) == LONGEST_TABLE else ""
+    return f"<table>{head}{''.join(_row('td', row.values()) for row in rows)}</table>{more}"
+
+
+def _row(cell: str, values: Iterable[object]) -> str:
+    return f"<tr>{''.join(f'<{cell}>{html.escape(_shown(value))}</{cell}>' for value in values)}</tr>"
+
+
+def _bar(end: float | None) -> str:
+    if end is None:
+        return "longer"
+    return f"{end * 1000:g} ms" if end < 1 else f"{end:g} s"
+
+
+def _shown(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case datetime():
+            return value.strftime("%Y-%m-%d %H:%M:%S UTC")
+        case float():
+            return f"{value:,.3f}"
+        case int():
+            return f"{value:,}"
+    return str(value)

@@ -1,0 +1,128 @@
+"""Writing: tasks stage, the driver commits what they name (reference 3.3 says why)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+
+from delayline.message import MAXIMUM_ID_LENGTH
+from delayline.spark.options import COLUMNS, StoreOptions, choice
+from delayline.spark.rejects import faults, must_be_good, without
+from delayline.sql.staging import STREAMS, Attempt, OnConflict, Staging, new_area
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+INVALID: Final = ("fail", "skip")
+
+
+@dataclass
+class Staged(WriterCommitMessage):
+    """What a task has staged, and for which query."""
+
+    attempt: Attempt
+    query: str | None = None
+
+
+class Writing:
+    """What a batch and a stream do alike."""
+
+    def __init__(self, options: Mapping[str, str], area: str) -> None:
+        self._store = StoreOptions.of(options)
+        self._area = area
+        self._on_conflict = OnConflict(choice(options, "onConflict", tuple(OnConflict)))
+        self._skips = choice(options, "invalid", INVALID) == "skip"
+        self._staging.create()
+
+    @property
+    def _staging(self) -> Staging:
+        return self._store.staging(self._area)
+
+    def _stage(self, batches: Iterator[pa.RecordBatch]) -> Attempt:
+        staging, rejected = self._staging, 0
+        largest = staging.largest_message
+
+        def good() -> Iterator[pa.RecordBatch]:
+            nonlocal rejected
+            for batch in batches:
+                batch = completed(batch)
+                reasons = faults(batch, largest=largest)
+                if not self._skips:
+                    must_be_good(batch, reasons)
+                kept = without(batch, reasons)
+                rejected += batch.num_rows - kept.num_rows
+                yield kept
+
+        return staging.write(good(), rejected=lambda: rejected)
+
+
+class BatchWriter(Writing, DataSourceArrowWriter):
+    """One job's writer: built once on the driver, pickled to its tasks and back to the commit."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options, new_area())
+        self._run = options.get("runId")
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows."""
+        return Staged(self._stage(iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Move what the tasks have named to the store."""
+        self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=self._run)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Remove what was staged; who still writes finds nothing to write to."""
+        del messages
+        self._staging.discard()
+
+
+class StreamWriter(Writing, DataSourceStreamArrowWriter):
+    """A stream's writer, which Spark builds anew for every batch and every commit."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options, STREAMS)
+        self._app = options.get("txnAppId", "")
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows of one batch."""
+        context = TaskContext.get()
+        query = None if context is None else context.getLocalProperty("sql.streaming.queryId")
+        return Staged(self._stage(iterator), query)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
+        """Move the batch to the store, unless it is there.
+
+        Batches are counted by each checkpoint anew: after its loss they are stored again rather than left out.
+        """
+        queries = {one.query for one in messages if isinstance(one, Staged)}
+        if not queries:
+            return
+        run = f"stream {self._app} {queries.pop()}"
+        if len(run) > MAXIMUM_ID_LENGTH:
+            run = f"stream {hashlib.sha256(run.encode()).hexdigest()}"
+        self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=run, batch=batchId)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
+        """Remove what the batch has staged."""
+        del batchId
+        self._staging.discard(_attempts(messages))
+
+
+def completed(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the columns of a message in their order; headers and body are null where they are left out."""
+    kinds = {"headers": pa.string(), "body": pa.binary()}
+    columns = [
+        batch.column(name) if name in batch.schema.names else pa.nulls(batch.num_rows, kinds[name])
+        for name in COLUMNS.names
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=COLUMNS.names)
+
+
+def _attempts(messages: Sequence[WriterCommitMessage | None]) -> list[Attempt]:
+    return [message.attempt for message in messages if isinstance(message, Staged)]

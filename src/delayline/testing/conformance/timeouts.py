@@ -1,0 +1,330 @@
+"""What a timeout persister owes: subclass, override one factory, run pytest (reference 2.6, 5.4)."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final, Protocol
+
+import pytest
+import pytest_asyncio
+
+from delayline.delayed.store import StoreInfrastructure, StoreTransactions
+from delayline.delayed.timeout_persister import (
+    NO_SAGA,
+    CountedTimeouts,
+    TakesTimeouts,
+    Timeout,
+    TimeoutCount,
+    TimeoutPersister,
+    TimeoutStorage,
+)
+from delayline.message import Message
+from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from delayline.transaction import Transaction
+
+MINUTE: Final = timedelta(minutes=1)
+SECOND: Final = timedelta(seconds=1)
+
+
+class InTransactions(TimeoutPersister, StoreTransactions, Protocol):
+    """A persister that claims transactions."""
+
+
+class RolledBack(Exception):
+    """Ends a transaction that must leave nothing behind."""
+
+
+def a_timeout(
+    number: int = 1,
+    due: datetime = AT,
+    *,
+    destination: str | None = "billing",
+    saga_id: uuid.UUID = NO_SAGA,
+    body: bytes = b"body",
+) -> Timeout:
+    """Return a timeout."""
+    return Timeout(str(uuid.UUID(int=number)), Message("m", AWKWARD_HEADERS, body), destination, due, saga_id)
+
+
+async def opened(persister: TimeoutPersister, endpoint_name: str = ENDPOINT) -> TimeoutPersister:
+    """Set the persister up and open it."""
+    if isinstance(persister, StoreInfrastructure):
+        await persister.setup_infrastructure(endpoint_name)
+    if isinstance(persister, TimeoutStorage):
+        await persister.open(endpoint_name)
+    return persister
+
+
+async def closed(persister: TimeoutPersister) -> None:
+    """Close the persister if it can be closed."""
+    if isinstance(persister, TimeoutStorage):
+        await persister.close()
+
+
+async def taken(
+    persister: TimeoutPersister,
+    at: datetime,
+    limit: int = 100,
+    *,
+    hold: timedelta = MINUTE,
+    transaction: Transaction | None = None,
+) -> list[str]:
+    """Return the ids of what is due and free, which is held for that long."""
+    chunk = await persister.next_chunk(at, limit, hold_until=at + hold, transaction=transaction)
+    return [one.id for one in chunk.due]
+
+
+class TimeoutPersisterConformance:
+    """What makes a class a timeout persister: subclass it, override `make_persister`, run pytest."""
+
+    pytestmark = pytest.mark.asyncio
+
+    #: Set it where a second persister over the same storage sees what the first one has kept.
+    durable: bool = False
+    #: The steps in which due times are kept; they are rounded up.
+    step: timedelta = timedelta(microseconds=1)
+
+    async def make_persister(self, tmp_path: Path) -> TimeoutPersister:
+        """Return a new persister, neither set up nor open, over storage that is empty when a test begins."""
+        raise NotImplementedError("override make_persister in your subclass of TimeoutPersisterConformance")
+
+    @pytest_asyncio.fixture
+    async def persister(self, tmp_path: Path) -> AsyncIterator[TimeoutPersister]:
+        """Provide an open persister."""
+        persister = await opened(await self.make_persister(tmp_path))
+        yield persister
+        await closed(persister)
+
+    @pytest.fixture
+    def transactional(self, persister: TimeoutPersister) -> InTransactions:
+        """Provide an open persister with transactions."""
+        if not isinstance(persister, StoreTransactions):
+            pytest.skip("not claimed: StoreTransactions")
+        return persister
+
+    async def test_what_was_added_is_given_back_as_it_was(self, persister: TimeoutPersister) -> None:
+        """Headers, body, destination, saga and due time; the time rounded up where the storage is coarser."""
+        saga, due = uuid.uuid4(), datetime(2026, 3, 1, 12, 30, 15, 123_456, tzinfo=UTC)
+        timeout = a_timeout(due=due, saga_id=saga, body=bytes(range(256)))
+        await persister.add(timeout)
+        found = await persister.peek(timeout.id)
+        assert found is not None
+        assert (found.id, found.destination, found.saga_id) == (timeout.id, "billing", saga)
+        assert (found.message.headers, found.message.body) == (AWKWARD_HEADERS, bytes(range(256)))
+        assert timedelta(0) <= found.due - due < self.step
+        assert found.due.utcoffset() == timedelta(0)
+
+    async def test_an_empty_body_and_no_destination_are_kept(self, persister: TimeoutPersister) -> None:
+        """Nothing stands for nothing."""
+        await persister.add(a_timeout(destination=None, body=b""))
+        found = await persister.peek(a_timeout().id)
+        assert found is not None
+        assert (found.destination, found.message.body, found.saga_id) == (None, b"", NO_SAGA)
+
+    async def test_adding_an_id_again_changes_nothing(self, persister: TimeoutPersister) -> None:
+        """A redelivered message is stored once."""
+        await persister.add(a_timeout())
+        await persister.add(a_timeout(due=AT + MINUTE, destination="elsewhere"))
+        found = await persister.peek(a_timeout().id)
+        assert found is not None
+        assert (found.due, found.destination) == (AT, "billing")
+
+    async def test_peek_removes_nothing_and_finds_nothing_where_nothing_is(self, persister: TimeoutPersister) -> None:
+        """Twice the same answer."""
+        await persister.add(a_timeout())
+        assert [await persister.peek(a_timeout().id) is not None for _ in range(2)] == [True, True]
+        assert await persister.peek(a_timeout(2).id) is None
+
+    async def test_remove_succeeds_once(self, persister: TimeoutPersister) -> None:
+        """True, then False."""
+        await persister.add(a_timeout())
+        assert [await persister.remove(a_timeout().id) for _ in range(2)] == [True, False]
+        assert await persister.peek(a_timeout().id) is None
+
+    async def test_a_saga_is_cleared_and_no_other(self, persister: TimeoutPersister) -> None:
+        """Its timeouts are gone, held ones too."""
+        saga = uuid.uuid4()
+        for number, owner in enumerate([saga, saga, uuid.uuid4(), NO_SAGA]):
+            await persister.add(a_timeout(number, saga_id=owner))
+        await taken(persister, AT, 1)
+        assert await persister.remove_by_saga(saga) == 2
+        assert [await persister.peek(a_timeout(number).id) is not None for number in range(4)] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+
+    async def test_nothing_is_next_in_an_empty_storage(self, persister: TimeoutPersister) -> None:
+        """No due timeouts, and nothing to wait for."""
+        chunk = await persister.next_chunk(AT, 10, hold_until=AT + MINUTE)
+        assert (list(chunk.due), chunk.next_due) == ([], None)
+
+    async def test_what_is_due_comes_earliest_first_and_only_once(self, persister: TimeoutPersister) -> None:
+        """However long ago it was due; the next look gets the rest."""
+        for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, 1)):
+            await persister.add(a_timeout(number, AT + seconds * SECOND))
+        ids = [a_timeout(number).id for number in (2, 3, 1)]
+        assert await taken(persister, AT, 2) == ids[:2]
+        assert await taken(persister, AT, 2) == ids[2:]
+        assert await taken(persister, AT, 2) == []
+
+    async def test_what_is_not_due_says_when_to_look_again(self, persister: TimeoutPersister) -> None:
+        """The earliest time to come, or of what is left."""
+        await persister.add(a_timeout(1, AT + 5 * SECOND))
+        await persister.add(a_timeout(2, AT + 9 * SECOND))
+        chunk = await persister.next_chunk(AT, 10, hold_until=AT + MINUTE)
+        assert (list(chunk.due), chunk.next_due) == ([], AT + 5 * SECOND)
+        chunk = await persister.next_chunk(AT + 20 * SECOND, 1, hold_until=AT + 2 * MINUTE)
+        assert ([one.due for one in chunk.due], chunk.next_due) == ([AT + 5 * SECOND], AT + 9 * SECOND)
+
+    async def test_a_look_with_a_limit_of_nothing_holds_nothing(self, persister: TimeoutPersister) -> None:
+        """It tells when the first is due."""
+        await persister.add(a_timeout())
+        chunk = await persister.next_chunk(AT, 0, hold_until=AT + MINUTE)
+        assert (list(chunk.due), chunk.next_due) == ([], AT)
+        assert await taken(persister, AT) == [a_timeout().id]
+
+    async def test_what_is_held_is_free_again_in_time(self, persister: TimeoutPersister) -> None:
+        """Whoever held it has forgotten it."""
+        await persister.add(a_timeout())
+        await taken(persister, AT)
+        chunk = await persister.next_chunk(AT + SECOND, 0, hold_until=AT)
+        assert chunk.next_due == AT + MINUTE
+        assert await taken(persister, AT + MINUTE - SECOND) == []
+        assert await taken(persister, AT + MINUTE) == [a_timeout().id]
+
+    async def test_a_hold_is_longer_or_over_when_somebody_says_so(self, persister: TimeoutPersister) -> None:
+        """The last word counts."""
+        await persister.add(a_timeout())
+        await taken(persister, AT)
+        await persister.hold([a_timeout().id], AT + timedelta(days=1))
+        assert await taken(persister, AT + timedelta(hours=23)) == []
+        await persister.hold([a_timeout().id], AT)
+        assert await taken(persister, AT) == [a_timeout().id]
+
+    async def test_what_is_gone_or_free_is_not_held(self, persister: TimeoutPersister) -> None:
+        """Only a look begins a hold."""
+        await persister.add(a_timeout(1))
+        await persister.hold([a_timeout(1).id, a_timeout(2).id], AT + MINUTE)
+        assert await taken(persister, AT) == [a_timeout(1).id]
+        await persister.remove(a_timeout(1).id)
+        await persister.hold([a_timeout(1).id], AT + MINUTE)
+        assert (await persister.next_chunk(AT, 0, hold_until=AT)).next_due is None
+
+    async def test_what_was_stored_late_is_found(self, persister: TimeoutPersister) -> None:
+        """Its due time lies before that of one which was taken and removed already."""
+        await persister.add(a_timeout(1, AT))
+        await taken(persister, AT)
+        await persister.remove(a_timeout(1).id)
+        await persister.add(a_timeout(2, AT - MINUTE))
+        assert await taken(persister, AT) == [a_timeout(2).id]
+
+    async def test_takers_at_the_same_time_share(self, persister: TimeoutPersister, tmp_path: Path) -> None:
+        """No timeout is given to two of them."""
+        for number in range(60):
+            await persister.add(a_timeout(number, AT))
+        others = [await opened(await self.make_persister(tmp_path)) for _ in range(3)] if self.durable else []
+        found: list[str] = []
+        for _ in range(20):
+            batches = await asyncio.gather(*(taken(one, AT, 5) for one in [persister, *others]))
+            found += [one for batch in batches for one in batch]
+        assert sorted(found) == sorted(a_timeout(number).id for number in range(60))
+        for other in others:
+            await closed(other)
+
+    async def test_a_removal_takes_its_hold_along(self, persister: TimeoutPersister) -> None:
+        """Nothing wakes up for what is gone."""
+        await persister.add(a_timeout())
+        await taken(persister, AT)
+        await persister.remove(a_timeout().id)
+        assert (await persister.next_chunk(AT, 0, hold_until=AT)).next_due is None
+
+    async def test_what_waits_is_counted(self, persister: TimeoutPersister) -> None:
+        """With the first and the last due time."""
+        if not isinstance(persister, CountedTimeouts):
+            pytest.skip("not claimed: CountedTimeouts")
+        assert await persister.count() == TimeoutCount(0, None, None)
+        for number in range(3):
+            await persister.add(a_timeout(number, AT + number * SECOND))
+        await taken(persister, AT)
+        assert await persister.count() == TimeoutCount(3, AT, AT + 2 * SECOND)
+
+    async def test_others_see_what_was_kept(self, persister: TimeoutPersister, tmp_path: Path) -> None:
+        """A second persister over the same storage."""
+        if not self.durable:
+            pytest.skip("not claimed: durable")
+        await persister.add(a_timeout())
+        other = await opened(await self.make_persister(tmp_path))
+        assert await taken(other, AT) == [a_timeout().id]
+        assert await taken(persister, AT) == []
+        await closed(other)
+
+    async def test_endpoints_do_not_see_each_others(self, persister: TimeoutPersister, tmp_path: Path) -> None:
+        """A persister belongs to one of them."""
+        if not self.durable:
+            pytest.skip("not claimed: durable")
+        await persister.add(a_timeout())
+        other = await opened(await self.make_persister(tmp_path), "conformance.other")
+        assert await taken(other, AT) == []
+        await closed(other)
+
+    async def test_a_rollback_undoes_everything(self, transactional: InTransactions) -> None:
+        """What was added, removed, cleared and held."""
+        saga = uuid.uuid4()
+        await transactional.add(a_timeout(1))
+        await transactional.add(a_timeout(2, saga_id=saga))
+        with pytest.raises(RolledBack):
+            async with transactional.transaction() as transaction:
+                await transactional.add(a_timeout(3), transaction)
+                assert len(await taken(transactional, AT, 2, transaction=transaction)) == 2
+                assert await transactional.remove(a_timeout(1).id, transaction)
+                assert await transactional.remove_by_saga(saga, transaction) == 1
+                raise RolledBack
+        assert sorted(await taken(transactional, AT)) == [a_timeout(1).id, a_timeout(2).id]
+
+    async def test_a_commit_keeps_everything(self, transactional: InTransactions) -> None:
+        """And nobody sees it before."""
+        await transactional.add(a_timeout(1))
+        async with transactional.transaction() as transaction:
+            await transactional.add(a_timeout(2), transaction)
+            found = await transactional.peek(a_timeout(1).id, transaction)
+            assert found is not None
+            assert await transactional.remove(a_timeout(1).id, transaction)
+        assert await taken(transactional, AT) == [a_timeout(2).id]
+
+    async def test_taking_is_peeking_and_removing(self, transactional: InTransactions) -> None:
+        """Undone with its transaction; nothing where nothing is."""
+        if not isinstance(transactional, TakesTimeouts):
+            pytest.skip("not claimed: TakesTimeouts")
+        await transactional.add(a_timeout())
+        with pytest.raises(RolledBack):
+            async with transactional.transaction() as transaction:
+                assert await transactional.take(a_timeout().id, transaction) is not None
+                raise RolledBack
+        async with transactional.transaction() as transaction:
+            found = await transactional.take(a_timeout().id, transaction)
+            assert found is not None
+            assert found.message.headers == AWKWARD_HEADERS
+            assert await transactional.take(a_timeout().id, transaction) is None
+        assert await transactional.peek(a_timeout().id) is None
+
+    async def test_one_dispatcher_has_a_timeout_at_a_time(self, transactional: InTransactions) -> None:
+        """Who peeks at the same moment finds it gone when the first one has removed it."""
+        await transactional.add(a_timeout())
+
+        async def dispatch() -> bool:
+            async with transactional.transaction() as transaction:
+                if await transactional.peek(a_timeout().id, transaction) is None:
+                    return False
+                await asyncio.sleep(0)
+                return await transactional.remove(a_timeout().id, transaction)
+
+        assert sorted(await asyncio.gather(*(dispatch() for _ in range(4)))) == [False, False, False, True]
