@@ -11,17 +11,30 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
 
+from tests.servers.azurite import INSTALL as INSTALL_AZURITE
+from tests.servers.azurite import AzuriteServer
 from tests.servers.mariadb import INSTALL as INSTALL_MARIADB
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import INSTALL as INSTALL_POSTGRESQL
 from tests.servers.postgresql import PostgresqlServer
+from tests.servers.rabbitmq import INSTALL as INSTALL_RABBITMQ
+from tests.servers.rabbitmq import RabbitmqServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 #: The fixtures that start one.
-SERVERS: Final = {"postgresql", "mariadb", "crashing", "server_url"}
+SERVERS: Final = {
+    "azurite",
+    "azure_url",
+    "postgresql",
+    "mariadb",
+    "crashing",
+    "server_url",
+    "rabbitmq",
+    "crashing_rabbitmq",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,3 +86,47 @@ def mariadb_url(mariadb: MariadbServer) -> Iterator[str]:
     url = mariadb.new_database()
     yield url
     mariadb.drop_database(url)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitmqServer]:
+    """Provide a node that no test stops."""
+    if not RabbitmqServer.installed():
+        not_installed("RabbitMQ", INSTALL_RABBITMQ)
+    server = RabbitmqServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def rabbitmq_url(rabbitmq: RabbitmqServer) -> Iterator[str]:
+    """Provide an empty virtual host."""
+    url = rabbitmq.new_vhost()
+    yield url
+    rabbitmq.drop_vhost(url)
+
+
+@pytest.fixture
+def crashing_rabbitmq() -> Iterator[RabbitmqServer]:
+    """Provide a node of the test's own, to kill and to start again on the same data."""
+    if not RabbitmqServer.installed():
+        not_installed("RabbitMQ", INSTALL_RABBITMQ)
+    server = RabbitmqServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    """Provide an emulator of Azure Storage. Its leases and last writes do not survive its death."""
+    if not AzuriteServer.installed():
+        not_installed("Azurite", INSTALL_AZURITE)
+    server = AzuriteServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def azure_url(azurite: AzuriteServer) -> str:
+    """Provide a storage account with nothing in it."""
+    return azurite.new_account()

@@ -94,9 +94,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def put(queue: str, messages: Sequence[Message]) -> None:
+def put(queue: str, messages: Sequence[Message], url: str = URL) -> None:
     async def work() -> None:
-        transport = SqlTransport(URL)
+        transport = SqlTransport(url)
         await transport.start()
         try:
             await transport.dispatch([TransportOperation(message, queue) for message in messages])

@@ -1,20 +1,22 @@
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, TransactionMode
+from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, StoredDelivery, TransactionMode
 from delayline.config import (
     Settings,
     endpoint_from,
     load_settings,
-    masked,
     setting_names,
     store_from,
     transport_from,
 )
+from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.setting_values import masked
 
 
 def loaded(toml: str = "", *, environ: dict[str, str] | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - wrong ones too
@@ -50,6 +52,8 @@ def test_another_file_can_be_named_and_must_then_exist(folder: Path) -> None:
         ("batch_size", 1.5, "must be a whole number"),
         ("batch_size", "many", "must be a whole number"),
         ("number_of_retries", -1, "must be a whole number of 0 or more"),
+        ("delay_levels_from_seconds", -1, "must be a number of seconds of 0 or more"),
+        ("delay_levels_from_seconds", "soon", "must be a number of seconds of 0 or more"),
         ("store_circuit_breaker_seconds", 0, "must be a number of seconds above 0"),
         ("store_circuit_breaker_seconds", "nan", "must be a number of seconds above 0"),
         ("store_circuit_breaker_seconds", "1e300", "must be a number of seconds above 0"),
@@ -117,7 +121,7 @@ def test_passwords_do_not_show(url: str, shown: str) -> None:
         for make in (transport_from, store_from):
             with pytest.raises(
                 ConfigurationError,
-                match=r"supported schemes are mariadb:, memory:, mssql:, mysql:, postgresql:, sqlite:",
+                match=r"schemes are (amqp:, amqps:, )?azure:, mariadb:, memory:, mssql:, mysql:, postgresql:, sqlite:",
             ) as caught:
                 make(url)
             assert "secret" not in str(caught.value)
@@ -141,6 +145,45 @@ def test_store_and_queues_may_be_in_two_places() -> None:
     assert endpoint_from(settings).transaction_mode is TransactionMode.SENDS_ATOMIC_WITH_RECEIVE
 
 
+BROKER = "amqp://me:secret@broker/orders"
+
+
+def test_a_broker_alone_keeps_delayed_messages_in_its_levels() -> None:
+    endpoint = endpoint_from(Settings(endpoint="sales", url=BROKER))
+    assert isinstance(endpoint.transport, RabbitMQTransport)
+    assert isinstance(endpoint.delayed_delivery, DelayLevelDelivery)
+    assert endpoint.delayed_delivery.stored is None
+    assert endpoint.transaction_mode is TransactionMode.RECEIVE_ONLY
+    assert "secret" not in repr(Settings(url=BROKER))
+
+
+def test_a_store_beside_a_broker_keeps_them_all() -> None:
+    endpoint = endpoint_from(Settings(endpoint="sales", url=BROKER, store_url="sqlite:///a.db"))
+    assert isinstance(endpoint.transport, RabbitMQTransport)
+    assert isinstance(endpoint.delayed_delivery, StoredDelivery)
+
+
+@pytest.mark.parametrize(("seconds", "stored_below"), [("0", None), ("1.5", timedelta(seconds=1.5))])
+def test_a_setting_puts_the_store_in_front_of_the_levels(seconds: str, stored_below: timedelta | None) -> None:
+    settings = loaded(endpoint="sales", url=BROKER, store_url="sqlite:///a.db", delay_levels_from_seconds=seconds)
+    delivery = endpoint_from(settings).delayed_delivery
+    assert isinstance(delivery, DelayLevelDelivery)
+    assert isinstance(delivery.stored, StoredDelivery)
+    assert delivery.stored_below == stored_below
+
+
+def test_delay_levels_need_a_broker() -> None:
+    with pytest.raises(ConfigurationError, match=r"delay_levels_from_seconds = 7 needs queues on RabbitMQ"):
+        endpoint_from(loaded(endpoint="sales", delay_levels_from_seconds=7))
+    with pytest.raises(ConfigurationError, match=r"needs a RabbitMQTransport, not SqlTransport"):
+        endpoint_from(Settings(endpoint="sales", store_url=BROKER))
+
+
+def test_nobody_lists_what_waits_in_delay_levels() -> None:
+    with pytest.raises(ConfigurationError, match=r"counted, not listed.*delayline rabbitmq pending"):
+        store_from(BROKER)
+
+
 def test_an_endpoint_needs_a_name() -> None:
     with pytest.raises(ConfigurationError, match=r"--endpoint NAME, the variable DELAYLINE_ENDPOINT, or endpoint ="):
         endpoint_from(Settings())
@@ -148,6 +191,7 @@ def test_an_endpoint_needs_a_name() -> None:
 
 def test_every_setting_can_come_from_a_variable() -> None:
     values = {"URL": "memory:", "TRANSACTION_MODE": "NONE", "STORE_URL": "memory:", "TRANSPORT_URL": "memory:"}
+    values |= {"TIMEOUTS_URL": "sqlite:///my.db", "DISABLE_TIMEOUT_MANAGER": "True", "JOURNAL": "True"}
     for name in setting_names():
         value = values.get(name.upper(), "7")
         assert str(getattr(loaded(environ={f"DELAYLINE_{name.upper()}": value}), name)) in {value, "7.0", "0"}

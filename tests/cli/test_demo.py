@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran, delayline_process
+from tests.cli.conftest import Ran, delayline_process, eventually, put
 
 from delayline.cli.demo import lateness, reminders
 from delayline.cli.demo.play import Arrival, Course
+from delayline.cli.demo.reminders import DESTINATION
 from delayline.cli.demo.verdict import verdict_of
+from delayline.clock import from_microseconds
 from delayline.errors import MissingExtra
+from delayline.message import Headers, Message, to_wire_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SHIPPED = Path(__file__).parents[2] / "examples/reminders/reminders.csv"
@@ -58,6 +61,31 @@ def test_a_short_demo_keeps_every_promise(folder: Path, processes: list[subproce
     journal = (run / "receiver.journal").read_text().splitlines()
     assert len([line for line in journal if line.startswith("reminder-")]) == 300
     assert document["plot"] is None or Path(document["plot"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_demo_in_which_a_message_is_doubled_says_so(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+    # Given a demo under way
+    process = delayline_process("demo", "--rows", "50", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
+    processes.append(process)
+    eventually(lambda: any(arrivals_in(folder)))
+    # When somebody puts a message into the queue once more that has arrived
+    (journal,) = folder.glob("runs/*/receiver.journal")
+    message_id, due, _ = next(arrivals_in(folder))
+    copy = Message(message_id, {Headers.DELIVER_AT: to_wire_time(from_microseconds(int(due)))}, b"")
+    put(DESTINATION, [copy], url=f"sqlite:///{journal.with_name('demo.db')}")
+    out, err = process.communicate(timeout=100)
+    # Then the demo has failed
+    assert process.returncode == 1, err
+    document = Ran(1, out, err).document
+    assert (document["kept"], document["lost"], document["duplicated"], document["early"]) == (False, 0, 1, 0)
+
+
+def arrivals_in(folder: Path) -> Iterator[list[str]]:
+    for journal in folder.glob("runs/*/receiver.journal"):
+        for line in journal.read_text().splitlines():
+            if line.startswith("reminder-"):
+                yield line.split()
 
 
 def test_each_broken_promise_is_counted() -> None:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.cli.conftest import Ran
 
+from delayline import Message, SqlTimeoutPersister, SqlTransport, Timeout, TimeoutManagerDelivery
 from delayline.clock import to_microseconds
+from delayline.config import endpoint_from, load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,3 +92,105 @@ def test_a_file_that_is_no_database_is_told_in_one_line(ready: Callable[..., Ran
     ran = ready("doctor", "--url", "sqlite:///text.db")
     assert ran.code == 1
     assert "not an SQLite database" in ran.out
+
+
+def timeouts(folder: Path, *, after: timedelta) -> None:
+    """Leave a timeout of the endpoint `sales` in the database, as its timeout manager did."""
+
+    async def leave() -> None:
+        persister = SqlTimeoutPersister(f"sqlite:///{folder}/delayline.db")
+        await persister.setup_infrastructure("sales")
+        await persister.open("sales")
+        message = Message("m", {"NServiceBus.MessageId": "m"}, b"")
+        await persister.add(Timeout(str(uuid.uuid4()), message, "billing", datetime.now(UTC) + after))
+        await persister.close()
+
+    asyncio.run(leave())
+
+
+def test_a_timeout_manager_that_drains_is_told_of(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given
+    monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
+    ready("setup", "--endpoint", "sales")
+    # Then an empty one can be disabled
+    ok, text = findings(ready("doctor", "--json"))["timeout manager"]
+    assert ok
+    assert text == (
+        "empty. Set disable_timeout_manager = true; then these can be deleted: queue sales.Timeouts, "
+        "queue sales.TimeoutsDispatcher, table sales_TimeoutData"
+    )
+    # When something waits
+    timeouts(Path.cwd(), after=timedelta(hours=1))
+    # Then it is well, but for one that is disabled
+    ok, text = findings(ready("doctor", "--json"))["timeout manager"]
+    assert ok
+    assert text.startswith("1 timeouts wait, 0 messages are in its queues; the first is due")
+    ran = ready("doctor", "--json", "--disable-timeout-manager", "yes")
+    assert ran.code == 1
+    assert "take disable_timeout_manager out" in findings(ran)["timeout manager"][1]
+    # When one is overdue
+    timeouts(Path.cwd(), after=timedelta(minutes=-5))
+    ok, text = findings(ready("doctor", "--json"))["timeout manager"]
+    assert not ok
+    assert "Nobody dispatches" in text
+
+
+def test_a_timeout_manager_of_which_nothing_is_left(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
+    monkeypatch.setenv("DELAYLINE_DISABLE_TIMEOUT_MANAGER", "true")
+    ok, text = findings(ready("doctor", "--json"))["timeout manager"]
+    assert (ok, text) == (True, "empty and disabled; nothing of it is left")
+
+
+def test_an_endpoint_drains_what_the_settings_name(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
+    ready("setup", "--endpoint", "sales")
+    timeouts(Path.cwd(), after=timedelta(seconds=-1))
+
+    async def drained() -> None:
+        async with endpoint_from(load_settings(flags={"endpoint": "sales"})) as endpoint:
+            assert isinstance(endpoint.draining, TimeoutManagerDelivery)
+            assert isinstance(endpoint.transport, SqlTransport)
+            async with asyncio.timeout(20):
+                while not await endpoint.transport.count("billing"):  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(drained())
+    assert "empty." in findings(ready("doctor", "--json"))["timeout manager"][1]
+
+
+def test_what_a_dry_run_shows_is_all_that_draining_needs(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given tables that an administrator has made from what the dry run printed
+    monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
+    shown = run("setup", "--endpoint", "sales", "--queue", "billing", "--dry-run").out
+    with sqlite3.connect("delayline.db") as connection:
+        connection.executescript(shown)
+    connection.close()
+    timeouts(Path.cwd(), after=timedelta(seconds=-1))
+
+    async def drained() -> None:
+        settings = load_settings(flags={"endpoint": "sales"})
+        async with endpoint_from(settings, setup_infrastructure=False) as endpoint:
+            assert isinstance(endpoint.transport, SqlTransport)
+            async with asyncio.timeout(20):
+                while not await endpoint.transport.count("billing"):  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(drained())
+
+
+def test_a_table_that_was_not_taken_over_yet_is_not_called_empty(
+    ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a timeout in a table beside which nothing of delayline's was set up
+    timeouts(Path.cwd(), after=timedelta(hours=1))
+    with sqlite3.connect("delayline.db") as connection:
+        connection.execute("DROP TABLE delayline_leases")
+    connection.close()
+    monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
+    # Then
+    ok, text = findings(ready("doctor", "--json"))["timeout manager"]
+    assert not ok
+    assert "run `delayline setup`" in text

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran
+from tests.cli.conftest import URL, Ran
+from tests.integration.cold_rows import hold
+
+from delayline import TransactionMode
+from delayline.sql import TwoTierStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,3 +103,29 @@ def test_what_waits_can_be_seen_where_the_queues_are_not(ready: Callable[..., Ra
     ran = ready("pending", "--json", "--transport-url", "sqlite:///gone.db")
     assert ran.code == 0
     assert not Path("gone.db").exists()
+
+
+def test_both_tiers_are_seen_and_changed_where_there_is_a_cold_one(
+    three: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given messages in the store and in files
+    due = datetime.now(UTC) + timedelta(days=2)
+
+    async def far() -> None:
+        store = TwoTierStore(URL, cold_tier="cold")
+        await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        await hold(store, ("x", due), ("y", due), ("z", due))
+        await store.close()
+
+    asyncio.run(far())
+    assert ids(three("pending", "--json")) == ["a", "c", "b"]
+    # When the command line is told where they are
+    monkeypatch.setenv("DELAYLINE_COLD_TIER", "cold")
+    # Then it sees and changes both
+    assert ids(three("pending", "--json")) == ["a", "c", "x", "y", "z", "b"]
+    assert three("pending", "--count", "--bucket", "1d", "--json").document["total"] == 6
+    assert three("cancel", "x", "a").code == 0
+    assert three("reschedule", "y", "--delay", "5m").code == 0
+    assert ids(three("pending", "--json")) == ["y", "c", "z", "b"]
+    assert three("cancel", "x").code == 1
+    assert three("pending", "--url", "memory:").code == 2

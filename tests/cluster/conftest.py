@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).parents[2]))  # for `tests.cluster.harness`, 
 
 from tests.cluster.harness import Cluster, Nursery
 
-from delayline import Endpoint, StoredDelivery
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline import DelayedDelivery, Endpoint, StoredDelivery, TimeoutManagerDelivery
+from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +39,13 @@ def make_cluster(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Clu
     """Return a function that sets a cluster up: `make_cluster(mode, layout, databases=[...])`."""
     made: list[Cluster] = []
 
-    def make(mode: str = "TRANSACTION_SCOPE", layout: str = "one file", databases: Sequence[str] = ()) -> Cluster:
-        cluster = Cluster(nursery, tmp_path, mode, layout, databases=databases)
+    def make(
+        mode: str = "TRANSACTION_SCOPE",
+        layout: str = "one file",
+        databases: Sequence[str] = (),
+        delivery: str = "store",
+    ) -> Cluster:
+        cluster = Cluster(nursery, tmp_path, mode, layout, databases=databases, delivery=delivery)
         made.append(cluster)
         asyncio.run(set_up(cluster))
         return cluster
@@ -52,8 +57,10 @@ def make_cluster(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Clu
 
 async def set_up(cluster: Cluster) -> None:
     transport = SqlTransport(cluster.queues_url)
-    delivery = None
-    if cluster.layout != "no store":
+    delivery: DelayedDelivery | None = None
+    if cluster.delivery == "timeouts":
+        delivery = TimeoutManagerDelivery(SqlTimeoutPersister(cluster.store_url))
+    elif cluster.layout != "no store":
         delivery = StoredDelivery(SqlDelayedMessageStore(cluster.store_url))
     await Endpoint("orders", transport=transport, delayed_delivery=delivery).setup()
     await transport.setup_infrastructure(["results"])

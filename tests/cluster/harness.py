@@ -118,6 +118,8 @@ class Cluster:
     kills: Counter[str] = field(default_factory=Counter)
     databases: Sequence[str] = ()
     """URLs of a server's databases: of the queues, and of the store where that is another one."""
+    delivery: str = "store"
+    """How messages wait: `store`, or `timeouts` for the timeout manager."""
 
     @property
     def transport_file(self) -> Path:
@@ -142,6 +144,7 @@ class Cluster:
             "transport": self.queues_url,
             "store": None if self.layout == "no store" else self.store_url,
             "mode": self.mode,
+            "delivery": self.delivery,
             "journal": str(self.folder / "journal"),
             "batch_size": 10,
             "seed": 0,
@@ -175,7 +178,8 @@ class Cluster:
 
     def finish(self) -> None:
         """Wait until nothing waits anywhere, then stop every process in peace."""
-        eventually(lambda: not self.stored() and not self.queued("orders"), f"all to arrive; {self.log()}")
+        queues = ["orders", "orders.TimeoutsDispatcher"]
+        eventually(lambda: not self.stored() and not any(map(self.queued, queues)), f"all to arrive; {self.log()}")
         for worker in self.workers:
             if not worker.ended():
                 worker.stop()
@@ -185,9 +189,13 @@ class Cluster:
             worker.close()
 
     def stored(self) -> list[str]:
-        """The ids that wait in the store."""
+        """The ids that wait in the store; with a timeout manager, those on the way to it and from it too."""
         if self.layout == "no store":
             return []
+        if self.delivery == "timeouts":
+            kept = self._rows(self.store_url, 'SELECT "Headers" FROM "orders_TimeoutData"')
+            stored = [json.loads(row[0])["NServiceBus.MessageId"] for row in kept]
+            return stored + self.queued("orders.Timeouts")
         return [row[0] for row in self._rows(self.store_url, 'SELECT id FROM "orders.timeouts"')]
 
     def queued(self, queue: str) -> list[str]:

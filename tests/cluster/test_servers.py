@@ -62,12 +62,16 @@ def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], ser
     cluster = make_cluster(databases=[server_url])
     cluster.send_all(MESSAGES)
     plan: list[dict[str, Any]] = [{"faults": [step]} for step in POLLER_ONE_FILE]
-    plan += [{"die_in_move": step} for step in ("before move", "after move")]
+    plan += [{"die_in_move": step} for step in ("before move", "after move", "after commit")]
     for settings in plan:
+        before = len(cluster.stored())
         # When a poller is killed at this step
         assert cluster.start("poller", **settings).ended(PATIENCE), f"was not killed: {settings}"
         # Then every message is in exactly one place
         assert waits_or_left(cluster) == (MESSAGES, MESSAGES), settings
+        # And what was committed before the end has moved: a whole batch, and with this one two
+        if settings.get("die_in_move") == "after commit":
+            assert before - len(cluster.stored()) == 2 * 10, settings
     assert cluster.stored(), "the backlog was too small for all these steps"
     # And another poller finishes the work
     cluster.start("poller")

@@ -19,17 +19,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delayline import Endpoint, StoredDelivery, TransactionMode
+from delayline import Endpoint, Event, StoredDelivery, TimeoutManagerDelivery, TransactionMode
+from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
 from delayline.sql.forwarding import FileForwarding, LockedForwarding, Moved
 from delayline.testing import Fault, FaultyStore, FaultyTransport
+from delayline.testing.faults import Faulty
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from sqlalchemy import Connection
 
-    from delayline import DelayedMessageStore, Transport
+    from delayline import DelayedDelivery, DelayedMessageStore, Timeout, TimeoutsChunk, Transaction, Transport
     from delayline.pipeline import Handler, MessageContext
 
 Settings = dict[str, Any]
@@ -80,7 +84,8 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
         if moves[0] == 2 and step == "before move":
             die()
         moved: Moved = run(self, connection, until, **bounds)
-        if moves[0] == 2 and step == "after move":
+        alone = getattr(self, "one_statement", False)  # then it has committed when it ends
+        if moves[0] == 2 and (step == "after move" or (alone and step == "after commit")):
             die()
         return moved
 
@@ -93,23 +98,79 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
     dialect.commit = committed  # type: ignore[method-assign]
 
 
+class FaultyTimeouts(SqlTimeoutPersister):
+    """A timeout persister in which things go wrong on purpose."""
+
+    def __init__(self, url: str, *faults: Fault) -> None:
+        super().__init__(url)
+        self._faults = Faulty(*faults)
+
+    async def add(self, timeout: Timeout, transaction: Transaction | None = None) -> None:
+        await self._faults._call("add", lambda: SqlTimeoutPersister.add(self, timeout, transaction))
+
+    async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
+        return await self._faults._call("take", lambda: SqlTimeoutPersister.take(self, timeout_id, transaction))
+
+    async def next_chunk(self, at: datetime, limit: int, **others: Any) -> TimeoutsChunk:  # noqa: ANN401
+        method = "next_chunk" if limit else "look"
+        return await self._faults._call(method, lambda: SqlTimeoutPersister.next_chunk(self, at, limit, **others))
+
+    def transaction(self) -> Any:  # noqa: ANN401 - of one database or of two
+        return self._faults._faulty(super().transaction())
+
+
+def delivery_of(settings: Settings) -> DelayedDelivery | None:
+    if settings["store"] is None:
+        return None
+    polling = settings["role"] == "poller"
+    if settings["delivery"] == "timeouts":
+        timeouts = FaultyTimeouts(settings["store"], *faults_of(settings, "store"))
+        return TimeoutManagerDelivery(timeouts, batch_size=settings["batch_size"], polling=polling)
+    store: DelayedMessageStore = store_at(settings["store"])
+    if settings.get("faults"):
+        store = FaultyStore(store, *faults_of(settings, "store"))
+    if "die_in_move" in settings:
+        die_in_move(store, settings["die_in_move"])
+    return StoredDelivery(store, polling=polling, batch_size=settings["batch_size"])
+
+
+def store_at(url: str) -> DelayedMessageStore:
+    return AzureDelayedTable(url) if url.startswith("azure:") else SqlDelayedMessageStore(url)
+
+
+def transport_at(url: str, poll_interval: timedelta) -> Transport:
+    if url.startswith("azure:"):
+        return AzureStorageQueueTransport(url, visibility_timeout=timedelta(seconds=2))
+    return SqlTransport(url, poll_interval=poll_interval)
+
+
+class Dispatched(logging.Handler):
+    """Notes in the journal which process dispatches."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "event", None) is Event.DISPATCHED:
+            self._journal.note("dispatched", os.getpid(), vars(record)["facts"]["count"], time.monotonic())
+
+
+def note_dispatches(journal: Journal) -> None:
+    batches = logging.getLogger("delayline.delayed.batch")
+    batches.setLevel(logging.DEBUG)
+    batches.propagate = False
+    batches.addHandler(Dispatched(journal))
+
+
 def endpoint_of(settings: Settings, journal: Journal) -> Endpoint:
-    interval = timedelta(seconds=settings.get("poll_interval", 1))
-    transport: Transport = SqlTransport(settings["transport"], poll_interval=interval)
+    transport = transport_at(settings["transport"], timedelta(seconds=settings.get("poll_interval", 1)))
     if settings.get("faults"):
         transport = FaultyTransport(transport, *faults_of(settings, "transport"))
-    delivery = None
-    if settings["store"] is not None:
-        store: DelayedMessageStore = SqlDelayedMessageStore(settings["store"])
-        if settings.get("faults"):
-            store = FaultyStore(store, *faults_of(settings, "store"))
-        if "die_in_move" in settings:
-            die_in_move(store, settings["die_in_move"])
-        delivery = StoredDelivery(store, polling=settings["role"] == "poller", batch_size=settings["batch_size"])
     endpoint = Endpoint(
         "orders",
         transport=transport,
-        delayed_delivery=delivery,
+        delayed_delivery=delivery_of(settings),
         transaction_mode=TransactionMode[settings["mode"]],
         concurrency=4,
     )
@@ -139,6 +200,8 @@ async def serve(settings: Settings, journal: Journal) -> None:
     """Poll or receive until SIGTERM."""
     terminated = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
+    if settings.get("notes_dispatches"):
+        note_dispatches(journal)
     async with endpoint_of(settings, journal):
         journal.note("started", os.getpid())
         await terminated.wait()

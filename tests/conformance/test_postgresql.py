@@ -1,7 +1,4 @@
-"""The SQL room on PostgreSQL keeps every promise: in one database, and with store and queues in two.
-
-Of the other layouts the part of the delivery suite runs that goes another way there; the whole would take too long.
-"""
+"""The SQL room on PostgreSQL keeps every promise: in one database, and with store and queues in two."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,8 +9,6 @@ from tests.servers.postgresql import PostgresqlServer
 
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
-from delayline.testing.conformance.delivery_failures import DeliveryFailures
-from delayline.testing.conformance.delivery_time import DeliveryInTime
 from delayline.testing.conformance.messages import ENDPOINT
 
 
@@ -44,7 +39,7 @@ class TestPostgresqlDelivery(OnPostgresql, DeliveryConformance):
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
-class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryInTime, DeliveryFailures):
+class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryConformance):
     """The store in one database, the queues in another: no common transaction, so the lower modes only."""
 
     @pytest.fixture(autouse=True)
@@ -57,7 +52,7 @@ class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryInTime, Deliv
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
 
 
-class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, DeliveryInTime, DeliveryFailures):
+class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, DeliveryConformance):
     """The store in one database, the queues in another, and one transaction over both: every mode."""
 
     @pytest.fixture(autouse=True)
@@ -71,7 +66,7 @@ class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, DeliveryInTime, DeliveryFa
         return SqlTransport(self.second, two_phase=both), SqlDelayedMessageStore(self.url, two_phase=both)
 
 
-class TestPostgresqlSixVerbDelivery(OnPostgresql, DeliveryFailures):
+class TestPostgresqlSixVerbDelivery(OnPostgresql, DeliveryConformance):
     """The least of stores, on a server: one message at a time, locked by a transaction of the store's own."""
 
     burst = 100

@@ -8,6 +8,7 @@ A comment before a block says what is special about it. `...` in an output stand
 <!-- background: text -->    it goes on running once it has printed that text
 <!-- exit: 1 -->             it ends with that code
 <!-- needs: module -->       it runs in a process of its own, where that module is installed
+<!-- server: rabbitmq -->    the whole page is run on a broker
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ from delayline.cli import main
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.servers.rabbitmq import RabbitmqServer
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
 OURS = [page for page in PAGES if page.parent.name not in {"custom_store", "reminders"}]
+#: Their commands are run on a broker of their own: DELAYLINE_URL leads there.
+ON_A_BROKER = [page for page in OURS if "<!-- server: rabbitmq -->" in page.read_text(encoding="utf-8")]
 BLOCK = re.compile(
     r"^(?:<!-- ([\w-]+)(?:: ([^\n]*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL
 )
@@ -95,7 +100,7 @@ class Session:
             if importlib.util.find_spec(block.value) is None:
                 ast.parse(block.text)
                 return
-            code, self.output = self._command("python block.py")
+            code, self.output = self._command("python block.py", patience=200)  # of whatever is so large to be an extra
             assert code == 0, self.output
             return
         self._printed()
@@ -113,13 +118,13 @@ class Session:
             assert code == int(block.value if block.mark == "exit" else 0), f"$ {command}\n{self.output}"
             matches(self.output, expected)
 
-    def _command(self, command: str) -> tuple[int, str]:
+    def _command(self, command: str, *, patience: float = 60) -> tuple[int, str]:
         words = shlex.split(command)
         if words[0] == "delayline" and not set(command) & set("|&;<>$"):
             result = CliRunner().invoke(main, words[1:])
             return result.exit_code, result.output
         done = subprocess.run(
-            ["bash", "-c", command], cwd=self.folder, capture_output=True, text=True, timeout=60, check=False
+            ["bash", "-c", command], cwd=self.folder, capture_output=True, text=True, timeout=patience, check=False
         )
         output = done.stdout + done.stderr
         assert "Exception ignored" not in output
@@ -191,7 +196,17 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", OURS, ids=name_of)
+@pytest.mark.parametrize("page", ON_A_BROKER, ids=name_of)
+def test_what_a_page_shows_works_on_a_broker(
+    page: Path, session: Session, rabbitmq: RabbitmqServer, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELAYLINE_URL", f"{rabbitmq_url}?management={rabbitmq.management_url}")
+    for block in blocks_of(page):
+        session.run(block)
+
+
+@pytest.mark.timeout(300)  # a page on Spark starts it
+@pytest.mark.parametrize("page", [page for page in OURS if page not in ON_A_BROKER], ids=name_of)
 def test_what_a_page_shows_works(page: Path, session: Session) -> None:
     for block in blocks_of(page):
         if page.parent.parent.name == "examples":

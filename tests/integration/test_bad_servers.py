@@ -117,6 +117,7 @@ async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str)
     assert isinstance(error, BackendUnusable)
     assert "permission denied for schema public" in str(error)
     assert "CREATE on it for setup" in str(error)
+    assert "DELETE" not in str(error)
     # When the tables are made by somebody who may, and one right is missing
     store, transport = SqlDelayedMessageStore(own), SqlTransport(own)
     await store.setup_infrastructure("sales")
@@ -131,7 +132,7 @@ async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str)
     try:
         # Then what may be done works, and the error of the rest names the table and the rights
         await limited.store(delayed())
-        with pytest.raises(BackendUnusable, match=r"denied for table sales.timeouts.*GRANT.*DELETE"):
+        with pytest.raises(BackendUnusable, match=r"denied for table sales.timeouts.*GRANT.*DELETE on it$"):
             await limited.remove(delayed())
         with pytest.raises(BackendUnusable, match=r"denied for table delayline_messages.*GRANT.*INSERT") as raised:
             await sender.dispatch([operation("billing")])

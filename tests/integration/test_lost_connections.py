@@ -15,6 +15,8 @@ import pytest
 from delayline import BackendUnavailable, NotStarted, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.message import in_utc
 from delayline.sql.database import Database
+from delayline.sql.dialects.server import run
+from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.server_database import TRANSACTIONS, ServerDatabase
 from delayline.testing.conformance.messages import AT, delayed, operation
 
@@ -99,8 +101,9 @@ async def test_a_transaction_does_not_go_on_after_its_connection(store: SqlDelay
             await store.store(delayed("before"), transaction)
             # When its connection is lost, and whoever uses it does not care
             assert server.terminate(IN_TRANSACTION) == 1
-            with pytest.raises(BackendUnavailable, match=r"lost|ended"):
+            with pytest.raises(BackendUnavailable, match=r"lost|ended") as raised:
                 await store.store(delayed("at"), transaction)
+            assert "not known" not in str(raised.value)
             with pytest.raises(BackendUnavailable, match="middle of a transaction"):
                 await store.store(delayed("after"), transaction)
     # Then nothing of it is there, and the commit has said so
@@ -111,7 +114,7 @@ async def test_a_transaction_does_not_go_on_after_its_connection(store: SqlDelay
 
 async def test_a_commit_on_a_lost_connection_fails(store: SqlDelayedMessageStore, server: Server) -> None:
     told: list[str] = []
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(BackendUnavailable, match="whether it has is not known: look"):
         async with store.transaction() as transaction:
             transaction.after_commit(lambda: told.append("committed"))
             transaction.after_end(lambda: told.append("ended"))
@@ -304,6 +307,43 @@ async def test_a_lock_that_is_not_given_in_time(postgresql_url: str, held: str) 
         assert await store.remove(delayed("first")) is True
     finally:
         await store.close()
+
+
+async def test_a_removal_of_very_many_that_fails_has_removed_none(postgresql_url: str) -> None:
+    # Given more messages than a list in a statement holds, of which the last one is locked by another program
+    store = SqlDelayedMessageStore(f"{postgresql_url}?options=-c%20lock_timeout%3D200ms")
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    try:
+        messages = [delayed(f"{number:04d}") for number in range(2 * LONGEST_LIST + 1)]
+        await store.store_many(messages)
+        with psycopg.connect(postgresql_url) as other:
+            other.execute("""UPDATE "sales.timeouts" SET retry_count = 1 WHERE id = '1000'""")
+            # When all are removed, or counted as failed, without a transaction
+            with pytest.raises(BackendUnavailable, match="did not get a lock in time"):
+                await store.remove_many(messages)
+            with pytest.raises(BackendUnavailable, match="did not get a lock in time"):
+                await store.retry_many(messages, AT)
+            other.rollback()
+        # Then all are as they were
+        assert {message.number_of_retries for message in await store.pending(limit=2000)} == {0}
+        assert await store.remove_many(messages) == len(messages)
+    finally:
+        await store.close()
+
+
+async def test_options_of_the_url_are_added_to_ours(postgresql_url: str) -> None:
+    # Given a URL whose options name a setting that we set too, and one that we do not
+    database = Database.at(f"{postgresql_url}?options=-c%20lock_timeout%3D200ms%20-c%20work_mem%3D5MB")
+    await database.open()
+    try:
+        # When a connection is made, then theirs win, and ours stay
+        asked = "SELECT current_setting('lock_timeout'), current_setting('work_mem'), current_setting('timezone')"
+        assert await database.read(lambda connection: run(connection, asked)) == [("200ms", "5MB", "UTC")]
+        shown = "SELECT current_setting('enable_seqscan'), current_setting('plan_cache_mode')"
+        assert await database.read(lambda connection: run(connection, shown)) == [("off", "force_generic_plan")]
+    finally:
+        await database.close()
 
 
 async def test_a_deadlock(postgresql_url: str) -> None:

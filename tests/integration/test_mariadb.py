@@ -28,6 +28,7 @@ from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.database import Database
 from delayline.sql.dialects.mariadb import HEADROOM, Mariadb
 from delayline.sql.dialects.server import run
+from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.server_database import ServerDatabase
 from delayline.testing import Signals
 
@@ -300,8 +301,34 @@ async def test_missing_rights_are_named(mariadb: MariadbServer, mariadb_url: str
     store = SqlDelayedMessageStore(url.set(username="reader").render_as_string())
     await store.initialize("orders", TransactionMode.NONE)
     # When they store something
-    with pytest.raises(BackendUnusable, match=r"INSERT.* command denied .*orders.timeouts.*GRANT SELECT, INSERT"):
+    with pytest.raises(
+        BackendUnusable, match=r"INSERT.* command denied .*orders.timeouts.*GRANT INSERT, UPDATE ON [`a-z0-9_.]+$"
+    ):
         await store.store(delayed("m"))
+    await store.close()
+
+
+async def test_a_removal_of_very_many_that_fails_has_removed_none(
+    mariadb: MariadbServer, mariadb_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given more messages than a list in a statement holds, of which the last one is locked by another program
+    monkeypatch.setattr("delayline.sql.dialects.mariadb.SESSION", "SET SESSION innodb_lock_wait_timeout = 1")
+    store = await opened(mariadb_url)
+    messages = [delayed(f"{number:04d}") for number in range(LONGEST_LIST + 1)]
+    await store.store_many(messages)
+    table = f"{make_url(mariadb_url).database}.`orders.timeouts`"
+    with mariadb.administrator() as cursor:
+        cursor.execute("BEGIN")
+        cursor.execute(f"UPDATE {table} SET retry_count = 1 WHERE id = '0500'")  # noqa: S608 - our own name
+        # When all are removed, or counted as failed, without a transaction
+        with pytest.raises(BackendUnavailable, match="lock"):
+            await store.remove_many(messages)
+        with pytest.raises(BackendUnavailable, match="lock"):
+            await store.retry_many(messages, PAST)
+        cursor.execute("ROLLBACK")
+    # Then all are as they were
+    assert {message.number_of_retries for message in await store.pending(limit=1000)} == {0}
+    assert await store.remove_many(messages) == len(messages)
     await store.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import subprocess
 import sys
@@ -211,6 +212,26 @@ def test_a_dry_run_shows_and_changes_nothing(url: str, tmp_path: Path) -> None:
     # And when it has run, nothing is left to do
     run(*arguments)
     assert run(*arguments, "--dry-run") == "nothing to do\n"
+
+
+def test_a_dry_run_over_two_databases_says_whose_statement_it_is(tmp_path: Path) -> None:
+    # Given queues that are set up already, in another file than the delayed messages
+    queues, store = (f"sqlite:///{tmp_path / name}.db" for name in ("queues", "store"))
+    places = ["--transport-url", queues, "--store-url", store]
+    run("setup", "--queue", "sales", *places)
+    arguments = ["setup", "--endpoint", "sales", *places, "--dry-run"]
+    # When
+    document = json.loads(run(*arguments, "--json"))
+    # Then each statement stands under its database's name
+    assert set(document["databases"]) == {queues, store}
+    assert any("sales.timeouts" in statement for statement in document["databases"][store])
+    assert not any("CREATE TABLE" in statement for statement in document["databases"][queues])
+    # And what people read is SQL as a whole, with the names in comments
+    shown = run(*arguments)
+    assert shown.index(f"-- {store}\n") < shown.index("CREATE TABLE") < shown.index(f"-- {queues}\n")
+    assert shown.replace(f"-- {store}\n", "").replace(f"-- {queues}\n", "") == "".join(
+        f"{statement};\n" for statement in document["statements"]
+    )
 
 
 def test_a_dry_run_of_an_upgrade(old: Path) -> None:

@@ -3,9 +3,21 @@
 # along are not started: while this runs, policy-rc.d says no.
 set -eu
 
+azurite="${XDG_CACHE_HOME:-$HOME/.cache}/delayline/azurite"
+if [ ! -e "$azurite/node_modules/azurite" ]; then
+    if command -v npm >/dev/null; then
+        echo "installing azurite"
+        npm install --prefix "$azurite" --no-audit --no-fund --no-save --loglevel=error azurite@3.35.0 >/dev/null ||
+            echo "azurite could not be installed: tests that need it are skipped, in \`make test\` they fail"
+    else
+        echo "azurite needs Node.js and npm: apt-get install nodejs npm"
+    fi
+fi
+
 missing=""
 [ -n "$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null)" ] || command -v initdb >/dev/null || missing=" postgresql"
 PATH="$PATH:/usr/sbin:/usr/local/sbin" command -v mariadbd >/dev/null || missing="$missing mariadb-server"
+[ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
 [ -n "$missing" ] || exit 0
 
 as_root=""

@@ -23,6 +23,17 @@ PATIENCE: Final = 30.0
 INSTALL: Final = "apt-get install postgresql"
 #: Where Debian keeps the server's programs, which are on nobody's PATH.
 DEBIAN: Final = Path("/usr/lib/postgresql")
+END_OTHERS: Final = """
+SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid()
+"""
+#: Tests create tables and schemas only.
+DROPS: Final = """
+SELECT format('DROP TABLE IF EXISTS %I.%I CASCADE', schemaname, tablename) FROM pg_tables WHERE schemaname = 'public'
+UNION ALL
+SELECT format('DROP SCHEMA %I CASCADE', nspname) FROM pg_namespace
+WHERE nspname <> 'public' AND nspname <> 'information_schema' AND nspname NOT LIKE 'pg\\_%'
+"""
 
 
 def program(name: str) -> str | None:
@@ -40,6 +51,7 @@ class PostgresqlServer:
     def __init__(self, settings: Sequence[str] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-postgresql-"))
         self.port = free_port()
+        self._empty: list[str] = []
         self._settings = [
             "listen_addresses=127.0.0.1",
             f"port={self.port}",
@@ -103,16 +115,24 @@ class PostgresqlServer:
             connection.execute("SELECT pg_reload_conf()")
 
     def new_database(self) -> str:
-        """Create an empty database and return its URL."""
+        """Create an empty database, or rename one that was emptied, which is quicker, and return its URL."""
         name = f"test_{uuid.uuid4().hex[:12]}"
         with self.administrator() as connection:
-            connection.execute(f"CREATE DATABASE {name}")
+            if self._empty:
+                connection.execute(f"ALTER DATABASE {self._empty.pop()} RENAME TO {name}")
+            else:
+                connection.execute(f"CREATE DATABASE {name}")
         return f"postgresql://delayline@127.0.0.1:{self.port}/{name}"
 
     def drop_database(self, url: str) -> None:
-        """Drop it, whoever is connected."""
-        with self.administrator() as connection:
-            connection.execute(f"DROP DATABASE IF EXISTS {url.rsplit('/', 1)[1]} WITH (FORCE)")
+        """Empty it, whoever is connected, and keep it for the next test. Fails where a transaction is left prepared."""
+        name = url.rsplit("/", 1)[1]
+        with self.administrator(name) as connection:
+            connection.execute(END_OTHERS)
+            connection.execute("SET lock_timeout = '5s'")
+            for (drop,) in connection.execute(DROPS).fetchall():
+                connection.execute(drop)
+        self._empty.append(name)
 
     def _run(self, name: str, *arguments: str) -> None:
         command = [program(name) or name, *arguments]

@@ -1,0 +1,230 @@
+"""`delayline rabbitmq` on a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.cli.conftest import Ran
+from tests.integration.test_rabbitmq_infrastructure import a_channel
+from tests.integration.test_rabbitmq_migration import conventional, put
+
+from delayline.clock import SystemClock
+from delayline.message import to_wire_time
+from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiormq.channel import Channel
+    from tests.servers.rabbitmq import RabbitmqServer
+
+V1, V2 = DelayInfrastructure.v1(), DelayInfrastructure.v2()
+
+
+@pytest.fixture
+def on_broker(
+    run: Callable[..., Ran], rabbitmq: RabbitmqServer, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ran]:
+    """The command line with a broker in its settings."""
+    monkeypatch.setenv("DELAYLINE_URL", f"{rabbitmq_url}?management={rabbitmq.management_url}")
+    return lambda *arguments: run("rabbitmq", *arguments)
+
+
+def with_channel(url: str, work: Callable[[Channel], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
+    async def run() -> Any:  # noqa: ANN401
+        async with a_channel(url) as channel:
+            return await work(channel)  # type: ignore[arg-type]
+
+    return asyncio.run(run())
+
+
+def test_levels_are_created_and_verified(on_broker: Callable[..., Ran]) -> None:
+    # Given a broker without levels
+    before = on_broker("verify")
+    assert before.code == 1
+    assert "✗ exchanges" in before.out
+
+    # When they are created
+    created = on_broker("create")
+    assert created.code == 0
+    assert "29 exchanges, 28 queues, 56 bindings" in created.out
+
+    # Then everything is as it should be
+    after = on_broker("verify")
+    assert after.code == 0, after.out
+    assert "✗" not in after.out
+    document = on_broker("verify", "--json").document
+    assert document["healthy"]
+    assert {"what": "queues", "ok": True, "text": "all 28 are as they should be"} in document["checks"]
+
+
+def test_levels_of_other_names_are_created_on_request(on_broker: Callable[..., Ran]) -> None:
+    document = on_broker("create", "--delays", "acme", "--json").document
+    assert (document["prefix"], document["queues"]) == ("acme", 28)
+    assert on_broker("verify", "--delays", "acme").code == 0
+    assert on_broker("verify").code == 1
+
+
+def test_levels_that_differ_are_told_by_argument(on_broker: Callable[..., Ran], rabbitmq_url: str) -> None:
+    with_channel(rabbitmq_url, lambda channel: channel.queue_declare(V2.level(3), durable=True))
+    ran = on_broker("create")
+    assert ran.code == 1
+    assert "'nsb.v2.delay-level-03' has x-" in ran.err
+
+
+def test_messages_are_migrated_and_what_cannot_be_is_told(on_broker: Callable[..., Ran], rabbitmq_url: str) -> None:
+    # Given messages in v1's levels, one of them malformed
+    assert (on_broker("create", "--delays", "v1").code, on_broker("create").code) == (0, 0)
+
+    async def fill(channel: Channel) -> None:
+        await conventional(channel, "sales")
+        now = to_wire_time(SystemClock().now())
+        await put(channel, 5000, TimeSent=now)
+        await put(channel, 6000, TimeSent=now)
+        await put(channel, 7000, TimeSent="?")
+
+    with_channel(rabbitmq_url, fill)
+
+    # When it is only tried
+    tried = on_broker("migrate", "--dry-run")
+    assert tried.code == 1
+    assert "2 would be moved, 1 would be kept apart in delays-migrate-poison-messages" in tried.out
+    assert on_broker("pending", "--delays", "v1", "--json").document["total"] == 3
+
+    # Then nothing has moved; and when it is done, the good ones have
+    done = on_broker("migrate", "--json")
+    assert done.code == 1
+    assert (done.document["moved"], done.document["apart"]) == (2, 1)
+    assert done.document["levels"] == [{"level": 12, "found": 3, "moved": 2, "apart": 1}]
+    assert done.document["destinations"] == {"sales": 2}
+    [reason] = done.document["reasons"]
+    assert "TimeSent is '?'" in reason
+
+    # And there is nothing left to do
+    again = on_broker("migrate")
+    assert (again.code, again.out.strip()) == (0, "0 moved, 0 kept apart")
+    assert on_broker("pending", "--json").document["total"] == 2
+
+
+def test_messages_are_transferred_to_another_broker(
+    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq: RabbitmqServer, rabbitmq_url: str
+) -> None:
+    target = rabbitmq.new_vhost()
+    try:
+        for url in (rabbitmq_url, target):
+            assert run("rabbitmq", "create", "--url", url).code == 0
+        now = to_wire_time(SystemClock().now())
+        with_channel(rabbitmq_url, lambda channel: put(channel, 5000, levels=V2, TimeSent=now))
+        with_channel(target, lambda channel: conventional(channel, "sales"))
+        ran = on_broker("transfer", "--source", rabbitmq_url, "--target", target)
+        assert ran.code == 0, ran.out + ran.err
+        assert "1 moved, 0 kept apart" in ran.out
+        assert run("rabbitmq", "pending", "--url", target, "--json").document["total"] == 1
+    finally:
+        rabbitmq.drop_vhost(target)
+
+
+def test_what_waits_is_counted_with_when_it_comes_due(on_broker: Callable[..., Ran], rabbitmq_url: str) -> None:
+    on_broker("create")
+    assert on_broker("pending").out.startswith("0 messages wait in nsb.v2.* at amqp://guest@")
+
+    async def fill(channel: Channel) -> None:
+        for delay in (100, 101, 1 << 20):
+            await put(channel, delay, levels=V2)
+
+    with_channel(rabbitmq_url, fill)
+    ran = on_broker("pending")
+    lines = [line.split() for line in ran.out.splitlines()]
+    assert ["06", "2", "2", "min", "7", "s", "█" * 24] in lines
+    assert ["1", "h", "2", "2", "of", "3"] in lines
+    assert ran.out.rstrip().endswith(f"at amqp://guest@{rabbitmq_url.rpartition('@')[2]}")
+    assert "guest:guest" not in ran.out
+    document = on_broker("pending", "--json").document
+    assert document["levels"][0] == {"level": 6, "count": 2, "due_within": 127}
+
+
+def test_messages_to_nobody_are_caught_on_request(on_broker: Callable[..., Ran]) -> None:
+    on_broker("create")
+    assert "go to the queue nsb.v2.delay-undeliverable" in on_broker("catch-all", "on").out
+    assert on_broker("verify").code == 0
+    assert "stay in their level." in on_broker("catch-all", "off").out
+    assert "it was off already" in on_broker("catch-all", "off").out
+
+
+def levels_of(ran: Ran) -> dict[str, tuple[bool, str]]:
+    found = ran.document["findings"]
+    return {one["what"]: (one["ok"], one["text"]) for one in found if one["what"].startswith("delay levels")}
+
+
+def test_doctor_finds_what_is_wrong_with_the_levels(
+    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+) -> None:
+    # Given an endpoint that is set up on a broker
+    assert run("doctor", "--json").code == 1
+    assert run("setup").code == 0
+    well = run("doctor", "--json")
+    assert well.code == 0, well.out
+    assert levels_of(well) == {"delay levels": (True, "nsb.v2.* are complete, and due messages get through")}
+
+    # When somebody sets up an endpoint whose name ends in the other's, and due messages have no destination
+    assert run("setup", "--endpoint", "acme.sales").code == 0
+
+    async def fill(channel: Channel) -> None:
+        exchange, key = V2.route(1, "deleted")
+        for _ in range(3):
+            await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+        await asyncio.sleep(3)
+
+    with_channel(rabbitmq_url, fill)
+
+    # Then it tells both
+    ill = run("doctor", "--json")
+    assert ill.code == 1
+    found = levels_of(ill)
+    assert "'sales' also gets those for 'acme.sales'" in found["delay levels: names"][1]
+    assert found["delay levels: due messages"][1].startswith("3 in nsb.v2.delay-level-00 have no destination")
+
+
+def test_doctor_does_without_the_management_plugin(
+    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+) -> None:
+    closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
+    assert run("setup", "--url", closed).code == 0
+    ran = run("doctor", "--url", closed, "--json")
+    assert ran.code == 0, ran.out
+    ok, text = levels_of(ran)["delay levels"]
+    assert ok
+    assert "not looked at more closely: no management API at http://127.0.0.1:1" in text
+
+
+def test_doctor_looks_for_no_levels_where_messages_wait_in_a_database(
+    run: Callable[..., Ran], rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELAYLINE_TRANSPORT_URL", rabbitmq_url)
+    assert run("setup").code == 0
+    ran = run("doctor", "--json")
+    assert ran.code == 0, ran.out
+    assert levels_of(ran) == {}
+
+
+@pytest.mark.parametrize("command", ["create", "verify", "migrate", "pending"])
+def test_another_technologys_url_is_wrong_usage(run: Callable[..., Ran], command: str) -> None:
+    ran = run("rabbitmq", command, "--url", "sqlite:///delayline.db")
+    assert ran.code == 2
+    assert "'sqlite:///delayline.db' is no broker. Give --url amqp://" in ran.err
+
+
+def test_a_broker_that_is_not_there_is_told_without_the_password(run: Callable[..., Ran]) -> None:
+    for command in ("create", "pending", "migrate"):
+        ran = run("rabbitmq", command, "--url", "amqp://shop:s3cret@127.0.0.1:1/orders")
+        assert ran.code == 1
+        assert "amqp://shop@127.0.0.1:1/orders" in ran.err
+        assert "s3cret" not in ran.err + ran.out
+
+
+def test_without_the_management_plugin_verify_says_what_to_enable(run: Callable[..., Ran]) -> None:
+    ran = run("rabbitmq", "verify", "--url", "amqp://localhost/", "--management-url", "http://127.0.0.1:1")
+    assert ran.code == 1
+    assert "rabbitmq-plugins enable rabbitmq_management" in ran.err

@@ -1,0 +1,55 @@
+"""The RabbitMQ room keeps every promise that AMQP can keep: queues of both types, in both topologies, with stores."""
+
+from pathlib import Path
+
+import pytest
+
+from delayline.rabbitmq import RabbitMQTransport
+from delayline.sql import SqlDelayedMessageStore
+from delayline.testing import DeliveryConformance, TransportConformance
+from delayline.testing.conformance.delivery_failures import DeliveryFailures
+
+
+class OnRabbitmq:
+    """A virtual host for every test; see TransportRoom for what the flags say."""
+
+    reads_ahead = True
+    shows_hidden = False
+    tells_expired = False
+
+    @pytest.fixture(autouse=True)
+    def vhost(self, rabbitmq_url: str) -> None:
+        self.url = rabbitmq_url
+
+
+class TestRabbitmqTransport(OnRabbitmq, TransportConformance):
+    """Quorum queues behind fanout exchanges."""
+
+    async def make_transport(self, tmp_path: Path) -> RabbitMQTransport:
+        return RabbitMQTransport(self.url)
+
+
+class TestRabbitmqClassicTransport(OnRabbitmq, TransportConformance):
+    """Classic queues at the default exchange."""
+
+    async def make_transport(self, tmp_path: Path) -> RabbitMQTransport:
+        return RabbitMQTransport(self.url, queue_type="classic", topology="direct")
+
+
+class TestSqliteDeliveryOverRabbitmq(OnRabbitmq, DeliveryConformance):
+    """A store in a file, queues in a broker: at least once."""
+
+    async def make_parts(self, tmp_path: Path) -> tuple[RabbitMQTransport, SqlDelayedMessageStore]:
+        transport = RabbitMQTransport(self.url, queue_type="classic")
+        return transport, SqlDelayedMessageStore(f"sqlite:///{tmp_path / 'store.db'}")
+
+
+class TestPostgresqlDeliveryOverRabbitmq(OnRabbitmq, DeliveryFailures):
+    """A store on a server, quorum queues."""
+
+    @pytest.fixture(autouse=True)
+    def database(self, postgresql_url: str) -> None:
+        self.database_url = postgresql_url
+
+    async def make_parts(self, tmp_path: Path) -> tuple[RabbitMQTransport, SqlDelayedMessageStore]:
+        return RabbitMQTransport(self.url), SqlDelayedMessageStore(self.database_url)

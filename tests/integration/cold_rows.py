@@ -1,0 +1,40 @@
+"""Messages in the files of a cold tier, held as a Spark task and its driver do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from delayline.sql.cold_folder import ColdFolder, HourWriter, schema
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from delayline.sql import TwoTierStore
+    from delayline.sql.cold_files import ColdFile
+
+
+def rows(*messages: tuple[str, datetime], destination: str = "billing") -> pa.RecordBatch:
+    columns = [
+        [message_id for message_id, _ in messages],
+        [destination] * len(messages),
+        [due for _, due in messages],
+        ['{"n":"ü"}'] * len(messages),
+        [message_id.encode() for message_id, _ in messages],
+    ]
+    kinds = schema()
+    return pa.RecordBatch.from_arrays(
+        [pa.array(column, kind.type) for column, kind in zip(columns, kinds, strict=True)], schema=kinds
+    )
+
+
+async def hold(store: TwoTierStore, *messages: tuple[str, datetime], destination: str = "billing") -> list[ColdFile]:
+    """Hold the messages."""
+    tier = await store._database.write(store._catalog.create)
+    writer = HourWriter(ColdFolder(store._folder.path, tier))
+    writer.write(rows(*messages, destination=destination))
+    files = writer.close()
+    await store._database.write(partial(store._catalog.register, files=files))
+    return files

@@ -1,0 +1,312 @@
+"""Azure Storage in real time: what .NET stores and sends, what is foreign, what takes long, and the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+from azure.data.tables.aio import TableClient
+from azure.storage.blob.aio import BlobLeaseClient, ContainerClient
+from azure.storage.queue.aio import QueueClient
+from tests.integration.azure_parts import PATIENCE, SECOND, Noted, connection, endpoint_at
+
+from delayline import (
+    Endpoint,
+    Event,
+    Headers,
+    InvalidMessage,
+    Message,
+    MessageContext,
+    TimeoutManagerDelivery,
+    TransactionMode,
+)
+from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery
+from delayline.azure.envelope import unwrap
+from delayline.azure.names import delays_name
+from delayline.delayed.store import Outcome
+from delayline.sql import SqlTimeoutPersister
+from delayline.testing import Signals
+from delayline.testing.conformance.messages import delayed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+@pytest_asyncio.fixture
+async def table(azure_url: str) -> AsyncIterator[TableClient]:
+    """Provide the table of the endpoint `sales`, as anybody sees it."""
+    await endpoint_at(azure_url).setup()
+    async with TableClient.from_connection_string(connection(azure_url), delays_name("sales")) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def error_queue(azure_url: str) -> AsyncIterator[QueueClient]:
+    async with QueueClient.from_connection_string(connection(azure_url), "error") as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def store(azure_url: str, table: TableClient) -> AsyncIterator[AzureDelayedTable]:
+    store = AzureDelayedTable(azure_url)
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    yield store
+    await store.close()
+
+
+def row_of_dotnet(due: datetime, number: int = 1, **other: object) -> dict[str, object]:
+    """Return an entity as NServiceBus 7.4 and later write it."""
+    return {
+        "PartitionKey": f"{due:%Y%m%d%H}",
+        "RowKey": f"{due:%Y%m%d%H%M%S}_{number:032x}",
+        "Destination": "sales",
+        "Body": b"\xef\xbb\xbf{}",
+        "MessageId": f"00000000-0000-0000-0000-{number:012}",
+        "Headers": '{"NServiceBus.EnclosedMessageTypes":"Contoso.Reminder","HelpLink":null}',
+    } | other
+
+
+async def test_what_dotnet_has_stored_is_delivered_and_never_early(azure_url: str, table: TableClient) -> None:
+    # Given rows of a .NET instance of the same endpoint, which rounds due times down to the second
+    noted = Noted()
+    due = datetime.now(UTC) + SECOND
+    await table.create_entity(row_of_dotnet(due))
+    await table.create_entity(row_of_dotnet(due - timedelta(hours=30), 2))
+    # When
+    async with endpoint_at(azure_url, noted=noted):
+        await noted.until(2)
+        arrived = datetime.now(UTC)
+    # Then
+    assert arrived >= due.replace(microsecond=0) + SECOND
+    assert [message.id[-1] for message in noted] == ["2", "1"]
+    assert noted[1].json() == {}
+    assert noted[1].headers["NServiceBus.EnclosedMessageTypes"] == "Contoso.Reminder"
+    assert [row async for row in table.list_entities()] == []
+
+
+async def test_what_is_stored_is_what_dotnet_reads(azure_url: str, table: TableClient) -> None:
+    due = datetime(2050, 5, 1, 12, 0, 0, tzinfo=UTC)
+    async with endpoint_at(azure_url) as endpoint:
+        await endpoint.send("billing", b"\x00\xff", message_id="m", headers={"k": "ü"}, deliver_at=due)
+    [row] = [row async for row in table.list_entities() if row["PartitionKey"].isdigit()]
+    assert (row["PartitionKey"], row["RowKey"]) == ("2050050111", "20500501115959_m")
+    assert (row["Destination"], row["MessageId"], row["Body"]) == ("billing", "m", b"\x00\xff")
+    assert '"k":"ü"' in row["Headers"]
+    assert set(row) == {"PartitionKey", "RowKey", "Destination", "MessageId", "Body", "Headers", "NumberOfRetries"}
+
+
+async def test_what_dotnet_has_stored_is_cancelled_and_rescheduled(
+    azure_url: str, table: TableClient, store: AzureDelayedTable
+) -> None:
+    far = datetime(2050, 5, 1, 12, 0, 0, tzinfo=UTC)
+    for number in (1, 2):
+        await table.create_entity(row_of_dotnet(far, number))
+    assert await store.cancel("00000000-0000-0000-0000-000000000001") is Outcome.DONE
+    assert await store.reschedule("00000000-0000-0000-0000-000000000002", far + SECOND * 7200) is Outcome.DONE
+    assert [message.due for message in await store.pending()] == [far + SECOND * 7200]
+
+
+async def test_foreign_rows_stay_where_they_are_and_hold_up_nobody(azure_url: str, table: TableClient) -> None:
+    # Given more rows than a page of .NET has, all of them overdue and none of them a message
+    past = datetime.now(UTC) - timedelta(hours=1)
+    rows = [row_of_dotnet(past, number, Destination="") for number in range(60)]
+    rows += [
+        row_of_dotnet(past, 70, Body="text"),
+        {"PartitionKey": "2020", "RowKey": "mine", "note": "somebody's"},
+        {"PartitionKey": "2020010100", "RowKey": "2020010199_x"},
+    ]
+    for row in rows:
+        await table.create_entity(row)
+    noted = Noted()
+    # When
+    with Signals() as signals:
+        async with endpoint_at(azure_url, noted=noted) as endpoint:
+            await endpoint.send("sales", b"", message_id="m", delay=SECOND)
+            await noted.until(1)
+            waiting = await endpoint.delayed.pending()
+    # Then each is reported once
+    assert [message.id for message in noted] == ["m"]
+    assert list(waiting) == []
+    assert signals.count(Event.FOREIGN_ROW) == len(rows)
+    left = [row["RowKey"] async for row in table.list_entities() if row["PartitionKey"].isdigit()]
+    assert len(left) == len(rows)
+
+
+async def test_a_message_without_an_envelope_is_moved_to_the_error_queue_as_it_is(
+    azure_url: str, table: TableClient, error_queue: QueueClient
+) -> None:
+    noted = Noted()
+    async with QueueClient.from_connection_string(connection(azure_url), "sales") as queue:
+        for text in ("not base64!", base64.b64encode(b'{"Id": 7}').decode()):
+            await queue.send_message(text)
+    async with endpoint_at(azure_url, noted=noted) as endpoint:
+        await endpoint.send("sales", b"", message_id="m")
+        await noted.until(1)
+        async with asyncio.timeout(PATIENCE):
+            while (await error_queue.get_queue_properties()).approximate_message_count != 2:  # noqa: ASYNC110 - a server
+                await asyncio.sleep(0.05)
+    found = [message async for message in error_queue.receive_messages()]
+    assert {message.content for message in found} == {"not base64!", base64.b64encode(b'{"Id": 7}').decode()}
+    assert all(message.expires_on is not None and message.expires_on.year == 9999 for message in found)
+
+
+async def test_a_handler_may_take_longer_than_its_message_is_hidden(azure_url: str) -> None:
+    handled: list[str] = []
+    done = asyncio.Event()
+    first, second = (endpoint_at(azure_url, visibility_timeout=SECOND) for _ in range(2))
+
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled.append(message.id)
+        await asyncio.sleep(2.5)
+        done.set()
+
+    for endpoint in (first, second):
+        endpoint.handler(handle)
+    async with first, second:
+        await first.send("sales", b"")
+        async with asyncio.timeout(PATIENCE):
+            await done.wait()
+        await asyncio.sleep(1.5)
+    assert len(handled) == 1
+
+
+async def test_what_another_process_stores_arrives_within_two_seconds(azure_url: str, store: AzureDelayedTable) -> None:
+    noted = Noted()
+    async with endpoint_at(azure_url, noted=noted):
+        await asyncio.sleep(0.2)
+        asked = time.monotonic()
+        await store.store(delayed(due=datetime.now(UTC), destination="sales"))
+        await noted.until(1)
+        assert time.monotonic() - asked < 3.5  # a second to round up, one to look, one of two busy processors
+
+
+async def test_a_message_too_large_to_be_dispatched_is_refused_when_it_is_stored(azure_url: str) -> None:
+    async with endpoint_at(azure_url) as endpoint:
+        with pytest.raises(InvalidMessage, match="36500 bytes"):
+            await endpoint.send("sales", b"x" * 36_500, delay=SECOND)
+        with pytest.raises(InvalidMessage, match="has headers of"):
+            await endpoint.send("sales", b"", headers={"h": "x" * 33_000}, delay=SECOND)
+        assert list(await endpoint.delayed.pending()) == []
+
+
+async def test_a_queue_that_is_made_later_is_seen(azure_url: str) -> None:
+    """.NET remembers for ever that a queue does not exist."""
+    transport = AzureStorageQueueTransport(azure_url)
+    async with endpoint_at(azure_url) as endpoint:
+        with pytest.raises(LookupError):
+            await endpoint.send("billing", b"")
+        await transport.setup_infrastructure(["billing"])
+        await endpoint.send("billing", b"")
+
+
+async def test_a_message_to_be_received_in_time_has_a_life_in_azure(azure_url: str) -> None:
+    async with endpoint_at(azure_url) as endpoint:
+        await AzureStorageQueueTransport(azure_url).setup_infrastructure(["billing"])
+        await endpoint.send("billing", b"", headers={Headers.TIME_TO_BE_RECEIVED: "00:01:00.5"})
+    async with QueueClient.from_connection_string(connection(azure_url), "billing") as queue:
+        message = await queue.receive_message()
+    assert message is not None
+    assert message.expires_on is not None
+    assert message.inserted_on is not None
+    assert message.expires_on - message.inserted_on == timedelta(seconds=61)
+    assert unwrap("", message.content).headers[Headers.TIME_TO_BE_RECEIVED] == "00:01:00.5"
+
+
+async def test_a_lease_that_is_broken_is_told_and_what_was_held_is_fetched_by_others(
+    azure_url: str, store: AzureDelayedTable
+) -> None:
+    # Given a message in the hands of one process
+    other = AzureDelayedTable(azure_url)
+    await other.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    now = datetime.now(UTC)
+    await store.store(delayed(due=now))
+    with Signals() as signals:
+        assert await store.fetch_next_due(now + SECOND) is not None
+        assert await other.fetch_next_due(now + SECOND) is None
+        # When somebody breaks its lease
+        account = AzureAccount(azure_url)
+        await account.open()
+        container = account.clients.blobs.get_container_client(delays_name("sales"))
+        await BlobLeaseClient(container).break_lease(0)
+        await account.close()
+        # Then
+        fetched = await other.fetch_next_due(now + SECOND)
+        assert fetched is not None
+        await signals.wait_for(Event.LEASE_LOST, timeout=PATIENCE)
+        assert await other.remove(fetched) is True
+        assert await store.remove(fetched) is False
+    await other.close()
+
+
+async def test_endpoints_with_and_without_a_timeout_manager_exchange_delayed_messages(
+    azure_url: str, tmp_path: Path
+) -> None:
+    """Both ways, as the document promises: a receiver cannot tell how a message has waited (seeds 004)."""
+    # Given an endpoint of each schema on one account
+    old_noted, new_noted = Noted(), Noted()
+    account = AzureAccount(azure_url)
+    old = Endpoint(
+        "old",
+        transport=AzureStorageQueueTransport(account),
+        delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(f"sqlite:///{tmp_path / 'timeouts.db'}")),
+    )
+    old.handler(old_noted.handle)
+    new = endpoint_at(azure_url, "new", new_noted)
+    # When
+    async with old, new:
+        await old.send("new", b"from the old one", delay=SECOND)
+        await new.send("old", b"from the new one", delay=SECOND)
+        await old_noted.until(1)
+        await new_noted.until(1)
+        queues = {one.name async for one in account.clients.queues.list_queues()}
+    # Then
+    assert [message.text for message in old_noted] == ["from the new one"]
+    assert [message.text for message in new_noted] == ["from the old one"]
+    assert queues == {"old", "old-timeouts", "old-timeoutsdispatcher", "new", "error"}
+
+
+async def test_an_endpoint_that_has_moved_to_the_table_drains_its_timeout_manager(
+    azure_url: str, tmp_path: Path
+) -> None:
+    # Given what its timeout manager has stored before the upgrade
+    def persister() -> SqlTimeoutPersister:
+        return SqlTimeoutPersister(f"sqlite:///{tmp_path / 'timeouts.db'}")
+
+    account = AzureAccount(azure_url)
+    before = Endpoint(
+        "sales",
+        transport=AzureStorageQueueTransport(account),
+        delayed_delivery=TimeoutManagerDelivery(persister()),
+    )
+    async with before:
+        await before.send("sales", b"old", delay=3 * SECOND)
+        await asyncio.sleep(1.5)
+    # When it starts with the table, draining
+    noted = Noted()
+    after = Endpoint(
+        "sales",
+        transport=AzureStorageQueueTransport(account),
+        delayed_delivery=DelayedTableDelivery(account),
+        draining=TimeoutManagerDelivery(persister()),
+    )
+    after.handler(noted.handle)
+    async with after:
+        await after.send("sales", b"new", delay=SECOND)
+        await noted.until(2)
+    assert {message.text for message in noted} == {"old", "new"}
+
+
+async def test_a_container_that_somebody_deleted_is_made_again(azure_url: str, store: AzureDelayedTable) -> None:
+    """.NET never makes it again."""
+    now = datetime.now(UTC)
+    await store.store(delayed(due=now))
+    async with ContainerClient.from_connection_string(connection(azure_url), delays_name("sales")) as container:
+        await container.delete_container()
+        assert await store.fetch_next_due(now + SECOND) is not None
+        assert await container.exists()

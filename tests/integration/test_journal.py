@@ -1,0 +1,177 @@
+"""The journal: the database writes down what becomes of each message, in the transaction that does it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from delayline import (
+    ConfigurationError,
+    DelayedMessage,
+    Endpoint,
+    Message,
+    SqlDelayedMessageStore,
+    SqlTransport,
+    StoredDelivery,
+    TransactionMode,
+)
+from delayline.delayed.store import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+DUE = datetime(2026, 1, 1, tzinfo=UTC)
+FAR = datetime(2090, 1, 1, tzinfo=UTC)
+PLENTY = 1 << 20
+#: A table's name with all that must be quoted.
+NAME = "o'r%d\"e:rs.timeouts"
+
+
+class House:
+    """A store that keeps a journal, and queues beside it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.store = SqlDelayedMessageStore(url, table_name=NAME, journal=True)
+        self.transport = SqlTransport(url)
+
+    async def hold(self, *names: str, due: datetime = DUE) -> None:
+        await self.store.store_many([DelayedMessage(Message(one, {}, b"x"), "billing", due) for one in names])
+
+    def entries(self) -> list[tuple[str, str]]:
+        return [(row.event, row.id) for row in self.rows()]
+
+    def rows(self) -> list[Any]:
+        engine = create_engine(self.url.replace("postgresql:", "postgresql+psycopg:").replace("db:", "db+pymysql:"))
+        with engine.connect() as connection:
+            rows = list(connection.execute(text("SELECT * FROM delayline_journal ORDER BY seq")))
+        engine.dispose()
+        return rows
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+async def house(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[House]:
+    name = request.param
+    url = f"sqlite:///{tmp_path / 'house.db'}" if name == "sqlite" else request.getfixturevalue(f"{name}_url")
+    house = House(url)
+    await house.transport.setup_infrastructure(["billing"])
+    await house.store.setup_infrastructure("orders")
+    await house.store.initialize("orders", TransactionMode.TRANSACTION_SCOPE)
+    await house.transport.start()
+    yield house
+    await house.transport.stop()
+    await house.store.close()
+
+
+async def test_every_way_out_of_the_store_has_its_entry(house: House) -> None:
+    # Given six messages
+    await house.hold("moved", "removed", "retried", "failed")
+    await house.hold("called off", "later", due=FAR)
+    # When one is forwarded inside the database, and the others go the other ways
+    assert (await house.store.forward_due(DUE, 1, max_bytes=PLENTY)).number == 1
+    removed, retried, failed = await house.store.fetch_due(DUE, 10, max_bytes=PLENTY)
+    await house.store.remove(removed)
+    await house.store.retry_many([retried], FAR)
+    house.store.gave_up([failed])
+    await house.store.remove(failed)
+    assert await house.store.cancel("called off") is Outcome.DONE
+    assert await house.store.reschedule("later", FAR + timedelta(hours=1)) is Outcome.DONE
+    # Then the journal says which
+    assert sorted(house.entries()[:6]) == sorted(
+        ("scheduled", one) for one in ("moved", "removed", "retried", "failed", "called off", "later")
+    )
+    assert house.entries()[6:] == [
+        ("dispatched", "moved"),
+        ("dispatched", "removed"),
+        ("retried", "retried"),
+        ("failed", "failed"),
+        ("cancelled", "called off"),
+        ("rescheduled", "later"),
+    ]
+    assert {row.store for row in house.rows()} == {NAME}
+    assert [row.retries for row in house.rows()[6:]] == [0, 0, 1, 0, 0, 0]
+
+
+async def test_what_is_rolled_back_is_not_written_down(house: House) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with house.store.transaction() as transaction:
+            await house.store.store(DelayedMessage(Message("undone", {}, b""), "billing", DUE), transaction)
+            raise ZeroDivisionError
+    await house.hold("twice")
+    await house.hold("twice")
+    assert house.entries() == [("scheduled", "twice")]
+
+
+async def test_a_message_that_was_given_up_in_vain_is_dispatched_in_the_end(house: House) -> None:
+    # Given one that was to go to the error queue, which was undone
+    await house.hold("m")
+    (message,) = await house.store.fetch_due(DUE, 1, max_bytes=1)
+    house.store.gave_up([message])
+    await house.store.release_many([message])
+    # When it is fetched again and removed
+    (message,) = await house.store.fetch_due(DUE, 1, max_bytes=1)
+    await house.store.remove(message)
+    # Then it counts as dispatched
+    assert house.entries()[-1] == ("dispatched", "m")
+
+
+async def test_an_endpoint_tells_failed_messages_from_dispatched_ones(house: House) -> None:
+    # Given messages for a queue and for none
+    await house.hold("good", due=datetime.now(UTC))
+    await house.store.store(DelayedMessage(Message("bad", {}, b""), "nowhere", datetime.now(UTC)))
+    await house.store.close()
+    delivery = StoredDelivery(SqlDelayedMessageStore(house.url, table_name=NAME))
+    endpoint = Endpoint("orders", transport=SqlTransport(house.url), delayed_delivery=delivery, send_only=True)
+    # When an endpoint that knows nothing of the journal deals with them
+    async with asyncio.timeout(30), endpoint:
+        while len(house.rows()) < 4:  # noqa: ASYNC110 - the database's, which tells nobody
+            await asyncio.sleep(0.05)
+    # Then both outcomes are written down, and neither is early
+    assert sorted(house.entries()[2:]) == [("dispatched", "good"), ("failed", "bad")]
+    assert all(row.at >= row.due for row in house.rows()[2:])
+
+
+async def test_a_journal_ends_when_it_is_told_to_and_keeps_its_entries(house: House) -> None:
+    await house.hold("one")
+    await house.store.setup_infrastructure("orders")
+    await SqlDelayedMessageStore(house.url, table_name=NAME, journal=False).setup_infrastructure("orders")
+    await house.hold("two")
+    assert house.entries() == [("scheduled", "one")]
+    assert await house.store.planned_infrastructure("orders") != []
+
+
+async def test_a_store_that_keeps_none_has_no_journal(tmp_path: Path) -> None:
+    store = SqlDelayedMessageStore(f"sqlite:///{tmp_path / 'plain.db'}")
+    assert not [one for one in await store.planned_infrastructure("orders") if "journal" in one]
+
+
+async def test_a_product_without_a_journal_says_so() -> None:
+    from delayline.config import store_from
+
+    with pytest.raises(ConfigurationError, match="leave it out"):
+        store_from("memory:", journal=True)
+
+
+async def test_a_journal_is_kept_in_a_schema_of_its_own(postgresql_url: str) -> None:
+    # Given a store in a schema that nobody's path has
+    engine = create_engine(postgresql_url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text('CREATE SCHEMA "My Shop"'))
+    store = SqlDelayedMessageStore(postgresql_url, schema="My Shop", journal=True)
+    await store.setup_infrastructure("orders")
+    assert not [one for one in await store.planned_infrastructure("orders") if "journal" in one]
+    await store.initialize("orders", TransactionMode.RECEIVE_ONLY)
+    # When a message is stored and cancelled
+    await store.store(DelayedMessage(Message("m", {}, b""), "billing", FAR))
+    await store.cancel("m")
+    await store.close()
+    # Then its journal is there
+    with engine.connect() as connection:
+        rows = connection.execute(text('SELECT event FROM "My Shop".delayline_journal ORDER BY seq')).scalars().all()
+    engine.dispose()
+    assert rows == ["scheduled", "cancelled"]

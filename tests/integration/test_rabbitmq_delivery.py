@@ -1,0 +1,260 @@
+"""Delay levels on a real broker, in every layout; a store in front; names that cross."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, cast
+
+import aio_pika
+import pytest
+
+import delayline.rabbitmq.delivery
+from delayline import (
+    BackendUnusable,
+    ConfigurationError,
+    DelayedMessage,
+    Endpoint,
+    Event,
+    InvalidDueTime,
+    InvalidMessage,
+    Message,
+    SqlDelayedMessageStore,
+    SqlTransport,
+    StoredDelivery,
+    TransportOperation,
+)
+from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY
+from delayline.rabbitmq.front import held
+from delayline.testing import NativeDeliveryConformance, Signals
+from delayline.testing.conformance.native_delivery import Arrivals
+from delayline.testing.conformance.transport_room import received
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from aio_pika.abc import AbstractIncomingMessage
+    from tests.servers.rabbitmq import RabbitmqServer
+
+SECOND = timedelta(seconds=1)
+
+
+class TestDelayLevels(NativeDeliveryConformance):
+    """As .NET lays them out: quorum queues, conventional routing."""
+
+    @pytest.fixture(autouse=True)
+    def vhost(self, rabbitmq_url: str) -> None:
+        self.url = rabbitmq_url
+
+    async def make_parts(self, tmp_path: Path) -> tuple[RabbitMQTransport, DelayLevelDelivery]:
+        return RabbitMQTransport(self.url), DelayLevelDelivery()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SqlDelayedMessageStore:
+    return SqlDelayedMessageStore(f"sqlite:///{tmp_path / 'front.db'}")
+
+
+def waiting(server: RabbitmqServer, url: str, queue: str) -> int:
+    """Return how many messages a queue has, as the management API counts them."""
+    return int(server.api("GET", f"queues/{url.rsplit('/', 1)[1]}/{queue}").json().get("messages", 0))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what another process does sets no event here
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "layout", ["queue_type=classic&topology=direct", "delays=v1", "delays=mine&topology=direct", "queue_type=classic"]
+)
+async def test_every_layout_delivers(rabbitmq_url: str, layout: str) -> None:
+    endpoint = Endpoint(
+        "sales.eu", transport=RabbitMQTransport(f"{rabbitmq_url}?{layout}"), delayed_delivery=DelayLevelDelivery()
+    )
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        began = time.monotonic()
+        await endpoint.send("sales.eu", b"", message_id="m", delay=SECOND)
+        assert await arrivals.number(1) == ["m"]
+    assert 1.0 <= arrivals.instants["m"] - began < 4.0
+
+
+async def test_ten_seconds_wait_eight_and_two(rabbitmq_url: str) -> None:
+    """Given the document's example, when a message is delayed by 10 s, then it waits in level 3, then in level 1."""
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.setup_infrastructure(["destination"])
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery())
+    async with endpoint:
+        began = time.monotonic()
+        await endpoint.send("destination", b"", message_id="m", delay=10 * SECOND)
+        connection = await aio_pika.connect(rabbitmq_url)
+        arrived: asyncio.Queue[tuple[float, list[str]]] = asyncio.Queue()
+
+        async def note(message: AbstractIncomingMessage) -> None:
+            deaths = cast("list[dict[str, str]]", message.headers["x-death"])
+            arrived.put_nowait((time.monotonic(), [death["queue"] for death in deaths]))
+
+        await (await (await connection.channel()).get_queue("destination")).consume(note)
+        instant, path = await asyncio.wait_for(arrived.get(), 20)
+        assert path == ["nsb.v2.delay-level-01", "nsb.v2.delay-level-03"]  # the last one first
+        assert 10.0 <= instant - began < 13.0
+        assert await transport.count("destination") == arrived.qsize() == 0
+        await connection.close()
+
+
+async def test_the_range_is_checked_before_anything_is_sent(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=DelayLevelDelivery())
+    async with endpoint:
+        with pytest.raises(InvalidDueTime, match=r"exceeds the maximum delay value '3106\.21:24:15'"):
+            await endpoint.send("sales", b"", delay=timedelta(seconds=MAXIMUM_DELAY + 1))
+        with pytest.raises(InvalidMessage, match="199 bytes"):
+            await endpoint.send("s" * 200, b"", delay=SECOND)
+        with pytest.raises(InvalidMessage, match="pattern"):
+            await endpoint.send("sales.#", b"", delay=SECOND)
+        await endpoint.send("sales", b"", delay=timedelta(seconds=MAXIMUM_DELAY))
+    await until(lambda: waiting(rabbitmq, rabbitmq_url, "nsb.v2.delay-level-27") == 1)
+
+
+async def test_levels_that_are_not_there_are_told_at_start(rabbitmq_url: str) -> None:
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.setup_infrastructure(["sales", "error"])
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(), setup_infrastructure=False)
+    with pytest.raises(BackendUnusable, match=r"'nsb\.v2\.delay-delivery' are not on the broker.*delayline rabbitmq"):
+        await endpoint.start()
+
+
+async def test_other_transports_have_no_levels(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"needs a RabbitMQTransport, not SqlTransport: use StoredDelivery"):
+        Endpoint("s", transport=SqlTransport(f"sqlite:///{tmp_path / 'q.db'}"), delayed_delivery=DelayLevelDelivery())
+
+
+async def test_names_that_end_in_another_are_warned_of(rabbitmq_url: str) -> None:
+    """Given sales and contoso.sales, when both get delayed messages, then the log says that they cross."""
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.setup_infrastructure(["contoso.sales"])
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery())
+    with Signals() as signals:
+        async with endpoint:
+            await endpoint.send("contoso.sales", b"", delay=timedelta(days=1))
+    [record] = signals.records(Event.DESTINATIONS_CROSS)
+    assert "'sales' also receives the delayed messages for 'contoso.sales'" in record.getMessage()
+
+
+async def test_names_that_others_use_are_warned_of_at_start(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    """Given another process' endpoint contoso.sales, when sales starts and may ask the broker, then the log says it."""
+    other = Endpoint("contoso.sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=DelayLevelDelivery())
+    await other.setup()
+    url = f"{rabbitmq_url}?management={rabbitmq.management_url}"
+    endpoint = Endpoint("sales", transport=RabbitMQTransport(url), delayed_delivery=DelayLevelDelivery())
+    with Signals() as signals:
+        async with endpoint:
+            await signals.wait_for(Event.DESTINATIONS_CROSS, timeout=20)
+
+
+async def test_a_destination_that_is_deleted_and_made_again(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    """Given a message that waits, when its queue is deleted and set up again before it is due, then it arrives."""
+    transport = RabbitMQTransport(rabbitmq_url)
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery())
+    vhost = rabbitmq_url.rsplit("/", 1)[1]
+    async with endpoint:
+        await endpoint.send("sales", b"", message_id="m", delay=SECOND)
+        rabbitmq.api("DELETE", f"queues/{vhost}/sales")
+        rabbitmq.api("DELETE", f"exchanges/{vhost}/sales")
+        await asyncio.sleep(1.5)  # it is due, and has nowhere to go: it stays in its level
+        await endpoint.setup()
+        [found] = await received(await transport.receiver("sales"))
+        assert found.message.id == "m"
+
+
+async def test_short_delays_are_precise_with_a_store_in_front(rabbitmq_url: str, store: SqlDelayedMessageStore) -> None:
+    delivery = DelayLevelDelivery(stored=StoredDelivery(store), stored_below=SECOND)
+    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=delivery)
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        began = time.monotonic()
+        await endpoint.send("sales", b"", message_id="m", delay=0.2 * SECOND)
+        await endpoint.send("sales", b"", message_id="levels", delay=3600 * SECOND)
+        await arrivals.number(1)
+        async with asyncio.timeout(20):
+            while await store.next_due() is not None:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+    assert 0.2 <= arrivals.instants["m"] - began < 0.9
+
+
+async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, store: SqlDelayedMessageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a delay 3 s beyond the range, when those have passed, then the message is in the levels."""
+    delivery = DelayLevelDelivery(stored=StoredDelivery(store))
+    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=delivery)
+    due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY + 3)
+    monkeypatch.setattr(delayline.rabbitmq.delivery, "MARGIN", timedelta(0))
+    async with endpoint:
+        await endpoint.send("sales", b"", message_id="m", deliver_at=due)
+        [kept] = await endpoint.delayed.pending()
+        assert kept.due == due - timedelta(seconds=MAXIMUM_DELAY)
+        assert "sales" in kept.destination
+        await until(lambda: waiting(rabbitmq, rabbitmq_url, "nsb.v2.delay-level-27") == 1)
+        assert await endpoint.delayed.pending() == []
+
+
+async def test_a_long_delay_for_a_missing_queue_ends_in_the_error_queue(
+    rabbitmq_url: str, store: SqlDelayedMessageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a store in front, when the levels find no destination later, then the message says for whom it was."""
+    transport = RabbitMQTransport(rabbitmq_url)
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)))
+    async with endpoint:
+        monkeypatch.setattr(delayline.rabbitmq.delivery, "MARGIN", timedelta(0))
+        due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY, milliseconds=300)
+        await endpoint.send("nowhere", b"", message_id="m", deliver_at=due)
+        [found] = await received(await transport.receiver("error"))
+    assert found.message.headers["NServiceBus.FailedQ"] == "nowhere"
+
+
+async def test_a_clock_that_stepped_back_makes_no_long_delay_short(
+    rabbitmq_url: str, store: SqlDelayedMessageStore
+) -> None:
+    """Given what the store hands over a day early, when the levels cannot hold it yet, then it is not sent at all."""
+    due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY) + timedelta(days=1)
+    transport = RabbitMQTransport(rabbitmq_url)
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)))
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        early = held(TransportOperation(Message("m", {}, b""), "sales"), due)
+        await store.store(DelayedMessage(early.message, early.destination, datetime.now(UTC)))
+        [found] = await received(await transport.receiver("error"))
+    assert found.message.headers["NServiceBus.FailedQ"] == "sales"
+    assert "exceeds the maximum delay" in found.message.headers["NServiceBus.ExceptionInfo.Message"]
+    assert arrivals.messages == []
+
+
+async def test_a_callers_transaction_is_joined_by_the_store_in_front(
+    rabbitmq_url: str, tmp_path: Path, store: SqlDelayedMessageStore
+) -> None:
+    endpoint = Endpoint(
+        "sales",
+        transport=RabbitMQTransport(rabbitmq_url),
+        delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)),
+    )
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        connection = sqlite3.connect(tmp_path / "front.db")
+        connection.execute("BEGIN")
+        await endpoint.send("sales", b"", message_id="now", transaction=connection)
+        await endpoint.send("sales", b"", message_id="later", delay=0.3 * SECOND, transaction=connection)
+        assert arrivals.messages == []
+        connection.commit()
+        connection.close()
+        assert await arrivals.number(2) == ["now", "later"]
+
+
+def test_a_threshold_needs_a_store() -> None:
+    with pytest.raises(ConfigurationError, match=r"stored_below= needs a store"):
+        DelayLevelDelivery(stored_below=SECOND)

@@ -1,0 +1,194 @@
+"""Brokers that die, block, fall silent or hang up while messages are on their way: nothing confirmed is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.integration.rabbitmq_queues import a_message, declare, drain, opened, to_queue, until_outstanding
+from tests.integration.wire_between import wire_to
+
+from delayline import BackendUnavailable, Event
+from delayline.rabbitmq.publisher import Publisher
+
+if TYPE_CHECKING:
+    from tests.servers.rabbitmq import RabbitmqServer
+
+
+async def until(fact: object, *, seconds: float = 20) -> None:
+    """Return when the callable says true."""
+    assert callable(fact)
+    async with asyncio.timeout(seconds):
+        while not fact():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+
+
+async def arrived(rabbitmq: RabbitmqServer, url: str, queue: str, number: int) -> None:
+    """Return when so many messages are in the queue."""
+    path = f"queues/{url.rsplit('/', 1)[1]}/{queue}"
+
+    def there() -> int:
+        return int(rabbitmq.api("GET", path).json().get("messages", 0))
+
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(there) < number:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+
+
+async def test_a_wire_cut_between_publish_and_confirm(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    """Given 200 messages that arrived and whose confirms did not, when sent again, then ids tell the duplicates."""
+    await declare(rabbitmq_url, "there")
+    batch = [to_queue("there", a_message(f"m-{n}")) for n in range(200)]
+    async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
+        assert await publisher.publish([to_queue("there", a_message("m-0"))]) == {}
+        wire.hold_answers()
+        sending = asyncio.ensure_future(publisher.publish(batch))
+        await arrived(rabbitmq, rabbitmq_url, "there", 201)
+        assert not sending.done()
+        wire.cut()
+        with pytest.raises(BackendUnavailable, match=r"connection to RabbitMQ at .* is lost"):
+            await sending
+        wire.let_through()
+        assert publisher.outstanding == 0
+        assert await publisher.publish(batch) == {}
+        assert wire.connections == 2
+    ids = Counter(message.message_id for message in await drain(rabbitmq_url, "there"))
+    assert ids == Counter({f"m-{n}": 2 for n in range(200)}) + Counter({"m-0": 1})
+
+
+async def test_a_connection_that_the_broker_closes_is_opened_again(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    """Given a publisher at rest, when an administrator closes its connection, then the next message goes out."""
+    await declare(rabbitmq_url, "there")
+    async with opened(rabbitmq_url) as publisher:
+        assert await publisher.publish([to_queue("there")]) == {}
+        await asyncio.to_thread(rabbitmq.cut_connections, rabbitmq_url)
+        assert await publisher.publish([to_queue("there")]) == {}
+    assert len(await drain(rabbitmq_url, "there")) == 2
+
+
+async def test_concurrent_callers_open_one_new_connection(rabbitmq_url: str) -> None:
+    """Given a lost connection, when 50 callers publish at once, then one new connection serves them all."""
+    await declare(rabbitmq_url, "there")
+    async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
+        wire.cut()
+        await until(lambda: publisher.lost)
+        results = await asyncio.gather(*(publisher.publish([to_queue("there")]) for _ in range(50)))
+        assert (results, wire.connections) == ([{}] * 50, 2)
+
+
+async def test_a_broker_that_falls_silent_is_given_up(rabbitmq_url: str) -> None:
+    """Given a heartbeat of a second, when nothing comes through, then those who wait are told after two seconds."""
+    await declare(rabbitmq_url, "there")
+    async with wire_to(rabbitmq_url) as (wire, url), opened(f"{url}?heartbeat=1") as publisher:
+        assert await publisher.publish([to_queue("there")]) == {}
+        wire.hold()
+        with pytest.raises(BackendUnavailable, match="silent for 2 s"):
+            async with asyncio.timeout(10):
+                await publisher.publish([to_queue("there")])
+        wire.let_through()
+        assert await publisher.publish([to_queue("there")]) == {}
+
+
+async def test_a_publisher_at_rest_keeps_its_connection(rabbitmq_url: str) -> None:
+    """Given a heartbeat of a second, when nothing is published for four, then the connection is still there."""
+    await declare(rabbitmq_url, "there")
+    async with wire_to(rabbitmq_url) as (wire, url), opened(f"{url}?heartbeat=1") as publisher:
+        await asyncio.sleep(4)
+        assert await publisher.publish([to_queue("there")]) == {}
+        assert wire.connections == 1
+
+
+async def test_a_cancelled_caller_leaves_the_others_alone(rabbitmq_url: str) -> None:
+    """Given two callers that wait for confirms, when one is cancelled, then the other is told as ever."""
+    await declare(rabbitmq_url, "there")
+    async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
+        wire.hold_answers()
+        one, other = (asyncio.ensure_future(publisher.publish([to_queue("there")] * 3)) for _ in range(2))
+        await until_outstanding(publisher, 6)
+        one.cancel()
+        wire.let_through()
+        assert await other == {}
+        with pytest.raises(asyncio.CancelledError):
+            await one
+        assert await publisher.publish([to_queue("there")]) == {}
+    assert len(await drain(rabbitmq_url, "there")) == 7
+
+
+async def test_closing_gives_up_on_a_broker_that_does_not_confirm(
+    rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a broker that falls silent, when the publisher is closed, then it waits so long and then tells."""
+    monkeypatch.setattr("delayline.rabbitmq.publisher.CLOSING_PATIENCE", 0.2)
+    async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
+        wire.hold_answers()
+        sending = asyncio.ensure_future(publisher.publish([to_queue("there")]))
+        await until_outstanding(publisher, 1)
+        await publisher.close()
+        with pytest.raises(BackendUnavailable, match="is closed"):
+            await sending
+
+
+async def test_a_broker_that_is_killed_keeps_what_it_confirmed(crashing_rabbitmq: RabbitmqServer) -> None:
+    """Given a stream of messages, when the broker is killed and started again, then all that were sent are there."""
+    url = crashing_rabbitmq.new_vhost()
+    await declare(url, "quorum", queue_type="quorum")
+    await declare(url, "classic")
+    await asyncio.to_thread(crashing_rabbitmq.settle)
+    async with opened(url) as publisher:
+        confirmed: list[str] = []
+        sending = asyncio.gather(*(_send_all(publisher, name, confirmed) for name in ("quorum", "classic") * 4))
+        await until(lambda: len(confirmed) > 500)
+        before = len(confirmed)
+        await asyncio.to_thread(crashing_rabbitmq.kill)
+        assert not sending.done()
+        await asyncio.to_thread(crashing_rabbitmq.start)
+        await asyncio.wait_for(sending, 60)
+    assert len(confirmed) == 8 * 500
+    assert before < len(confirmed)
+    there = [*await drain(url, "quorum"), *await drain(url, "classic")]
+    assert {message.message_id for message in there} == set(confirmed)
+
+
+async def _send_all(publisher: Publisher, queue: str, confirmed: list[str]) -> None:
+    """Send 500 messages in batches of 10, each until it is confirmed."""
+    task = asyncio.current_task()
+    assert task is not None
+    for first in range(0, 500, 10):
+        batch = [to_queue(queue, a_message(f"{task.get_name()}-{n}")) for n in range(first, first + 10)]
+        while batch:
+            try:
+                failures = await publisher.publish(batch)
+            except BackendUnavailable:
+                await asyncio.sleep(0.05)
+                continue
+            confirmed += [one.message.id for position, one in enumerate(batch) if position not in failures]
+            batch = [batch[position] for position in sorted(failures)]
+
+
+async def test_a_blocked_broker_makes_senders_wait(
+    crashing_rabbitmq: RabbitmqServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Given a memory alarm, when messages are published, then they wait, are told of, can be cancelled, and arrive."""
+    url = crashing_rabbitmq.new_vhost()
+    await declare(url, "there")
+    caplog.set_level(logging.WARNING, "delayline.rabbitmq")
+    async with opened(f"{url}?heartbeat=1") as publisher:
+        await asyncio.to_thread(crashing_rabbitmq.raise_memory_alarm)
+        first = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("first"))]))
+        await until(lambda: publisher.blocked)
+        cancelled = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("cancelled"))]))
+        waiting = asyncio.ensure_future(publisher.publish([to_queue("there", a_message(f"m-{n}")) for n in range(9)]))
+        await asyncio.sleep(3)  # longer than the heartbeats of a dead broker
+        assert not waiting.done()
+        cancelled.cancel()
+        await asyncio.to_thread(crashing_rabbitmq.clear_memory_alarm)
+        assert (await first, await waiting) == ({}, {})
+        assert publisher.blocked is None
+    ids = [message.message_id for message in await drain(url, "there")]
+    assert ids == ["first", *(f"m-{n}" for n in range(9))]
+    events = [vars(record)["event"] for record in caplog.records]
+    assert events == [Event.PUBLISHING_BLOCKED, Event.PUBLISHING_UNBLOCKED]
+    assert "low on memory" in caplog.text

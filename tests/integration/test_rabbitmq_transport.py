@@ -1,0 +1,311 @@
+"""RabbitMQ's bad days: connections cut, queues deleted, messages nobody can read, things that are there but differ."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import aio_pika
+import pytest
+from pamqp import commands
+
+from delayline import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    DispatchFailed,
+    Endpoint,
+    Event,
+    InvalidMessage,
+    Message,
+    MessageContext,
+    QueueNotFound,
+    TransactionMode,
+    UnsupportedTransactionMode,
+)
+from delayline.rabbitmq import RabbitMQTransport
+from delayline.rabbitmq.publisher import Publication
+from delayline.testing import Signals
+from delayline.testing.conformance.messages import operation
+from delayline.testing.conformance.native_delivery import Arrivals
+from delayline.testing.conformance.transport_queues import ids
+from delayline.testing.conformance.transport_room import received
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.servers.rabbitmq import RabbitmqServer
+
+    from delayline.transport import ReceivedMessage, Receiver
+
+PATIENCE = 20.0
+NOBODY_LISTENS = "amqp://127.0.0.1:1"
+
+
+@pytest.fixture
+async def transport(rabbitmq_url: str) -> AsyncIterator[RabbitMQTransport]:
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.start()
+    await transport.setup_infrastructure(["billing", "error"])
+    yield transport
+    await transport.stop()
+
+
+def vhost_of(url: str) -> str:
+    return url.rsplit("/", 1)[1]
+
+
+async def received_at_last(receiver: Receiver, number: int = 1) -> list[ReceivedMessage]:
+    """Receive as the pipeline does: a failure is followed by another try."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            try:
+                return await received(receiver, number)
+            except BackendUnavailable:
+                await asyncio.sleep(0.2)
+
+
+async def counted(transport: RabbitMQTransport, queue: str, number: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while await transport.count(queue) != number:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+
+
+async def publish_raw(transport: RabbitMQTransport, properties: commands.Basic.Properties) -> None:
+    message = Message("", {}, b"\x00native")
+    assert not await transport.publisher.publish(
+        [Publication(message, *transport.topology.address_of("billing"), properties=properties.marshal())]
+    )
+
+
+async def test_a_cut_connection_is_told_once_and_then_replaced(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, transport: RabbitMQTransport
+) -> None:
+    """Given a message in hand, when the connection is cut, then it comes again, under a new receipt."""
+    await transport.dispatch([operation("billing")])
+    receiver = await transport.receiver("billing")
+    [held] = await received(receiver)
+    waiting = asyncio.create_task(receiver.receive(1))
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(rabbitmq.cut_connections, rabbitmq_url)
+    with pytest.raises(BackendUnavailable):
+        await asyncio.wait_for(waiting, PATIENCE)
+    assert await receiver.acknowledge(held) is False
+    await receiver.release(held)
+    [again] = await received_at_last(receiver)
+    assert again.message == held.message
+    assert await receiver.acknowledge(again) is True
+    await receiver.stop()
+    await counted(transport, "billing", 0)
+
+
+async def test_an_endpoint_lives_through_cut_connections(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    """Given messages being handled, when connections are cut again and again, then none is lost."""
+    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), concurrency=4)
+    arrivals = Arrivals(endpoint)
+    sent: set[str] = set()
+
+    async def send_all() -> None:
+        for number in range(60):
+            while True:
+                try:
+                    await endpoint.send("sales", b"", message_id=f"m{number}")
+                    break
+                except BackendUnavailable:
+                    await asyncio.sleep(0.1)
+            sent.add(f"m{number}")
+            await asyncio.sleep(0.05)
+
+    async with endpoint:
+        sending = asyncio.create_task(send_all())
+        for _ in range(2):
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(rabbitmq.cut_connections, rabbitmq_url)
+        await sending
+        async with asyncio.timeout(PATIENCE):
+            while sent - {message.id for message in arrivals.messages}:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+    assert len(sent) == 60
+
+
+async def test_a_queue_deleted_under_its_receiver_is_made_again(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, transport: RabbitMQTransport
+) -> None:
+    """Given a queue of this process' own, when somebody deletes it, then it is there again, and receives."""
+    receiver = await transport.receiver("billing")
+    receiving = asyncio.create_task(received_at_last(receiver))
+    await asyncio.sleep(0.1)
+    rabbitmq.api("DELETE", f"queues/{vhost_of(rabbitmq_url)}/billing")
+    async with asyncio.timeout(PATIENCE):
+        while not receiving.done():
+            try:
+                await transport.dispatch([operation("billing")])
+            except DispatchFailed:
+                await asyncio.sleep(0.05)
+            else:
+                break
+    assert ids(await receiving) == ["m"]
+
+
+async def test_a_deleted_queue_of_somebody_else_is_missing(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, transport: RabbitMQTransport
+) -> None:
+    """Given a queue that another process set up, when it is deleted, then this one says so, and makes none."""
+    theirs = RabbitMQTransport(rabbitmq_url)
+    await theirs.start()
+    receiver = await theirs.receiver("billing")
+    receiving = asyncio.create_task(receiver.receive(1))
+    await asyncio.sleep(0.1)
+    rabbitmq.api("DELETE", f"queues/{vhost_of(rabbitmq_url)}/billing")
+    with pytest.raises(QueueNotFound, match="billing"):
+        await asyncio.wait_for(receiving, PATIENCE)
+    await theirs.stop()
+    with pytest.raises(QueueNotFound):
+        await transport.count("billing")
+
+
+async def test_a_message_without_an_id_goes_to_the_error_queue_as_it_is(
+    rabbitmq_url: str, transport: RabbitMQTransport
+) -> None:
+    """Given a message that nothing can name, when it is received, then it is moved whole, and the next one arrives."""
+    native = commands.Basic.Properties(headers={"n": 5, "kind": "test"}, message_type="Native", content_type="text/x")
+    await publish_raw(transport, native)
+    await transport.dispatch([operation("billing", "readable")])
+    receiver = await transport.receiver("billing")
+    with Signals() as signals:
+        [found] = await received(receiver)
+    assert found.message.id == "readable"
+    assert signals.count(Event.POISON_MESSAGE) == 1
+    await receiver.acknowledge(found)
+    connection = await aio_pika.connect(rabbitmq_url)
+    channel = await connection.channel()
+    moved = await (await channel.get_queue("error")).get(timeout=5)
+    headers = {name: value for name, value in moved.headers.items() if name != "x-delivery-count"}
+    assert (moved.body, headers, moved.type) == (b"\x00native", {"n": 5, "kind": "test"}, "Native")
+    assert (moved.content_type, moved.message_id) == ("text/x", None)
+    await moved.ack()
+    await connection.close()
+    await receiver.stop()
+    await counted(transport, "billing", 0)
+
+
+async def test_a_message_without_an_id_stays_where_there_is_no_error_queue(rabbitmq_url: str) -> None:
+    transport = RabbitMQTransport(rabbitmq_url, error_queue="nowhere")
+    await transport.start()
+    await transport.setup_infrastructure(["billing"])
+    await publish_raw(transport, commands.Basic.Properties())
+    receiver = await transport.receiver("billing")
+    with pytest.raises(QueueNotFound, match="nowhere"):
+        await asyncio.wait_for(receiver.receive(1), PATIENCE)
+    await receiver.stop()
+    await counted(transport, "billing", 1)
+    await transport.stop()
+
+
+async def test_a_stop_gives_back_what_is_not_acknowledged_and_no_more(rabbitmq_url: str) -> None:
+    """Given 100 received of 300, the first 60 acknowledged, when the transport stops at once, then 240 are there."""
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.start()
+    await transport.setup_infrastructure(["billing"])
+    await transport.dispatch([operation("billing", f"m{number}") for number in range(300)])
+    receiver = await transport.receiver("billing")
+    batch = await received(receiver, 100)
+    acknowledged = batch[:60]
+    await asyncio.gather(*(receiver.acknowledge(one) for one in acknowledged))
+    await transport.stop()
+    await transport.start()
+    await counted(transport, "billing", 240)
+    rest = await received(await transport.receiver("billing"), 240)
+    assert not set(ids(acknowledged)) & set(ids(rest))
+    await transport.stop()
+
+
+async def test_an_endpoints_stop_finishes_what_is_in_hand(rabbitmq_url: str) -> None:
+    """Given more messages than are handled at once, when the endpoint stops, then none is lost or handled twice."""
+    transport = RabbitMQTransport(rabbitmq_url)
+    handled: list[str] = []
+    some = asyncio.Event()
+    endpoint = Endpoint("sales", transport=transport, concurrency=5)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        await asyncio.sleep(0.01)
+        handled.append(message.id)
+        if len(handled) > 20:
+            some.set()
+
+    await transport.start()
+    await transport.setup_infrastructure(["sales"])
+    await transport.dispatch([operation("sales", f"m{number}") for number in range(200)])
+    async with endpoint:
+        await asyncio.wait_for(some.wait(), PATIENCE)
+    await counted(transport, "sales", 200 - len(handled))
+    assert len(handled) == len(set(handled)) < 200
+    await transport.stop()
+
+
+async def test_a_queue_of_the_other_type_is_told(rabbitmq_url: str, transport: RabbitMQTransport) -> None:
+    with pytest.raises(BackendUnusable, match=r"queue 'billing' is there already, but not as a classic.*queue_type="):
+        await RabbitMQTransport(rabbitmq_url, queue_type="classic").setup_infrastructure(["billing"])
+
+
+@pytest.mark.parametrize("refused", ["configure", "write", "read"])
+async def test_a_missing_permission_is_named(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, transport: RabbitMQTransport, refused: str
+) -> None:
+    user = RabbitMQTransport(rabbitmq.new_user(rabbitmq_url, **{refused: "^$"}))
+    await user.start()
+    with pytest.raises(BackendUnusable, match=rf"no ({refused}|sufficient) permission on .*set_permissions"):
+        if refused == "read":
+            await (await user.receiver("billing")).receive(1)
+        else:
+            await user.setup_infrastructure(["new"] if refused == "configure" else ["billing"])
+    await user.stop()
+
+
+async def test_who_is_let_in_nowhere_is_told_why(rabbitmq_url: str) -> None:
+    for url, why in (
+        (rabbitmq_url.replace("guest:guest", "guest:secret"), r"refuses user 'guest' or the password"),
+        (f"{rabbitmq_url}x", r"no virtual host 'test_\w+x'.*rabbitmqctl add_vhost"),
+    ):
+        with pytest.raises(BackendUnusable, match=why) as told:
+            await RabbitMQTransport(url).start()
+        assert "secret" not in str(told.value)
+    with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:1 does not answer"):
+        await RabbitMQTransport(NOBODY_LISTENS).start()
+
+
+async def test_a_name_beyond_what_amqp_carries_is_refused(transport: RabbitMQTransport) -> None:
+    for use in (transport.count("ü" * 200), transport.setup_infrastructure(["ü" * 200]), transport.receiver("ü" * 200)):
+        with pytest.raises(InvalidMessage, match="400 bytes in UTF-8, RabbitMQ takes 255"):
+            await use
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="queue_type='stream' must be one of quorum, classic"):
+        RabbitMQTransport("amqp://localhost", queue_type="stream")
+    with pytest.raises(ConfigurationError, match="topology='fanout' must be one of conventional, direct"):
+        RabbitMQTransport("amqp://localhost", topology="fanout")
+    with pytest.raises(UnsupportedTransactionMode, match="up to RECEIVE_ONLY"):
+        Endpoint(
+            "s",
+            transport=RabbitMQTransport("amqp://localhost"),
+            transaction_mode=TransactionMode.SENDS_ATOMIC_WITH_RECEIVE,
+        )
+
+
+async def test_acknowledgements_leave_in_batches(rabbitmq_url: str) -> None:
+    """Given a queue, when an endpoint empties it, then nothing is left unacknowledged behind."""
+    transport = RabbitMQTransport(rabbitmq_url, queue_type="classic")
+    await transport.start()
+    await transport.setup_infrastructure(["sales"])
+    await transport.dispatch([operation("sales", f"m{number}") for number in range(2000)])
+    endpoint = Endpoint("sales", transport=transport, concurrency=50)
+    arrivals = Arrivals(endpoint)
+    began = time.monotonic()
+    async with endpoint:
+        await arrivals.number(2000)
+    assert time.monotonic() - began < PATIENCE
+    await counted(transport, "sales", 0)
+    await transport.stop()

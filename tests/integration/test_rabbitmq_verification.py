@@ -1,0 +1,253 @@
+"""What `verify` finds on a real broker, and what it does not complain of."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.conftest import not_installed
+from tests.integration.test_rabbitmq_infrastructure import a_channel
+from tests.servers.rabbitmq import INSTALL, RabbitmqServer
+
+from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.management import ManagementApi, Policy, version_of
+from delayline.rabbitmq.verification import Check, check_version, destinations, examine, verify
+from delayline.testing import ManualClock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from aiormq.abc import AbstractChannel
+
+V2 = DelayInfrastructure.v2()
+
+
+@pytest.fixture
+async def api(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> AsyncIterator[ManagementApi]:
+    async with ManagementApi(BrokerAddress.parse(rabbitmq_url), rabbitmq.management_url) as api:
+        yield api
+
+
+@pytest.fixture
+async def channel(rabbitmq_url: str) -> AsyncIterator[AbstractChannel]:
+    async with a_channel(rabbitmq_url) as channel:
+        yield channel
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.what: check for check in checks}
+
+
+async def due_messages(api: ManagementApi, *, ok: bool) -> Check:
+    """Look until it is so."""
+    for _ in range(300):
+        found = by_name(await examine(api, V2))["due messages"]
+        if found.ok is ok:
+            return found
+        await asyncio.sleep(0.1)
+    raise AssertionError(found)
+
+
+@pytest.mark.parametrize("infrastructure", [V2, DelayInfrastructure.v1(), DelayInfrastructure.custom("acme")])
+async def test_levels_that_were_declared_are_all_right(
+    api: ManagementApi, channel: AbstractChannel, infrastructure: DelayInfrastructure
+) -> None:
+    await infrastructure.declare(channel)
+    checks = await verify(api, infrastructure)
+    assert [check for check in checks if not check.ok] == []
+    assert {"version", "exchanges", "queues", "bindings", "policies"} <= set(by_name(checks))
+
+
+async def test_a_broker_without_levels_misses_all_of_them(api: ManagementApi) -> None:
+    found = by_name(await verify(api, V2))
+    assert found["version"] == Check("version", ok=True, text="3.10.8")
+    assert found["feature flag"].ok
+    assert found["exchanges"].text.startswith("29 of 29 differ: nsb.v2.delay-level-27 is missing; ")
+    assert found["queues"].text.startswith("28 of 28 differ: ")
+    assert found["bindings"].text.startswith("56 of 56 differ: ")
+    assert found["bindings"].text.endswith("; and 51 more")
+
+
+async def _without_a_queue(channel: AbstractChannel) -> None:
+    await channel.queue_delete(V2.level(9))
+
+
+async def _without_a_binding(channel: AbstractChannel) -> None:
+    await channel.exchange_unbind(destination=V2.delivery, source=V2.level(0), routing_key="*." * 27 + "0.#")
+
+
+async def _with_a_binding_too_many(channel: AbstractChannel) -> None:
+    await channel.queue_declare("spy", durable=True)
+    await channel.queue_bind("spy", V2.level(5), routing_key="#")
+
+
+async def _with_another_time(channel: AbstractChannel) -> None:
+    arguments: dict[str, Any] = {**V2.queues[27].arguments, "x-message-ttl": 999, "x-max-length": 5}
+    await channel.queue_delete(V2.level(0))
+    await channel.queue_declare(V2.level(0), durable=True, arguments=arguments)
+    await channel.queue_bind(V2.level(0), V2.level(0), routing_key="*." * 27 + "1.#")
+
+
+async def _with_another_exchange(channel: AbstractChannel) -> None:
+    await channel.exchange_delete(V2.delivery)
+    await channel.exchange_declare(V2.delivery, exchange_type="fanout", durable=True)
+    await channel.exchange_bind(destination=V2.delivery, source=V2.level(0), routing_key="*." * 27 + "0.#")
+
+
+@pytest.mark.parametrize(
+    ("harm", "what", "text"),
+    [
+        (_without_a_queue, "queues", "1 of 28 differ: nsb.v2.delay-level-09 is missing"),
+        (
+            _without_a_binding,
+            "bindings",
+            f"1 of 56 differ: nsb.v2.delay-level-00 to nsb.v2.delay-delivery with key {'*.' * 27}0.# is missing",
+        ),
+        (
+            _with_a_binding_too_many,
+            "bindings",
+            "1 of 56 differ: nsb.v2.delay-level-05 to spy with key # is too many",
+        ),
+        (
+            _with_another_time,
+            "queues",
+            "2 of 28 differ: queue 'nsb.v2.delay-level-00' has x-message-ttl 999, and 1000 was asked for; "
+            "queue 'nsb.v2.delay-level-00' has x-max-length 5, and none was asked for",
+        ),
+        (
+            _with_another_exchange,
+            "exchanges",
+            "1 of 29 differ: exchange 'nsb.v2.delay-delivery' has type fanout, and topic was asked for",
+        ),
+    ],
+)
+async def test_every_single_difference_is_found(
+    api: ManagementApi,
+    channel: AbstractChannel,
+    harm: Callable[[AbstractChannel], Awaitable[None]],
+    what: str,
+    text: str,
+) -> None:
+    await V2.declare(channel)
+    await harm(channel)
+    assert by_name(await verify(api, V2))[what] == Check(what, ok=False, text=text)
+
+
+async def test_a_policy_that_reaches_the_levels_is_found(api: ManagementApi, channel: AbstractChannel) -> None:
+    # Given a policy for all queues, as people set them
+    await V2.declare(channel)
+    await api.set_policy(Policy("short", ".*", {"message-ttl": 60_000}, apply_to="queues"))
+    found = by_name(await verify(api, V2))["policies"]
+    assert not found.ok
+    assert "policy 'short' sets message-ttl=60000 on nsb.v2.delay-level-27; " in found.text
+
+    # When it is gone, all is well
+    assert await api.delete_policy("short")
+    assert by_name(await verify(api, V2))["policies"].ok
+    assert not await api.delete_policy("short")
+
+
+async def test_due_messages_without_a_destination_are_found_and_gone_once_there_is_one(
+    api: ManagementApi, channel: AbstractChannel
+) -> None:
+    # Given a level that works
+    await V2.declare(channel)
+    assert by_name(await examine(api, V2))["due messages"].ok
+
+    # When messages come due whose destination nobody has bound
+    for _ in range(3):
+        exchange, key = V2.route(1, "deleted")
+        await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+
+    # Then they are counted
+    found = await due_messages(api, ok=False)
+    assert found.text.startswith("3 in nsb.v2.delay-level-00 have no destination")
+
+    # And once it is there again, all is well
+    await channel.queue_declare("deleted", durable=True)
+    await channel.queue_bind("deleted", V2.delivery, routing_key="#.deleted")
+    assert await due_messages(api, ok=True)
+
+
+async def test_messages_that_wait_are_not_taken_for_stuck(api: ManagementApi, channel: AbstractChannel) -> None:
+    await V2.declare(channel)
+    exchange, key = V2.route(1000, "sales")
+    await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+    assert by_name(await examine(api, V2, ManualClock()))["due messages"].ok
+
+
+async def test_names_that_cross_are_found(api: ManagementApi, channel: AbstractChannel) -> None:
+    await V2.declare(channel)
+    for name in ("Sales", "Contoso.Sales", "Billing"):
+        await channel.queue_declare(name, durable=True)
+        await channel.queue_bind(name, V2.delivery, routing_key=f"#.{name}")
+    assert destinations(V2, await api.bindings()) == ["Billing", "Contoso.Sales", "Sales"]
+    found = by_name(await examine(api, V2))["names"]
+    assert not found.ok
+    assert "'Sales' also gets those for 'Contoso.Sales'." in found.text
+
+
+async def test_without_the_plugin_it_says_how_to_switch_it_on(rabbitmq_url: str) -> None:
+    async with ManagementApi(BrokerAddress.parse(rabbitmq_url), "http://127.0.0.1:1") as api:
+        with pytest.raises(BackendUnavailable, match="rabbitmq-plugins enable rabbitmq_management"):
+            await api.version()
+
+
+async def test_a_wrong_password_is_not_told_but_the_user_is(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    address = replace(BrokerAddress.parse(rabbitmq_url), password="wrong-secret")  # noqa: S106 - it is wrong
+    async with ManagementApi(address, rabbitmq.management_url) as api:
+        with pytest.raises(BackendUnusable, match="refuses user 'guest'") as caught:
+            await api.version()
+    assert "wrong-secret" not in str(caught.value)
+
+
+async def test_a_user_without_the_tag_is_told_which(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    address = BrokerAddress.parse(rabbitmq.new_user(rabbitmq_url))
+    async with ManagementApi(address, rabbitmq.management_url) as api:
+        with pytest.raises(BackendUnusable, match="needs the tag management, to set policies policymaker"):
+            await api.version()
+
+
+async def test_a_virtual_host_that_is_not_there_is_named(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+    address = replace(BrokerAddress.parse(rabbitmq_url), vhost="nowhere/at all")
+    async with ManagementApi(address, rabbitmq.management_url) as api:
+        with pytest.raises(BackendUnusable, match="no virtual host 'nowhere/at all'"):
+            await api.queues()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [("3.10.8", (3, 10, 8)), ("4.1.0-rc.2", (4, 1, 0)), ("3.9", (3, 9, 0)), ("", (0, 0, 0))]
+)
+def test_versions_are_compared_as_numbers(text: str, version: tuple[int, int, int]) -> None:
+    assert version_of(text) == version
+
+
+@pytest.mark.parametrize("version", ["3.9.27", "2.8", "unknown"])
+def test_a_broker_that_is_too_old_is_told(version: str) -> None:
+    assert check_version(version) == Check(
+        "version",
+        ok=False,
+        text=f"An unsupported broker version was detected: {version}. The broker must be at least version 3.10.0.",
+    )
+
+
+async def test_a_feature_flag_that_is_off_is_told() -> None:
+    # Given a broker that was upgraded, and whose flags nobody has enabled
+    if not RabbitmqServer.installed():
+        not_installed("RabbitMQ", INSTALL)
+    server = await asyncio.to_thread(RabbitmqServer, feature_flags="quorum_queue,virtual_host_metadata")
+    try:
+        async with ManagementApi(BrokerAddress.parse(server.new_vhost()), server.management_url) as api:
+            found = by_name(await verify(api, V2))["feature flag"]
+            assert not found.ok
+            assert "The 'stream_queue' feature flag needs to be enabled." in found.text
+
+            # When it is enabled as the text says, all is well
+            await asyncio.to_thread(server.control, *found.text.rpartition("rabbitmqctl ")[2].split())
+            assert by_name(await verify(api, V2))["feature flag"].ok
+    finally:
+        await asyncio.to_thread(server.close)

@@ -1,0 +1,371 @@
+"""Bulk writing: whatever tasks do, a store sees what the driver names, once, in one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pyarrow as pa
+import pytest
+from sqlalchemy import text
+
+from delayline import BackendUnavailable, BackendUnusable, ConfigurationError, DuplicateMessage, TransactionMode
+from delayline.sql import SqlDelayedMessageStore
+from delayline.sql.runs import Committed
+from delayline.sql.staging import STREAMS, OnConflict, Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from sqlalchemy import Connection, Table
+
+    from delayline import DelayedMessage
+
+DUE = datetime(2030, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+TABLE = "sales.timeouts"
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Provide the URL of a database with a store's table."""
+    if request.param == "sqlite":
+        address = f"sqlite:///{tmp_path / 'delayline.db'}"
+    else:
+        address = request.getfixturevalue(f"{request.param}_url")
+    asyncio.run(SqlDelayedMessageStore(address).setup_infrastructure("sales"))
+    return address
+
+
+@pytest.fixture
+def make_job(url: str) -> Callable[..., Staging]:
+    def make(name: str | None = None) -> Staging:
+        staging = Staging(url, TABLE, name=name)
+        staging.create()
+        return staging
+
+    return make
+
+
+def rows(*ids: str, body: bytes | None = b"hello", due: datetime = DUE, headers: str | None = None) -> pa.RecordBatch:
+    columns = {
+        "id": pa.array(ids, pa.string()),
+        "destination": pa.array(["billing"] * len(ids), pa.string()),
+        "due": pa.array([due] * len(ids), pa.timestamp("us", "UTC")),
+        "headers": pa.array([headers] * len(ids), pa.string()),
+        "body": pa.array([body] * len(ids), pa.binary()),
+    }
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def waiting(url: str) -> list[DelayedMessage]:
+    async def look() -> list[DelayedMessage]:
+        store = SqlDelayedMessageStore(url)
+        await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        try:
+            return list(await store.pending(limit=1000))
+        finally:
+            await store.close()
+
+    return asyncio.run(look())
+
+
+def ids(url: str) -> list[str]:
+    return sorted(message.id for message in waiting(url))
+
+
+def test_what_is_committed_waits_as_it_was_written(url: str, make_job: Callable[..., Staging]) -> None:
+    # Given a task with text of every kind, an empty and a large body, and due times at the edges
+    job = make_job()
+    headers = '{"naïve":"日本 🚀"}'
+    early, late = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 12, 30, 23, 59, 59, 999999, tzinfo=UTC)
+    large = bytes(range(256)) * 8192
+    attempt = job.write(
+        [
+            rows("a", headers=headers),
+            rows("naïve 日本 🚀", body=None),
+            rows("large", body=large),
+            rows("late", due=late, body=b""),
+        ]
+        + ([rows("early", due=early)] if not url.startswith("mariadb") else [])
+    )
+    # When it is committed
+    committed = job.commit([attempt])
+    # Then it waits, byte for byte
+    found = {message.id: message for message in waiting(url)}
+    assert committed == Committed(stored=len(found)) and attempt.rows == len(found)
+    assert (found["a"].message.headers, found["a"].message.body) == ({"naïve": "日本 🚀"}, b"hello")
+    assert (found["a"].due, found["a"].destination) == (DUE, "billing")
+    assert (found["naïve 日本 🚀"].message.body, found["naïve 日本 🚀"].message.headers) == (b"", {})
+    assert found["large"].message.body == large
+    assert (found["late"].due, found["late"].message.body) == (late, b"")
+    assert url.startswith("mariadb") or found["early"].due == early
+
+
+def test_an_attempt_that_is_not_named_does_not_count(url: str, make_job: Callable[..., Staging]) -> None:
+    # Given a task that failed in the middle and one that repeated it
+    job = make_job()
+    job.write([rows("a")])
+    whole = job.write([rows("a", "b")])
+    # When the second is named
+    assert job.commit([whole]).stored == 2
+    # Then the first is nowhere
+    assert ids(url) == ["a", "b"]
+
+
+def test_a_task_after_the_end_of_its_job_is_refused(url: str, make_job: Callable[..., Staging]) -> None:
+    job = make_job()
+    attempt = job.write([rows("a")])
+    job.discard()
+    with pytest.raises(BackendUnusable, match="job has ended"):
+        job.write([rows("b")])
+    with pytest.raises((BackendUnusable, BackendUnavailable)):
+        job.commit([attempt])
+    assert ids(url) == []
+
+
+def test_a_job_without_rows_commits_nothing(url: str, make_job: Callable[..., Staging]) -> None:
+    job = make_job()
+    assert job.commit([job.write([]), job.write([rows()])]) == Committed(0)
+    assert make_job().commit([]) == Committed(0)
+    assert ids(url) == []
+
+
+def test_an_id_that_waits_already_fails_the_whole_job_and_is_named(url: str, make_job: Callable[..., Staging]) -> None:
+    first, second = make_job(), make_job()
+    first.commit([first.write([rows("a")])])
+    with pytest.raises(DuplicateMessage, match=r"'a' waits already.*nothing was stored"):
+        second.commit([second.write([rows("b", "a")])], run="second")
+    assert ids(url) == ["a"]
+    # And the run is free to be run again
+    third = make_job()
+    assert third.commit([third.write([rows("b")])], run="second") == Committed(1)
+
+
+def test_an_id_that_comes_twice_fails_the_whole_job(url: str, make_job: Callable[..., Staging]) -> None:
+    job = make_job()
+    with pytest.raises(DuplicateMessage, match="'b'"):
+        job.commit([job.write([rows("a", "b")]), job.write([rows("b")])])
+    assert ids(url) == []
+
+
+def test_ignore_keeps_what_waits_and_counts_the_rest(url: str, make_job: Callable[..., Staging]) -> None:
+    first, second = make_job(), make_job()
+    first.commit([first.write([rows("a", body=b"first")])])
+    attempts = [second.write([rows("a", "b", "b", body=b"second")]), second.write([rows("c", "b")])]
+    assert second.commit(attempts, on_conflict=OnConflict.IGNORE) == Committed(2, duplicates=3)
+    assert {one.id: one.message.body for one in waiting(url)}["a"] == b"first"
+    assert ids(url) == ["a", "b", "c"]
+
+
+def test_replace_takes_the_new_content_and_due_time(url: str, make_job: Callable[..., Staging]) -> None:
+    first, second = make_job(), make_job()
+    first.commit([first.write([rows("a", "other", body=b"first")])])
+    later = DUE + timedelta(days=1)
+    attempt = second.write([rows("a", "b", "b", body=b"second", due=later, headers='{"x":"y"}')])
+    second.commit([attempt], on_conflict=OnConflict.REPLACE)
+    found = {one.id: one for one in waiting(url)}
+    assert (found["a"].due, found["a"].message.body, found["a"].message.headers) == (later, b"second", {"x": "y"})
+    assert (found["other"].due, found["other"].message.body) == (DUE, b"first")
+    assert sorted(found) == ["a", "b", "other"]
+
+
+def test_what_a_poller_has_is_not_replaced(url: str, make_job: Callable[..., Staging]) -> None:
+    # Given a message that somebody is dispatching, who will remove it by its id
+    due = datetime(2020, 1, 1, tzinfo=UTC)
+    first, second = make_job(), make_job()
+    first.commit([first.write([rows("a", "b", body=b"first", due=due)])])
+
+    async def replace_while_fetched() -> None:
+        store = SqlDelayedMessageStore(url)
+        await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        [message] = await store.fetch_due(datetime.now(UTC), 1, max_bytes=1000)
+        # When a job replaces it
+        attempt = second.write([rows("a", "b", body=b"second")])
+        await asyncio.to_thread(second.commit, [attempt], on_conflict=OnConflict.REPLACE)
+        await store.remove(message)
+        await store.close()
+
+    asyncio.run(replace_while_fetched())
+    # Then the other one is replaced, and nothing that the job has stored is removed
+    assert [one.message.body for one in waiting(url)] == [b"second"]
+
+
+def test_a_run_that_is_run_again_does_nothing(url: str, make_job: Callable[..., Staging]) -> None:
+    first, second = make_job(), make_job()
+    assert first.committed("nightly") is None
+    first.commit([first.write([rows("a")], rejected=lambda: 2)], run="nightly")
+    again = second.commit([second.write([rows("a", "b")])], run="nightly")
+    assert again == Committed(1, rejected=2, repeated=True)
+    assert second.committed("nightly") == Committed(1, rejected=2)
+    assert ids(url) == ["a"]
+
+
+def test_of_two_drivers_of_one_run_one_commits(url: str, make_job: Callable[..., Staging]) -> None:
+    jobs = [make_job() for _ in range(4)]
+    attempts = [job.write([rows(f"{number}")]) for number, job in enumerate(jobs)]
+    results: list[Committed] = []
+
+    def commit(job: Staging, number: int) -> None:
+        results.append(job.commit([attempts[number]], run="shared"))
+
+    threads = [threading.Thread(target=commit, args=(job, number)) for number, job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(one.repeated for one in results) == [False, True, True, True]
+    assert len(ids(url)) == 1
+
+
+def test_a_streams_batch_is_committed_once_and_batches_go_on(url: str, make_job: Callable[..., Staging]) -> None:
+    first, again, second = (make_job(STREAMS) for _ in range(3))
+    others = again.write([rows("c")])
+    first.commit([first.write([rows("a")])], run="loader", batch=0)
+    # When the batch comes again, as after a crash between our commit and the stream's
+    assert again.commit([again.write([rows("a")])], run="loader", batch=0).repeated
+    # Then it is not stored again, and the next one is, and what another stream has staged is left to it
+    assert not second.commit([second.write([rows("b")])], run="loader", batch=1).repeated
+    assert ids(url) == ["a", "b"]
+    assert again.commit([others], run="another", batch=0) == Committed(1)
+
+
+def test_what_runs_along_shares_the_transaction(url: str, make_job: Callable[..., Staging]) -> None:
+    job, failing = make_job(), make_job()
+    seen: list[int | None] = []
+
+    def without_b(connection: Connection, staged: Table) -> None:
+        connection.execute(staged.delete().where(staged.c.id == "b"))
+
+    def refuse(connection: Connection, staged: Table) -> None:
+        seen.append(connection.execute(text("SELECT 1")).scalar())
+        raise LookupError("somebody else was faster")
+
+    job.commit([job.write([rows("a", "b")])], along=without_b)
+    with pytest.raises(LookupError, match="faster"):
+        failing.commit([failing.write([rows("c")])], run="failing", along=refuse)
+    assert ids(url) == ["a"] and seen == [1]
+    assert failing.committed("failing") is None
+
+
+def test_a_poller_that_sleeps_is_woken_by_the_commit(url: str, make_job: Callable[..., Staging]) -> None:
+    async def wait_for_it() -> datetime:
+        store = SqlDelayedMessageStore(url, poll_interval=timedelta(milliseconds=50))
+        await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        woken: asyncio.Queue[datetime] = asyncio.Queue()
+        stop = store.on_stored(woken.put_nowait)
+        soon = datetime.now(UTC) + timedelta(seconds=30)
+        job = await asyncio.to_thread(make_job)
+        attempts = [job.write([rows("later", due=DUE)]), job.write([rows("soon", due=soon)])]
+        await asyncio.to_thread(job.commit, attempts)
+        async with asyncio.timeout(10):
+            while (due := await woken.get()) != soon:
+                pass
+        stop()
+        await store.close()
+        return due
+
+    assert asyncio.run(wait_for_it()) > datetime.now(UTC)
+
+
+def test_a_commit_inside_a_running_event_loop_works(url: str, make_job: Callable[..., Staging]) -> None:
+    async def in_a_notebook() -> Committed:
+        job = make_job()
+        return job.commit([job.write([rows("a")])])
+
+    assert asyncio.run(in_a_notebook()) == Committed(1)
+
+
+def test_jobs_are_pickled_without_their_connections(url: str, make_job: Callable[..., Staging]) -> None:
+    job = make_job()
+    job.write([rows("b")])
+    copy = pickle.loads(pickle.dumps(job))  # noqa: S301 - our own
+    assert job.commit([copy.write([rows("a")])]).stored == 1
+
+
+def test_what_old_jobs_have_left_is_swept_and_that_of_others_is_not(url: str, make_job: Callable[..., Staging]) -> None:
+    # Given a job that died long ago, one that is running, and a stream
+    running, stream = make_job(), make_job(STREAMS)
+    dead = Staging(url, TABLE, name="delayline_stage_202001010000_0123456789ab")
+    dead.create()
+    # When another one begins
+    make_job()
+    # Then only the dead one's is gone
+    assert running.write([rows("a")]).rows == stream.write([rows("b")]).rows == 1
+    with pytest.raises(BackendUnusable, match="job has ended"):
+        dead.write([rows("c")])
+
+
+def test_a_store_that_is_not_set_up_is_refused_before_any_task(url: str) -> None:
+    with pytest.raises(BackendUnusable, match="delayline setup"):
+        Staging(url, "nobody.timeouts").create()
+
+
+@pytest.mark.parametrize("run", ["", "  ", "x" * 251, "a\nb"])
+def test_names_of_runs_that_could_not_be_kept_are_refused(tmp_path: Path, run: str) -> None:
+    with pytest.raises(ConfigurationError, match="printable characters"):
+        Staging(f"sqlite:///{tmp_path / 'x.db'}", TABLE).commit([], run=run)
+
+
+def test_rows_that_the_server_has_lost_are_missed(
+    postgresql_url: str, make_postgresql_job: Callable[..., Staging]
+) -> None:
+    """An unlogged table is empty after a crash of the server."""
+    job = make_postgresql_job()
+    attempt = job.write([rows("a", "b")])
+    with psycopg.connect(postgresql_url) as connection:
+        connection.execute(f'TRUNCATE "{job.name}"')
+    with pytest.raises(BackendUnavailable, match="0 of 2 staged rows: it has crashed"):
+        job.commit([attempt], run="lost")
+    assert ids(postgresql_url) == []
+    assert job.committed("lost") is None
+
+
+def test_a_zombie_that_still_writes_does_not_stop_the_end_of_its_job(
+    postgresql_url: str, make_postgresql_job: Callable[..., Staging]
+) -> None:
+    # Given a late task in the middle of its copy, and one that has finished
+    job = make_postgresql_job()
+    named = job.write([rows("a")])
+    begun, ended = threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[pa.RecordBatch]:
+        yield rows("zombie")
+        yield rows("zombie")
+        begun.set()
+        ended.wait(60)
+
+    zombie = threading.Thread(target=lambda: job.write(slowly()))
+    zombie.start()
+    begun.wait(60)
+    # When the job commits
+    assert job.commit([named]).stored == 1
+    ended.set()
+    zombie.join()
+    # Then only what was named is there
+    assert ids(postgresql_url) == ["a"]
+
+
+@pytest.fixture
+def make_postgresql_job(postgresql_url: str) -> Callable[..., Staging]:
+    asyncio.run(SqlDelayedMessageStore(postgresql_url).setup_infrastructure("sales"))
+
+    def make() -> Staging:
+        staging = Staging(postgresql_url, TABLE)
+        staging.create()
+        return staging
+
+    return make
+
+
+def test_a_server_that_is_not_there_is_an_error_that_says_so() -> None:
+    job = Staging(f"postgresql://nobody@127.0.0.1:1/{uuid.uuid4().hex}", TABLE)
+    with pytest.raises(BackendUnavailable, match="cannot reach PostgreSQL"):
+        job.create()
+    with pytest.raises(BackendUnavailable, match="cannot reach PostgreSQL"):
+        job.write([rows("a")])

@@ -1,0 +1,314 @@
+"""The timeout manager on real servers: a table that .NET has made, a database that goes away, other transports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+from tests.cluster.harness import mariadb_at
+from tests.servers.postgresql import PostgresqlServer
+
+from delayline import (
+    DelayedDelivery,
+    Endpoint,
+    Guarantee,
+    Headers,
+    Message,
+    MessageContext,
+    SqlTimeoutPersister,
+    SqlTransport,
+    StoredDelivery,
+    TimeoutHeaders,
+    TimeoutManagerDelivery,
+    Transport,
+    TransportOperation,
+    TwoPhaseCommit,
+)
+from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
+from delayline.message import from_wire_time
+from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.sql import SqlDelayedMessageStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+PATIENCE = 30.0
+SECOND = timedelta(seconds=1)
+#: What .NET's installers run, in their own words.
+DDL = {
+    "postgresql": [
+        """create table if not exists public."Sales_Eu_TimeoutData"(
+            "Id" uuid not null, "Destination" character varying(200), "SagaId" uuid, "State" bytea,
+            "Time" timestamp, "Headers" text, "PersistenceVersion" character varying(23), primary key ("Id"))""",
+        """create index if not exists "Sales_Eu_TimeoutData_TimeIdx" on public."Sales_Eu_TimeoutData" ("Time" asc)""",
+        """create index if not exists "Sales_Eu_TimeoutData_SagaIdx" on public."Sales_Eu_TimeoutData" ("SagaId" asc)""",
+    ],
+    "mariadb": [
+        """create table if not exists `Sales_Eu_TimeoutData` (
+            `Id` varchar(38) not null, `Destination` nvarchar(200), `SagaId` varchar(38), `State` longblob,
+            `Time` datetime, `Headers` json not null, `PersistenceVersion` varchar(23) not null,
+            primary key (`Id`)) default charset=ascii""",
+        "create index `Index_SagaId` on `Sales_Eu_TimeoutData` (`SagaId`)",
+        "create index `Index_Time` on `Sales_Eu_TimeoutData` (`Time`)",
+    ],
+}
+HEADERS = (
+    '{\r\n  "NServiceBus.MessageId": "a1b2",\r\n  "Ключ 🔑": "Größe",\r\n  "NServiceBus.ReplyToAddress": "crm"\r\n}'
+)
+
+
+class Arrivals:
+    """What came to an endpoint, and when."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.messages: list[tuple[Message, datetime]] = []
+        self._news = asyncio.Event()
+        endpoint.handler(self.handle)
+
+    async def handle(self, message: Message, context: MessageContext) -> None:
+        self.messages.append((message, datetime.now(UTC)))
+        self._news.set()
+
+    async def number(self, wanted: int) -> list[str]:
+        """Return the ids once so many have come."""
+        async with asyncio.timeout(PATIENCE):
+            while len(self.messages) < wanted:
+                self._news.clear()
+                await self._news.wait()
+        return sorted(message.id for message, _ in self.messages)
+
+    @property
+    def early(self) -> list[str]:
+        """The ids of those that came before they were due."""
+        return [
+            message.id
+            for message, at in self.messages
+            if at < from_wire_time(message.headers.get(Headers.DELIVER_AT, "1970-01-01 00:00:00:000000 Z"))
+        ]
+
+
+def run_sql(product: str, url: str, *statements: tuple[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Run statements as another program does and return the last one's rows."""
+    if product == "postgresql":
+        with psycopg.connect(url, autocommit=True) as connection:
+            for statement, values in statements:
+                cursor = connection.execute(statement.encode(), values)
+            return cursor.fetchall() if cursor.description else []
+    with contextlib.closing(mariadb_at(url)) as mariadb, mariadb.cursor() as cursor_:
+        mariadb.autocommit(True)
+        cursor_.execute("SET NAMES utf8mb4")
+        cursor_.execute("SET SESSION sql_mode = ''")
+        for statement, values in statements:
+            cursor_.execute(statement, values)
+        return list(cursor_.fetchall())
+
+
+@pytest.mark.parametrize("product", ["postgresql", "mariadb"])
+async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: pytest.FixtureRequest) -> None:
+    # Given a table and rows as .NET leaves them: overdue, without a body, saga or destination, and far in the future
+    url = request.getfixturevalue(f"{product}_url")
+    quote = '"' if product == "postgresql" else "`"
+    insert = f"insert into {quote}Sales_Eu_TimeoutData{quote} values (%s, %s, %s, %s, %s, %s, %s)"  # noqa: S608
+    now = datetime.now(UTC).replace(tzinfo=None, microsecond=0)
+    rows = [
+        ("Sales.Eu", str(uuid.uuid4()), b"\x00body", now - 400 * timedelta(days=1), HEADERS),
+        ("Sales.Eu", str(uuid.UUID(int=0)), b"", now + 2 * SECOND, '{"NServiceBus.MessageId":"soon"}'),
+        ("Sales.Eu", None, None, now - SECOND, '{"NServiceBus.MessageId":"bare"}'),
+        ("Sales.Eu", None, b"", now + timedelta(days=3000), '{"NServiceBus.MessageId":"far"}'),
+        (None, None, b"lost?", now - SECOND, '{"NServiceBus.MessageId":"nowhere"}'),
+    ]
+    statements: list[tuple[str, Sequence[Any]]] = [(statement, ()) for statement in DDL[product]]
+    statements += [(insert, (str(uuid.uuid4()), *row, "6.2.0.0")) for row in rows]
+    run_sql(product, url, *statements)
+    # When an endpoint of that name starts
+    endpoint = Endpoint(
+        "Sales.Eu",
+        transport=SqlTransport(url),
+        delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(url)),
+    )
+    assert endpoint.guarantee is Guarantee.EXACTLY_ONCE
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        # Then
+        assert await arrivals.number(3) == ["a1b2", "bare", "soon"]
+        delivered = next(message for message, _ in arrivals.messages if message.id == "a1b2")
+        assert (delivered.body, delivered.headers["Ключ 🔑"]) == (b"\x00body", "Größe")
+        assert TimeoutHeaders.RELATED_TIMEOUT in delivered.headers
+        assert isinstance(endpoint.transport, SqlTransport)
+        async with asyncio.timeout(PATIENCE):
+            while await endpoint.transport.count("error") == 0:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+        [nowhere] = await endpoint.transport.browse("error", 10)
+        assert (nowhere.id, nowhere.body) == ("nowhere", b"lost?")
+        # And what it stores itself, .NET can read
+        await endpoint.send("Sales.Eu", b"later", message_id="later", delay=timedelta(days=1), headers={"k": "ключ"})
+        query = f"select {quote}Headers{quote} from {quote}Sales_Eu_TimeoutData{quote}"  # noqa: S608
+        async with asyncio.timeout(PATIENCE):
+            while len(left := run_sql(product, url, (query, ()))) < 2:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.05)
+    assert any("\\u043a\\u043b\\u044e\\u0447" in row[0] or "ключ" in row[0] for row in left)
+
+
+@pytest.fixture
+def stopped() -> Iterator[PostgresqlServer]:
+    """Provide a server that does not run, with a database."""
+    server = PostgresqlServer(settings=["fsync=off"])
+    server.url = server.new_database()  # type: ignore[attr-defined]
+    server.stop()
+    yield server
+    server.close()
+
+
+@pytest.mark.server
+async def test_the_database_may_come_later_and_go_away(stopped: PostgresqlServer, tmp_path: Path) -> None:
+    # Given queues that work, and timeouts in a database that does not
+    url: str = stopped.url  # type: ignore[attr-defined]
+    critical: list[str] = []
+
+    async def note(endpoint: Endpoint, text: str, error: Exception) -> None:
+        critical.append(text)
+
+    endpoint = Endpoint(
+        "sales",
+        transport=SqlTransport(f"sqlite:///{tmp_path}/queues.db"),
+        delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(url)),
+        on_critical_error=note,
+    )
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        await endpoint.send("sales", b"", message_id="before", delay=SECOND)
+        # When it is there
+        await asyncio.to_thread(stopped.start)
+        assert await arrivals.number(1) == ["before"]
+        # When it crashes, and comes back
+        await endpoint.send("sales", b"", message_id="stored", delay=3 * SECOND)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(stopped.stop, "immediate")
+        await endpoint.send("sales", b"", message_id="meanwhile", delay=2 * SECOND)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(stopped.start)
+        # Then all of it arrives
+        assert await arrivals.number(3) == ["before", "meanwhile", "stored"]
+    assert (critical, arrivals.early) == ([], [])
+
+
+async def test_two_databases_with_a_two_phase_commit(postgresql: PostgresqlServer) -> None:
+    one, two = postgresql.new_database(), postgresql.new_database()
+    both = TwoPhaseCommit()
+    transport = SqlTransport(one, two_phase=both)
+    persister = SqlTimeoutPersister(two, two_phase=both)
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=TimeoutManagerDelivery(persister))
+    assert endpoint.guarantee is Guarantee.EXACTLY_ONCE
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        await asyncio.gather(
+            *(endpoint.send("sales", b"", message_id=f"{number:02}", delay=2 * SECOND) for number in range(20))
+        )
+        assert await arrivals.number(20) == [f"{number:02}" for number in range(20)]
+        assert (await persister.count()).number == 0
+    assert arrivals.early == []
+    for url in (one, two):
+        postgresql.drop_database(url)
+
+
+async def both_ways(old: Endpoint, new: Endpoint) -> None:
+    """An endpoint with a timeout manager and one with native delivery send each other delayed messages."""
+    to_old, to_new = Arrivals(old), Arrivals(new)
+    async with old, new:
+        await old.send(new.name, b"", message_id="by timeout", delay=2 * SECOND)
+        await new.send(old.name, b"", message_id="by broker", delay=2 * SECOND)
+        assert await to_new.number(1) == ["by timeout"]
+        assert await to_old.number(1) == ["by broker"]
+    assert to_old.early + to_new.early == []
+
+
+async def drains(transport: Callable[[], Transport], new: DelayedDelivery, url: str, queue: str) -> None:
+    """What waits in the old way arrives while new messages go the new way."""
+    old = Endpoint(
+        "sales", transport=transport(), delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(url), polling=False)
+    )
+    async with old:
+        await old.send("sales", b"", message_id="old", delay=2 * SECOND)
+    endpoint = Endpoint(
+        "sales",
+        transport=transport(),
+        delayed_delivery=new,
+        draining=TimeoutManagerDelivery(SqlTimeoutPersister(url)),
+    )
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        await endpoint.send("sales", b"", message_id="new", delay=2 * SECOND)
+        assert await arrivals.number(2) == ["new", "old"]
+        # And somebody who knows the queue's name only, as a .NET endpoint does
+        due = datetime.now(UTC) + 2 * SECOND
+        headers = {
+            Headers.MESSAGE_ID: "dotnet",
+            TimeoutHeaders.EXPIRE: f"{due:%Y-%m-%d %H:%M:%S:%f} Z",
+            TimeoutHeaders.DESTINATION: "sales",
+        }
+        await endpoint.transport.dispatch([TransportOperation(Message("dotnet", headers, b""), queue)])
+        assert await arrivals.number(3) == ["dotnet", "new", "old"]
+    assert arrivals.early == []
+
+
+def timeouts_in(folder: Path) -> str:
+    return f"sqlite:///{folder}/timeouts.db"
+
+
+async def test_on_rabbitmq_both_kinds_exchange_delayed_messages(rabbitmq_url: str, tmp_path: Path) -> None:
+    old = TimeoutManagerDelivery(SqlTimeoutPersister(timeouts_in(tmp_path)))
+    await both_ways(
+        Endpoint("old", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=old),
+        Endpoint("new", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=DelayLevelDelivery()),
+    )
+
+
+async def test_on_rabbitmq_an_old_timeout_manager_drains(rabbitmq_url: str, tmp_path: Path) -> None:
+    url = timeouts_in(tmp_path)
+    await drains(lambda: RabbitMQTransport(rabbitmq_url), DelayLevelDelivery(), url, "sales.Timeouts")
+
+
+async def test_on_azure_both_kinds_exchange_delayed_messages(azure_url: str, tmp_path: Path) -> None:
+    old = TimeoutManagerDelivery(SqlTimeoutPersister(timeouts_in(tmp_path)))
+    new = StoredDelivery(AzureDelayedTable(azure_url))
+    await both_ways(
+        Endpoint("old", transport=AzureStorageQueueTransport(azure_url), delayed_delivery=old),
+        Endpoint("new", transport=AzureStorageQueueTransport(azure_url), delayed_delivery=new),
+    )
+
+
+async def test_on_azure_an_old_timeout_manager_drains(azure_url: str, tmp_path: Path) -> None:
+    new = StoredDelivery(AzureDelayedTable(azure_url))
+    await drains(lambda: AzureStorageQueueTransport(azure_url), new, timeouts_in(tmp_path), "sales-timeouts")
+
+
+async def test_a_store_of_sql_drains_a_timeout_manager_in_the_same_database(postgresql_url: str) -> None:
+    new = StoredDelivery(SqlDelayedMessageStore(postgresql_url))
+    await drains(lambda: SqlTransport(postgresql_url), new, postgresql_url, "sales.Timeouts")
+
+
+async def test_a_delayed_message_is_a_part_of_the_callers_transaction(tmp_path: Path) -> None:
+    # Given an endpoint, and a database of orders that its queues are in
+    url = f"sqlite:///{tmp_path}/shop.db"
+    endpoint = Endpoint(
+        "sales", transport=SqlTransport(url), delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(url))
+    )
+    arrivals = Arrivals(endpoint)
+    engine = create_engine(url)
+    async with endpoint:
+        # When one order is committed, and another one is not
+        with engine.begin() as committed:
+            await endpoint.send("sales", b"", message_id="kept", delay=2 * SECOND, transaction=committed)
+        with engine.connect() as abandoned:
+            await endpoint.send("sales", b"", message_id="gone", delay=SECOND, transaction=abandoned)
+            abandoned.rollback()
+        # Then
+        assert await arrivals.number(1) == ["kept"]
+    engine.dispose()

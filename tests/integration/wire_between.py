@@ -1,0 +1,112 @@
+"""A wire between a client and a broker that a test can hold and cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Wire:
+    """Forwards bytes both ways until told otherwise."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._forwarding: set[asyncio.Task[None]] = set()
+        self._answers = asyncio.Event()
+        self._requests = asyncio.Event()
+        self.connections = 0
+        self.let_through()
+
+    def hold_answers(self) -> None:
+        """Keep from the client what the broker says."""
+        self._answers.clear()
+
+    def hold(self) -> None:
+        """Let nothing through: both sides are alive and hear nothing."""
+        self._answers.clear()
+        self._requests.clear()
+
+    def let_through(self) -> None:
+        """Forward again, what was held first."""
+        self._answers.set()
+        self._requests.set()
+
+    def cut(self) -> None:
+        """Close every connection, and forget what was held."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect one client to the broker."""
+        self.connections += 1
+        try:
+            from_broker, to_broker = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, to_broker}
+        self._forwarding |= {
+            asyncio.create_task(_forward(reader, to_broker, self._requests)),
+            asyncio.create_task(_forward(from_broker, writer, self._answers)),
+        }
+
+    async def close(self) -> None:
+        """Cut the wire, and return when nothing is left of it."""
+        self.cut()
+        self.let_through()
+        if self._forwarding:
+            await asyncio.wait(self._forwarding)
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, open_gate: asyncio.Event) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            await open_gate.wait()
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def wire_to(url: str) -> AsyncIterator[tuple[Wire, str]]:
+    """Provide a wire to the broker at `url`, and the URL of its other end."""
+    found = re.search(r":(\d+)/", url)
+    assert found is not None
+    wire = Wire(int(found[1]))
+    server = await asyncio.start_server(wire.accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield wire, url.replace(f":{found[1]}/", f":{port}/")
+    finally:
+        await wire.close()
+        server.close()
+        await server.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def a_server(says: bytes) -> AsyncIterator[int]:
+    """Provide the port of a server that says one thing to one client and then listens until that hangs up."""
+    left = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says)
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        left.set()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+        await left.wait()

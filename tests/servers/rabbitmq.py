@@ -1,0 +1,228 @@
+"""A private RabbitMQ node."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+import httpx
+from tests.servers.postgresql import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PATIENCE: Final = 60.0
+INSTALL: Final = "apt-get install rabbitmq-server"
+#: Debian's own command changes the user and the environment; the program behind it takes both as they are.
+PROGRAMS: Final = Path("/usr/lib/rabbitmq/bin")
+#: The management API listens so far above AMQP, as on the ports that RabbitMQ comes with.
+MANAGEMENT_ABOVE: Final = 10_000
+SETTINGS: Final = (
+    "loopback_users = none",
+    "disk_free_limit.absolute = 50MB",
+    "vm_memory_high_watermark.absolute = 2GB",
+    "raft.wal_max_size_bytes = 67108864",
+    "collect_statistics_interval = 500",
+    "log.console = false",
+    "log.file.level = warning",
+)
+#: Due messages without a destination are tried again every second, not every three minutes; counts are as fresh.
+ADVANCED: Final = "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 1000}, {quorum_tick_interval, 1000}]}].\n"
+
+
+class RabbitmqServer:
+    """A node of its own on free ports, with its management plugin and the administrator `guest`.
+
+    feature_flags: those to begin with, by name and with commas between; all of them where left out.
+    """
+
+    product = "RabbitMQ"
+
+    def __init__(self, settings: Sequence[str] = (), feature_flags: str | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="delayline-rabbitmq-"))
+        self.port = two_free_ports()
+        self.management_port = self.port + MANAGEMENT_ABOVE
+        self._names_port = free_port()
+        self._feature_flags = feature_flags
+        self._node = f"test-{uuid.uuid4().hex[:12]}@localhost"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._names: subprocess.Popen[bytes] | None = None
+        self._http = httpx.Client(base_url=self.management_url, auth=("guest", "guest"), timeout=PATIENCE)
+        self._configure([*SETTINGS, *settings])
+        self.start()
+
+    @staticmethod
+    def installed() -> bool:
+        """Tell whether the server's programs are there."""
+        return (PROGRAMS / "rabbitmq-server").exists() and shutil.which("epmd") is not None
+
+    @property
+    def management_url(self) -> str:
+        """Where the management API answers."""
+        return f"http://127.0.0.1:{self.management_port}"
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        self._start_names()
+        with (self.folder / "output.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [PROGRAMS / "rabbitmq-server"], stdout=log, stderr=log, cwd=self.folder, env=self._environment()
+            )
+        self._wait()
+
+    def stop(self) -> None:
+        """Stop in order, and wait until it has."""
+        self._end("terminate")
+
+    def settle(self) -> None:
+        """Wait until quorum queues declared before survive `kill`: they are registered on disk half a second late."""
+        time.sleep(1.0)
+
+    def kill(self) -> None:
+        """End it the hard way: quorum queues that have not settled come back without a leader, and answer nobody."""
+        self._end("kill")
+
+    def close(self) -> None:
+        """Stop, and leave nothing behind."""
+        self.kill()
+        if self._names is not None:
+            self._names.kill()
+            self._names.wait(PATIENCE)
+            self._names = None
+        self._http.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def api(self, method: str, path: str, **content: object) -> httpx.Response:
+        """Ask the management API as administrator; what it refuses is an error."""
+        return self._http.request(method, f"/api/{path}", **content).raise_for_status()  # type: ignore[arg-type]
+
+    def new_vhost(self) -> str:
+        """Create an empty virtual host and return its URL."""
+        name = f"test_{uuid.uuid4().hex[:12]}"
+        self.api("PUT", f"vhosts/{name}")
+        self.api("PUT", f"permissions/{name}/guest", json={"configure": ".*", "write": ".*", "read": ".*"})
+        return f"amqp://guest:guest@127.0.0.1:{self.port}/{name}"
+
+    def drop_vhost(self, url: str) -> None:
+        """Drop it, whoever is connected."""
+        self.api("DELETE", f"vhosts/{url.rsplit('/', 1)[1]}")
+
+    def new_user(self, url: str, *, configure: str = ".*", write: str = ".*", read: str = ".*", tags: str = "") -> str:
+        """Create a user with these permissions in the URL's virtual host and return the user's URL for it."""
+        vhost, name, password = url.rsplit("/", 1)[1], f"user_{uuid.uuid4().hex[:12]}", secrets.token_hex(8)
+        self.api("PUT", f"users/{name}", json={"password": password, "tags": tags})
+        permissions = {"configure": configure, "write": write, "read": read}
+        self.api("PUT", f"permissions/{quote(vhost, safe='')}/{name}", json=permissions)
+        return f"amqp://{name}:{password}@127.0.0.1:{self.port}/{vhost}"
+
+    def cut_connections(self, url: str) -> None:
+        """Close, from the server's side, every client's connection to the URL's virtual host."""
+        self.control("close_all_connections", "--vhost", url.rsplit("/", 1)[1], "cut by a test")
+
+    def raise_memory_alarm(self) -> None:
+        """Have the node believe that its memory is used up: it stops reading from connections that publish."""
+        self.control("set_vm_memory_high_watermark", "absolute", "1")
+
+    def clear_memory_alarm(self) -> None:
+        """End the memory alarm."""
+        self.control("set_vm_memory_high_watermark", "absolute", "2GB")
+
+    def control(self, *arguments: str) -> str:
+        """Run `rabbitmqctl` (a second or two) and return what it prints."""
+        return self._run("rabbitmqctl", "--quiet", "--node", self._node, *arguments)
+
+    def _configure(self, settings: Sequence[str]) -> None:
+        listeners = [
+            f"listeners.tcp.1 = 127.0.0.1:{self.port}",
+            "management.tcp.ip = 127.0.0.1",
+            f"management.tcp.port = {self.management_port}",
+        ]
+        (self.folder / "rabbitmq.conf").write_text("\n".join([*listeners, *settings, ""]))
+        (self.folder / "advanced.config").write_text(ADVANCED)
+        (self.folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
+        cookie = self.folder / ".erlang.cookie"
+        cookie.write_text(secrets.token_hex(10).upper())
+        cookie.chmod(0o600)
+
+    def _environment(self) -> dict[str, str]:
+        folder = self.folder
+        flags = {} if self._feature_flags is None else {"RABBITMQ_FEATURE_FLAGS": self._feature_flags}
+        return flags | {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(folder),
+            "LANG": "C.UTF-8",
+            "RUNNING_UNDER_SYSTEMD": "true",  # the node is this process itself, not a child of a shell
+            "ERL_EPMD_PORT": str(self._names_port),
+            "RABBITMQ_NODENAME": self._node,
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq.conf"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(folder / "advanced.config"),
+            "RABBITMQ_CONF_ENV_FILE": str(folder / "no-rabbitmq-env.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "enabled_plugins"),
+            "RABBITMQ_MNESIA_BASE": str(folder / "data"),
+            "RABBITMQ_LOG_BASE": str(folder / "log"),
+            "RABBITMQ_GENERATED_CONFIG_DIR": str(folder / "generated"),
+            "RABBITMQ_PID_FILE": str(folder / "pid"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+                "+S 1:1 +SDcpu 1:1 +SDio 4 +sbwt none +A 8 -kernel inet_dist_use_interface {127,0,0,1}"
+            ),
+        }
+
+    def _start_names(self) -> None:
+        """Start Erlang's register of nodes: one of its own, or the node would leave one behind for the machine."""
+        if self._names is None:
+            self._names = subprocess.Popen(
+                ["epmd", "-port", str(self._names_port), "-address", "127.0.0.1"],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.folder,
+            )  # fmt: skip
+
+    def _run(self, name: str, *arguments: str) -> str:
+        return subprocess.run(
+            [PROGRAMS / name, *arguments],
+            check=True, capture_output=True, text=True, timeout=PATIENCE, cwd=self.folder, env=self._environment(),
+        ).stdout  # fmt: skip
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not self._answers():
+            running = self._process is not None and self._process.poll() is None
+            if not running or time.monotonic() > deadline:
+                logs = [self.folder / "output.log", *(self.folder / "log").glob("*.log")]
+                said = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
+                raise RuntimeError(f"RabbitMQ did not start: {said}")
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        """Tell whether it takes connections and queues may be declared."""
+        try:
+            if self._http.get("/api/health/checks/virtual-hosts").status_code != httpx.codes.OK:
+                return False
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return True
+        except (OSError, httpx.TransportError):
+            return False
+
+    def _end(self, how: str) -> None:
+        if self._process is not None:
+            getattr(self._process, how)()
+            self._process.wait(PATIENCE)
+            self._process = None
+
+
+def two_free_ports() -> int:
+    """Return a port that nobody listens on, nor on the one for the management API above it."""
+    while True:
+        port = free_port()
+        if port + MANAGEMENT_ABOVE < 2**16:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port + MANAGEMENT_ABOVE)) != 0:
+                    return port

@@ -1,0 +1,114 @@
+"""A standalone cluster of Spark's own on loopback: one master, two workers with a core each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pyspark
+from tests.servers.postgresql import free_port
+
+from delayline.spark import find_java
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BIN: Final = Path(pyspark.__file__).parent / "bin"
+ROOT: Final = Path(__file__).parents[2]
+PATIENCE: Final = 90.0
+WORKERS: Final = 2
+#: What `spark-submit` runs: the command line, as a program.
+JOB: Final = "from delayline.cli import main\n\nif __name__ == '__main__':\n    main(prog_name='delayline')\n"
+
+
+class Cluster:
+    """Runs while entered."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.url = f"spark://127.0.0.1:{self.port}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            "JAVA_HOME": str(find_java()),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "PYSPARK_PYTHON": sys.executable,
+            "SPARK_DAEMON_MEMORY": "256m",
+        }
+        self.wheel = self._build()
+
+    def __enter__(self) -> Cluster:
+        ports = ["--host", "127.0.0.1", "--webui-port", "0"]
+        self._start("master", "org.apache.spark.deploy.master.Master", *ports, "--port", str(self.port))
+        self._wait("master", "I have been elected leader")
+        for number in range(WORKERS):
+            work = ["--work-dir", str(self.work(number)), "--cores", "1", "--memory", "1g"]
+            self._start(f"worker-{number}", "org.apache.spark.deploy.worker.Worker", *ports, *work, self.url)
+        for number in range(WORKERS):
+            self._wait(f"worker-{number}", "Successfully registered with master")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in reversed(self._processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def work(self, number: int) -> Path:
+        """Return where a worker keeps what its executors got and said."""
+        return self.folder / f"work-{number}"
+
+    def submit(self, *arguments: str, conf: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run `delayline ...` through spark-submit, the wheel shipped to the executors."""
+        job = self.folder / "job.py"
+        job.write_text(JOB)
+        settings = ["spark.executor.memory=512m", "spark.driver.host=127.0.0.1", *conf]
+        command = [str(BIN / "spark-submit"), "--master", self.url, "--py-files", str(self.wheel)]
+        command += [word for one in settings for word in ("--conf", one)]
+        return subprocess.run(
+            [*command, str(job), *arguments],
+            env=self._environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+
+    def _build(self) -> Path:
+        uv = [shutil.which("uv")] if shutil.which("uv") else [sys.executable, "-m", "uv"]
+        command = [*map(str, uv), "build", "--quiet", "--wheel", "--out-dir", str(self.folder / "dist")]
+        subprocess.run([*command, str(ROOT)], check=True, timeout=120)
+        [wheel] = (self.folder / "dist").glob("*.whl")
+        return wheel
+
+    def _start(self, name: str, kind: str, *arguments: str) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [str(BIN / "spark-class"), kind, *arguments],
+                    env=self._environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+
+    def _wait(self, name: str, text: str) -> None:
+        log, deadline = self.folder / f"{name}.log", time.monotonic() + PATIENCE
+        while text not in log.read_text(errors="replace"):
+            assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
+            time.sleep(0.2)

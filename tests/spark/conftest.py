@@ -1,0 +1,71 @@
+"""One Spark session for the whole run: a task may fail twice before its job does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2]))  # for `tests.spark`, however pytest was started
+
+from tests.spark.stores import StoreAt
+from tests.spark.tiers import Tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+#: Two cores, and three attempts a task: plain `local[2]` never tries again.
+MASTER: Final = "local[2,3]"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.spark)
+            item.add_marker(pytest.mark.timeout(300))  # the first job of a session takes its time
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    from delayline.spark.session import spark_session
+
+    conf = {
+        "spark.driver.memory": "1g",
+        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
+        "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    }
+    session = spark_session(MASTER, conf=conf)
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def store(postgresql_url: str) -> StoreAt:
+    """Provide a store on PostgreSQL."""
+    return StoreAt(postgresql_url)
+
+
+@pytest.fixture(params=["postgresql", "mariadb", "sqlite"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> StoreAt:
+    """Provide a store on each product."""
+    if request.param == "sqlite":
+        return StoreAt(f"sqlite:///{tmp_path / 'delayline.db'}")
+    return StoreAt(request.getfixturevalue(f"{request.param}_url"))
+
+
+@pytest.fixture
+def tiers(store: StoreAt, tmp_path: Path, spark: SparkSession) -> Tiers:
+    """Provide a store on PostgreSQL with a cold tier."""
+    return Tiers(store, tmp_path / "cold", spark)
+
+
+@pytest.fixture
+def any_tiers(any_store: StoreAt, tmp_path: Path, spark: SparkSession) -> Tiers:
+    """Provide a store on each product with a cold tier."""
+    return Tiers(any_store, tmp_path / "cold", spark)

@@ -1,0 +1,167 @@
+"""An audit tells what was lost, doubled or early, how late the others were, and what is to come."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import pyarrow as pa
+import pytest
+
+from delayline import ConfigurationError
+from delayline.spark import audit, write_report
+from delayline.spark.journal import ENTRIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+
+DUE = datetime(2026, 5, 1, 9, 30, tzinfo=UTC)
+STORE = "sales.timeouts"
+
+
+def second(number: float) -> datetime:
+    return DUE + timedelta(seconds=number)
+
+
+#: What happened, to which message, when, in seconds from when it was due; None for what is due far later.
+STORY: list[tuple[str, str, float, float]] = [
+    ("scheduled", "on time", -60, 0),
+    ("dispatched", "on time", 0.010, 0),
+    ("scheduled", "late", -60, 0),
+    ("retried", "late", 0.5, 2),
+    ("dispatched", "late", 3, 2),
+    ("scheduled", "early", -60, 0),
+    ("dispatched", "early", -1, 0),
+    ("scheduled", "twice", -60, 0),
+    ("dispatched", "twice", 0.1, 0),
+    ("dispatched", "twice", 0.2, 0),
+    ("scheduled", "lost", -60, 0),
+    ("scheduled", "overdue", -60, 0),
+    ("scheduled", "bad", -60, 0),
+    ("failed", "bad", 1, 0),
+    ("scheduled", "called off", -60, 0),
+    ("cancelled", "called off", -30, 0),
+    ("scheduled", "moved", -60, 0),
+    ("rescheduled", "moved", -30, 7200),
+    ("dispatched", "from before", 0.02, 0),
+    ("scheduled", "again", -600, -500),
+    ("dispatched", "again", -499, -500),
+    ("scheduled", "again", -400, 90_000),
+]
+
+
+@pytest.fixture
+def journal(spark: SparkSession) -> DataFrame:
+    entries = [
+        {
+            "seq": place,
+            "store": STORE,
+            "event": event,
+            "id": identity,
+            "destination": "billing",
+            "due": second(due),
+            "at": second(at),
+            "retries": 0,
+        }
+        for place, (event, identity, at, due) in enumerate(STORY)
+    ]
+    other = {**entries[0], "seq": 1000, "store": "purchases.timeouts"}
+    kinds = [("seq", pa.int64()), ("store", pa.string()), ("event", pa.string()), ("id", pa.string())]
+    kinds += [("destination", pa.string()), ("due", pa.timestamp("us", "UTC")), ("at", pa.timestamp("us", "UTC"))]
+    table = pa.Table.from_pylist([*entries, other], pa.schema([*kinds, ("retries", pa.int32())]))
+    frame = spark.createDataFrame(table)
+    assert frame.schema == ENTRIES
+    return frame
+
+
+def ids(spark: SparkSession, *names: str) -> DataFrame:
+    return spark.createDataFrame(pa.table({"id": pa.array(names, pa.string())}))
+
+
+def names(frame: DataFrame) -> list[str]:
+    return sorted(row["id"] for row in frame.toArrow().to_pylist())
+
+
+def test_every_message_gets_its_verdict(spark: SparkSession, journal: DataFrame) -> None:
+    waiting = ids(spark, "overdue", "moved", "again")
+    with audit(journal, store=STORE, waiting=waiting, until=second(600)) as found:
+        verdicts = {row["id"]: row["verdict"] for row in found.messages.toArrow().to_pylist()}
+        assert verdicts == {
+            "on time": "dispatched",
+            "late": "dispatched",
+            "early": "dispatched",
+            "twice": "dispatched",
+            "lost": "lost",
+            "overdue": "overdue",
+            "bad": "failed",
+            "called off": "cancelled",
+            "moved": "waiting",
+            "from before": "dispatched",
+            "again": "waiting",
+        }
+        assert (names(found.lost), names(found.duplicated), names(found.early)) == (["lost"], ["twice"], ["early"])
+        totals = found.totals()
+        assert (totals.scheduled, totals.dispatched, totals.waiting, totals.overdue) == (11, 5, 2, 1)
+        assert (totals.lost, totals.duplicated, totals.early, totals.retries) == (1, 1, 1, 1)
+        assert not totals.clean
+        # Lateness counts from when it was to leave, not from the end of a pause between attempts
+        assert totals.lateness["longest"] == pytest.approx(3)
+        [by_destination] = found.by_destination.toArrow().to_pylist()
+        assert (by_destination["messages"], by_destination["failed"], by_destination["retries"]) == (5, 1, 1)
+        forecast = [(row["hour"], row["count"]) for row in found.forecast.toArrow().to_pylist()]
+        hours = [DUE.replace(minute=0), DUE.replace(hour=11, minute=0), DUE.replace(day=2, hour=10, minute=0)]
+        assert forecast == [(hour, 1) for hour in hours]
+        assert {row["event"] for row in found.errors.toArrow().to_pylist()} == {"retried", "failed"}
+
+
+def test_what_has_just_fallen_due_is_not_lost_yet(journal: DataFrame) -> None:
+    with audit(journal, store=STORE, until=second(30), patience=timedelta(minutes=1)) as found:
+        assert names(found.lost) == []
+
+
+def test_what_receivers_have_noted_decides(spark: SparkSession, journal: DataFrame) -> None:
+    # Given a receiver that got one message twice, one before its time, and one never
+    arrivals = [("late", 4.0), ("late", 5.0), ("early", -2.0), ("on time", 0.5)]
+    table = pa.table(
+        {
+            "id": pa.array([identity for identity, _ in arrivals]),
+            "at": pa.array([second(at) for _, at in arrivals], pa.timestamp("us", "UTC")),
+        }
+    )
+    # When the audit is given what it has noted
+    with audit(journal, store=STORE, delivered=spark.createDataFrame(table), until=second(600)) as found:
+        # Then that counts, and not what left the store
+        assert names(found.duplicated) == ["late"]
+        assert names(found.early) == ["early"]
+        assert "twice" in names(found.lost)
+    with pytest.raises(ConfigurationError, match="store="):
+        audit(journal, delivered=spark.createDataFrame(table))
+    with pytest.raises(ConfigurationError, match="at TIMESTAMP"):
+        audit(journal, store=STORE, delivered=ids(spark, "late"))
+
+
+def test_a_report_is_one_page_without_any_other(spark: SparkSession, journal: DataFrame, tmp_path: Path) -> None:
+    # Given a message whose id would be markup
+    hostile = journal.limit(1).selectExpr(
+        "seq + 500 AS seq", "store", "event", "'<script>alert(1)</script>' AS id", "destination", "due", "at", "retries"
+    )
+    page = tmp_path / "report.html"
+    # When the report is written
+    with audit(journal.unionByName(hostile), store=STORE, until=second(600)) as found:
+        totals = write_report(found, page, title="Sales & more")
+    # Then it is whole, safe and self-contained
+    text = page.read_text()
+    assert totals.lost == 3 and "Sales &amp; more" in text and "&lt;script&gt;" in text
+    assert "<script" not in text and "http" not in text and "src=" not in text
+    for part in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")  # noqa: S314 - ours
+    assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_an_empty_journal_is_clean(spark: SparkSession, tmp_path: Path) -> None:
+    with audit(spark.createDataFrame([], ENTRIES)) as found:
+        totals: Any = write_report(found, tmp_path / "report.html")
+    assert totals.clean and totals.scheduled == 0 and totals.until is None and totals.lateness["p50"] is None

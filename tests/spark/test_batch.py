@@ -1,0 +1,156 @@
+"""Batches: what was written can be read, and nothing else is ever accepted."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
+from tests.spark.stores import DUE, frame, many
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+    from tests.spark.stores import StoreAt
+
+FORMAT = "delayed_messages"
+
+
+def write(data: DataFrame, store: StoreAt, **options: str) -> None:
+    data.write.format(FORMAT).mode("append").options(**store.options, **options).save()
+
+
+def read(spark: SparkSession, store: StoreAt, schema: str | None = None, **options: str) -> DataFrame:
+    reader = spark.read.format(FORMAT).options(**store.options, **options)
+    return (reader if schema is None else reader.schema(schema)).load()
+
+
+def test_spark_finds_the_source_by_itself_and_what_is_written_is_read(spark: SparkSession, any_store: StoreAt) -> None:
+    # Given text of every kind, no body and no headers
+    ids = ["a", "naïve 日本 🚀"]
+    data = frame(spark, *ids, headers=['{"x":"日本"}', None], body=[b"\x00\xff", None])
+    # When it is written, with a name that Spark looks up
+    write(data, any_store)
+    # Then it waits, and is read as it was written
+    assert any_store.ids() == ids
+    table = read(spark, any_store).orderBy("id").toArrow()
+    assert table.column("id").to_pylist() == ids
+    assert table.column("due").to_pylist() == [DUE, DUE]
+    assert table.column("headers").to_pylist() == ['{"x":"日本"}', ""]
+    assert table.column("body").to_pylist() == [b"\x00\xff", b""]
+
+
+def test_headers_and_body_may_be_left_out(spark: SparkSession, store: StoreAt) -> None:
+    write(frame(spark, "a").select("due", "destination", "id"), store)
+    [message] = store.messages()
+    assert (message.id, message.message.body, message.message.headers) == ("a", b"", {})
+
+
+def test_partitions_cover_everything_once(spark: SparkSession, store: StoreAt) -> None:
+    write(many(spark, 1000), store)
+    data = read(spark, store, numPartitions="7", fetchSize="33")
+    ids = data.select("id").toArrow().column("id").to_pylist()
+    assert sorted(ids) == sorted(f"m{number}" for number in range(1000))
+    assert data.rdd.getNumPartitions() == 7
+
+
+def test_an_empty_store_has_no_rows_and_its_columns(spark: SparkSession, store: StoreAt) -> None:
+    assert read(spark, store).count() == 0
+    assert read(spark, store, "due timestamp").toArrow().schema.names == ["due"]
+
+
+def test_columns_and_due_times_are_chosen_by_the_reader(spark: SparkSession, any_store: StoreAt) -> None:
+    for hour in range(4):
+        any_store.put(f"h{hour}", due=DUE + timedelta(hours=hour), destination="even" if hour % 2 == 0 else "odd")
+    bounds = {"dueFrom": (DUE + timedelta(hours=1)).isoformat(), "dueTo": (DUE + timedelta(hours=3)).isoformat()}
+    table = read(spark, any_store, "due timestamp, id string", **bounds).orderBy("id").toArrow()
+    assert table.to_pylist() == [{"due": DUE + timedelta(hours=hour), "id": f"h{hour}"} for hour in (1, 2)]
+    assert read(spark, any_store, destination="odd").select("id").count() == 2
+
+
+def test_filters_are_pushed_down_when_asked_for_and_the_answer_is_the_same(spark: SparkSession, store: StoreAt) -> None:
+    for hour in range(4):
+        store.put(f"h{hour}", due=DUE + timedelta(hours=hour))
+    condition = (
+        "due > TIMESTAMP '2030-01-02 03:05:00Z' AND id IN ('h1', 'h2', 'x') AND id LIKE 'h%' AND body IS NOT NULL"
+    )
+    pushed = read(spark, store, filterPushdown="true").where(condition)
+    plain = read(spark, store).where(condition)
+    assert sorted(row["id"] for row in pushed.toArrow().to_pylist()) == ["h1", "h2"]
+    assert plain.select("id").count() == 2
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Kathmandu"])
+def test_instants_stay_the_same_whatever_the_sessions_time_zone(spark: SparkSession, store: StoreAt, zone: str) -> None:
+    spark.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        instant = f"TIMESTAMP '2030-01-02 03:04:05.678901 {zone}'"
+        data = spark.sql(f"SELECT 'a' AS id, 'billing' AS destination, {instant} AS due")
+        expected = data.toArrow().column("due")[0].as_py()
+        write(data, store)
+        [message] = store.messages()
+        assert message.due == expected.astimezone(UTC)
+        found = read(spark, store).toArrow().column("due")[0].as_py()
+        assert found.astimezone(UTC) == message.due
+        pushed = read(spark, store, filterPushdown="true").where(f"due = {instant}")
+        assert pushed.count() == 1
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+
+
+def test_other_columns_are_refused_before_any_task(spark: SparkSession, store: StoreAt) -> None:
+    with pytest.raises(PySparkException, match="column 'due' is date, not timestamp: use"):
+        write(frame(spark, "a").selectExpr("id", "destination", "CAST(due AS DATE) AS due"), store)
+    assert store.ids() == []
+
+
+def test_a_bad_message_fails_the_job_and_is_named_and_nothing_is_visible(spark: SparkSession, store: StoreAt) -> None:
+    bad = frame(spark, "bad", headers=['{"a":1}'])
+    with pytest.raises(PySparkException, match="message 'bad': header 'a': 1 must be str to str"):
+        write(frame(spark, "good").union(bad), store)
+    assert store.ids() == []
+
+
+def test_bad_messages_may_be_skipped(spark: SparkSession, store: StoreAt) -> None:
+    write(frame(spark, "good", "", "x", headers=["{}", "{}", "{"]), store, invalid="skip")
+    assert store.ids() == ["good"]
+
+
+def test_ids_that_wait_already(spark: SparkSession, store: StoreAt) -> None:
+    store.put("a")
+    with pytest.raises(PySparkException, match="message 'a' waits already"):
+        write(frame(spark, "b", "a"), store)
+    assert store.ids() == ["a"]
+    write(frame(spark, "b", "a"), store, onConflict="ignore")
+    assert store.ids() == ["a", "b"]
+    write(frame(spark, "b", "a", destination=["new", "new"]), store, onConflict="replace")
+    assert {message.destination for message in store.messages()} == {"new"}
+
+
+def test_a_run_that_is_run_again_adds_nothing(spark: SparkSession, store: StoreAt) -> None:
+    write(frame(spark, "a"), store, runId="nightly")
+    write(frame(spark, "a", "b"), store, runId="nightly")
+    assert store.ids() == ["a"]
+
+
+@pytest.mark.parametrize("mode", ["errorifexists", "overwrite"])
+def test_modes_other_than_append_are_refused(spark: SparkSession, store: StoreAt, mode: str) -> None:
+    with pytest.raises(PySparkException, match=r"append|UNSUPPORTED_DATA_SOURCE_SAVE_MODE"):
+        frame(spark, "a").write.format(FORMAT).mode(mode).options(**store.options).save()
+    assert store.ids() == []
+
+
+def test_a_password_is_read_on_the_machine_that_needs_it(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("p@ss/word\n")
+    write(frame(spark, "a"), store, passwordFile=str(tmp_path / "secret"))
+    assert store.ids() == ["a"]
+
+
+def test_due_times_at_the_edges(spark: SparkSession, store: StoreAt) -> None:
+    edges = [datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, 999999, tzinfo=UTC)]
+    write(frame(spark, "first", "last", due=pa.array(edges, pa.timestamp("us", "UTC"))), store)
+    assert [message.due for message in store.messages()] == edges
+    assert read(spark, store).orderBy("due").toArrow().column("due").to_pylist() == edges

@@ -1,0 +1,128 @@
+"""`delayline spark`: the jobs as commands; what went wrong is one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
+
+from delayline import BackendUnusable
+from delayline.cli import main
+from delayline.config import Settings
+from delayline.spark.dispatch import dispatcher_status, stop_dispatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from click.testing import Result
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+def run(spark: SparkSession, store: StoreAt) -> Callable[..., Result]:
+    """Return what runs a command on the store, in the session that there is."""
+    del spark
+    place = ["--endpoint", ENDPOINT, "--url", store.url]
+
+    def command(*words: str, json: bool = True) -> Result:
+        return CliRunner().invoke(main, [*words, *place, *(["--json"] if json else [])])
+
+    assert command("setup", "--queue", "billing", "--journal", "true").exit_code == 0
+    return command
+
+
+def document(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_file_is_scheduled_and_bad_rows_are_kept_apart(
+    run: Callable[..., Result], store: StoreAt, tmp_path: Path
+) -> None:
+    file = tmp_path / "reminders.csv"
+    file.write_text("id,queue,due\na,billing,2090-01-01T00:00:00Z\nb,billing,soon\n")
+    result = run("spark", "schedule", str(file), "--column", "destination=queue", "--rejected", str(tmp_path / "bad"))
+    assert result.exit_code == 1
+    done = document(result)
+    assert (done["stored"], done["rejected"], done["rejected_rows"][0]["line"]) == (1, 1, 3)
+    assert store.ids() == ["a"]
+    assert '"line":3' in "".join(part.read_text() for part in (tmp_path / "bad").glob("part-*"))
+
+
+def test_the_journal_is_exported_and_audited(
+    run: Callable[..., Result], spark: SparkSession, store: StoreAt, tmp_path: Path
+) -> None:
+    # Given messages of which one was due long ago
+    file, page = tmp_path / "reminders.parquet", tmp_path / "report.html"
+    many(spark, 100).write.parquet(str(file))
+    assert run("spark", "schedule", str(file)).exit_code == 0
+    store.put("late", due=PAST)
+    # When the journal is exported and audited
+    assert document(run("spark", "export", str(tmp_path / "journal")))["entries"] == 101
+    result = run("spark", "audit", str(tmp_path / "journal"), "--report", str(page))
+    # Then nothing is lost: it waits
+    assert result.exit_code == 0, result.output
+    totals = document(result)
+    assert (totals["scheduled"], totals["waiting"], totals["overdue"], totals["lost"]) == (101, 100, 1, 0)
+    assert page.read_text().startswith("<!doctype html>")
+    # And when somebody empties the store behind everybody's back, that is told
+    remove_unseen(store)
+    told = run("spark", "audit", str(tmp_path / "journal"), json=False)
+    assert told.exit_code == 1 and "lost" in told.output and "billing" in told.output
+
+
+def remove_unseen(store: StoreAt) -> None:
+    import psycopg
+
+    with psycopg.connect(store.url, autocommit=True) as connection:
+        connection.execute('TRUNCATE "sales.timeouts"')
+
+
+def test_a_dispatcher_runs_until_it_is_told_to_stop(run: Callable[..., Result], store: StoreAt) -> None:
+    # Given messages that are due
+    store.put(*(f"m{number}" for number in range(50)), due=PAST)
+    settings = Settings(endpoint=ENDPOINT, url=store.url)
+
+    def stop_when_empty() -> None:
+        deadline = time.monotonic() + 60
+        while store.ids() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        stop_dispatcher(settings)
+
+    # When the command runs, and is told to stop from elsewhere
+    thread = threading.Thread(target=stop_when_empty)
+    thread.start()
+    result = run("spark", "dispatch", "--shards", "1")
+    thread.join()
+    # Then all have left, and it says how many
+    assert result.exit_code == 0, result.output
+    assert document(result)["shards"][0]["dispatched"] == 50
+    assert store.ids() == [] and dispatcher_status(settings)[0].dispatched == 50
+    assert document(run("spark", "dispatch", "--status"))["shards"][0]["shard"] == 0
+
+
+def test_there_is_nothing_to_stop_where_none_ever_ran(run: Callable[..., Result], store: StoreAt) -> None:
+    result = run("spark", "dispatch", "--stop")
+    assert result.exit_code == 1 and "no dispatcher has ever run" in result.stderr
+    with pytest.raises(BackendUnusable, match="has ever run"):
+        stop_dispatcher(Settings(endpoint=ENDPOINT, url=store.url))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "there", "--conf", "spark.x"], "must be NAME=VALUE"),
+        (["schedule", "x.csv", "--column", "when=due"], "no column of a message"),
+        (["schedule", "/nowhere/x.csv"], "/nowhere/x.csv"),
+    ],
+)
+def test_wrong_usage_is_one_line(run: Callable[..., Result], words: list[str], said: str) -> None:
+    result = run("spark", *words)
+    assert result.exit_code == 2 and said in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and "\tat " not in result.stderr

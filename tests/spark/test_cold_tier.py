@@ -1,0 +1,320 @@
+"""Scheduling into two tiers and promoting: every message waits in one place, and leaves it once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from sqlalchemy import update
+from tests.spark.stores import DUE, frame
+from tests.spark.test_failures import in_java, in_python, once
+from tests.spark.tiers import FIRST, HOUR, spread
+
+from delayline import BackendUnusable, ConfigurationError, DelaylineError, DuplicateMessage, Outcome
+from delayline.spark import Promoted, Target, promote, promote_every, promote_stream, schedule_stream
+from delayline.sql.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+    from tests.spark.tiers import Tiers
+
+NUMBER = 2000
+#: The module, not the function of its name.
+COMPACTING: Any = import_module("delayline.spark.compact")
+
+
+def ids(number: int = NUMBER, prefix: str = "m") -> list[str]:
+    return sorted(f"{prefix}{one}" for one in range(number))
+
+
+def before_commit(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
+    """Do something once, between the end of the next job's tasks and its commit."""
+    commit = Staging.commit
+
+    def late(self: Staging, *arguments: Any, **settings: Any) -> Any:  # noqa: ANN401 - commit's own
+        monkeypatch.setattr(Staging, "commit", commit)
+        work()
+        return commit(self, *arguments, **settings)
+
+    monkeypatch.setattr(Staging, "commit", late)
+
+
+def test_what_is_far_waits_in_files_and_is_promoted_once(spark: SparkSession, any_tiers: Tiers) -> None:
+    tiers = any_tiers
+    # Given messages of which one is near
+    soon = datetime.now(UTC) + timedelta(minutes=5)
+    data = spread(spark, NUMBER, hours=5).union(frame(spark, "soon", due=[soon]))
+    done = tiers.schedule(data)
+    assert (done.stored, done.held, done.duplicates, done.rejected) == (1, NUMBER, 0, 0)
+    assert tiers.hot.ids() == ["soon"]
+    assert tiers.ids() == sorted([*ids(), "soon"])
+    # When what comes near is promoted, hour by hour, and once more
+    first = tiers.promote(FIRST + HOUR)
+    again = tiers.promote(FIRST + HOUR)
+    # Then whole hours have moved, and everything waits in one place
+    assert 0 < first.stored < NUMBER and again == Promoted()
+    hot = set(tiers.hot.ids())
+    cold = [message for message in tiers.waiting() if message.id not in hot]
+    assert cold and min(message.due for message in cold) >= (FIRST + HOUR).replace(minute=0, second=0)
+    assert tiers.ids() == sorted([*ids(), "soon"])
+    rest = tiers.promote(datetime.max.replace(tzinfo=UTC))
+    assert first.stored + rest.stored == NUMBER
+    assert tiers.hot.ids() == sorted([*ids(), "soon"])
+    # And is what it was
+    found = {message.id: message for message in tiers.hot.messages()}
+    assert found["m7"].due == FIRST + timedelta(seconds=7 * 7919 % (5 * 3600))
+    assert (found["m7"].message.body, found["m7"].destination) == (b"7", "shipping")
+
+
+def test_a_run_that_is_run_again_changes_nothing_however_near_its_messages_have_come(
+    spark: SparkSession, tiers: Tiers
+) -> None:
+    first = tiers.schedule(spread(spark, 100, hours=2), run="campaign")
+    again = tiers.schedule(spread(spark, 100, hours=2), run="campaign", hot_horizon=timedelta(days=20_000))
+    assert (first.held, again.held, again.stored, again.repeated) == (100, 100, 0, True)
+    assert tiers.hot.ids() == []
+    assert tiers.ids() == ids(100)
+
+
+def test_ids_that_wait_in_either_tier_are_left_as_they_are(spark: SparkSession, tiers: Tiers) -> None:
+    # Given an id that waits in files, and one that waits in the store
+    tiers.schedule(frame(spark, "cold"))
+    tiers.hot.put("hot", due=DUE)
+    # When they come again, with one that comes twice
+    done = tiers.schedule(frame(spark, "cold", "hot", "new", "new"))
+    # Then only the new one is held, once
+    assert (done.stored, done.held, done.duplicates) == (0, 1, 3)
+    assert tiers.ids() == ["cold", "hot", "new"]
+    with pytest.raises(DuplicateMessage, match="'cold' waits already"):
+        tiers.schedule(frame(spark, "cold", "other"), on_conflict="fail")
+    with pytest.raises(ConfigurationError, match="reaches no messages in a cold tier"):
+        tiers.schedule(frame(spark, "cold"), on_conflict="replace")
+    assert tiers.ids() == ["cold", "hot", "new"]
+
+
+def test_rows_that_cannot_be_messages_are_rejected_wherever_they_would_go(spark: SparkSession, tiers: Tiers) -> None:
+    soon = datetime.now(UTC) + timedelta(minutes=5)
+    data = frame(spark, "a", "b", "", "d", due=[soon, DUE, DUE, None], headers=["{", "{}", "{}", "{}"])
+    done = tiers.schedule(data)
+    assert (done.stored, done.held, done.rejected) == (0, 1, 3)
+    assert sorted(row["reason"][:7] for row in done.rejected_rows.toArrow().to_pylist()) == [
+        "due is ",
+        "headers",
+        "id must",
+    ]
+
+
+def test_nothing_to_schedule_and_nothing_to_promote(spark: SparkSession, any_tiers: Tiers) -> None:
+    assert any_tiers.promote(FIRST) == Promoted()
+    done = any_tiers.schedule(spread(spark, 0, hours=1))
+    assert (done.stored, done.held) == (0, 0)
+    assert any_tiers.promote(FIRST) == Promoted()
+    assert (any_tiers.compact().before, any_tiers.files()) == (0, [])
+
+
+def test_late_arrivals_for_an_hour_already_promoted_are_promoted(spark: SparkSession, tiers: Tiers) -> None:
+    until = FIRST + 3 * HOUR
+    tiers.schedule(spread(spark, 100, hours=2))
+    assert tiers.promote(until).stored == 100
+    tiers.schedule(spread(spark, 50, hours=2, prefix="late"))
+    assert tiers.promote(until).stored == 50
+    assert tiers.hot.ids() == sorted([*ids(100), *ids(50, "late")])
+
+
+def test_cancelled_messages_are_not_promoted(
+    spark: SparkSession, any_tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = any_tiers
+    tiers.schedule(spread(spark, 100, hours=2))
+    # Given one that is cancelled before, and one while the files are already staged
+    assert tiers.cancel("m1") is Outcome.DONE
+    before_commit(monkeypatch, lambda: tiers.cancel("m2"))
+    # Then neither leaves
+    moved = tiers.promote(FIRST + 3 * HOUR)
+    assert (moved.stored, moved.duplicates, moved.cancelled) == (98, 0, 2)
+    assert tiers.hot.ids() == sorted(set(ids(100)) - {"m1", "m2"})
+    # And once promoted it is cancelled in the store
+    assert tiers.cancel("m3") is Outcome.DONE
+    assert len(tiers.hot.ids()) == 97
+
+
+def test_two_promoters_at_once_move_everything_once(spark: SparkSession, tiers: Tiers) -> None:
+    tiers.schedule(spread(spark, NUMBER, hours=6))
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: tiers.promote(FIRST + 7 * HOUR, at_once=500), range(2)))
+    assert sum(one.stored for one in both) == NUMBER
+    assert sum(one.duplicates for one in both) == 0
+    assert tiers.hot.ids() == ids()
+
+
+def test_compaction_merges_the_files_of_an_hour_and_loses_nothing(
+    spark: SparkSession, any_tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = any_tiers
+    for prefix in ("a", "b", "c"):
+        tiers.schedule(spread(spark, 60, hours=1, prefix=prefix))
+    tiers.cancel("a1")
+    before = tiers.tier.held()[0]
+    # When somebody cancels while files are merged
+    merged = COMPACTING._merged
+
+    def then_cancelled(*arguments: Any) -> Any:  # noqa: ANN401 - as it takes
+        done = merged(*arguments)
+        assert tiers.cancel("b2") is Outcome.DONE
+        return done
+
+    monkeypatch.setattr(COMPACTING, "_merged", then_cancelled)
+    done = tiers.compact()
+    # Then there is a file an hour, and neither message comes back
+    files, dead = tiers.tier.held()
+    assert len(files) == len({one.due_hour for one in before}) < len(before)
+    assert (done.before, done.after) == (len(before), len(files))
+    assert sum(one.messages for one in files) == 179 and list(dead.values()) == [["b2"]]
+    expected = sorted({f"{prefix}{number}" for prefix in "abc" for number in range(60)} - {"a1", "b2"})
+    assert tiers.ids() == expected
+    assert tiers.compact().before == 0
+    assert tiers.promote(FIRST + 3 * HOUR).stored == 178
+    assert tiers.hot.ids() == expected
+
+
+def test_a_compaction_that_is_overtaken_by_a_promotion_changes_nothing(
+    spark: SparkSession, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prefix in ("a", "b"):
+        tiers.schedule(spread(spark, 60, hours=1, prefix=prefix))
+    merged = COMPACTING._merged
+
+    def then_promoted(*arguments: Any) -> Any:  # noqa: ANN401 - as it takes
+        done = merged(*arguments)
+        tiers.promote(FIRST + 3 * HOUR)
+        return done
+
+    monkeypatch.setattr(COMPACTING, "_merged", then_promoted)
+    assert tiers.compact().before == 0
+    assert tiers.hot.ids() == tiers.ids() == sorted([*ids(60, "a"), *ids(60, "b")])
+    assert tiers.tier.held() == ([], {})
+
+
+def test_a_promotion_that_is_overtaken_by_a_compaction_begins_again(
+    spark: SparkSession, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prefix in ("a", "b"):
+        tiers.schedule(spread(spark, 60, hours=1, prefix=prefix))
+    before_commit(monkeypatch, tiers.compact)
+    assert tiers.promote(FIRST + 3 * HOUR).stored == 120
+    assert tiers.hot.ids() == sorted([*ids(60, "a"), *ids(60, "b")])
+
+
+def test_files_that_nobody_knows_are_swept_after_a_day_and_others_are_not(spark: SparkSession, tiers: Tiers) -> None:
+    tiers.schedule(spread(spark, 60, hours=2))
+    [file, *others] = tiers.files()
+    long_ago = datetime.now(UTC).timestamp() - 90_000
+    tier = file.name.partition("-")[0]
+    strays = [file.with_name(name) for name in (f"{tier}-old.parquet", f"{tier}-young.parquet", "theirs.parquet")]
+    for stray in strays:
+        stray.write_bytes(b"left by a task that was killed")
+    for old in (file, strays[0], strays[2]):
+        os.utime(old, (long_ago, long_ago))
+    assert tiers.ids() == ids(60)
+    assert tiers.compact().deleted == 1
+    assert [stray.exists() for stray in strays] == [False, True, True]
+    assert tiers.promote(FIRST + 3 * HOUR).stored == 60
+    # And files that were promoted stay for a day
+    assert file.exists() and all(other.exists() for other in others)
+    catalog = tiers.tier.catalog
+    ago = catalog._dialect.in_seconds(-90_000)
+    tiers.tier.write(lambda connection: connection.execute(update(catalog.tables.files).values(changed=ago)))
+    tiers.promote(FIRST + 3 * HOUR)
+    assert not file.exists() and not any(other.exists() for other in others)
+
+
+@pytest.mark.parametrize("upstream", ["python", "java"])
+def test_a_job_that_fails_for_good_holds_nothing(spark: SparkSession, tiers: Tiers, upstream: str) -> None:
+    data = spread(spark, 20_000, hours=2)
+    failing = in_python(data, lambda: True) if upstream == "python" else in_java(data)
+    with pytest.raises(DelaylineError, match="fails on purpose"):
+        tiers.schedule(failing, run="nightly")
+    assert tiers.ids() == []
+    assert tiers.schedule(spread(spark, 100, hours=2), run="nightly").held == 100
+
+
+def test_a_task_that_fails_once_holds_its_messages_once(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
+    data = in_python(spread(spark, 20_000, hours=2), once(tmp_path / "failed"))
+    assert tiers.schedule(data).held == 20_000
+    assert (tmp_path / "failed").exists()
+    assert tiers.promote(FIRST + 3 * HOUR).stored == 20_000
+    assert tiers.hot.ids() == ids(20_000)
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Kathmandu"])
+def test_due_times_at_the_edges_whatever_the_sessions_time_zone(spark: SparkSession, tiers: Tiers, zone: str) -> None:
+    edges = {
+        "begins": FIRST.replace(minute=0, second=0),
+        "ends": FIRST.replace(minute=59, second=59, microsecond=999_999),
+        "last": datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
+    }
+    spark.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        tiers.schedule(frame(spark, *edges, due=pa.array(edges.values(), pa.timestamp("us", "UTC"))))
+        assert len(tiers.files()) == 2
+        assert tiers.promote(edges["begins"] + timedelta(milliseconds=1)).stored == 2
+        assert tiers.promote(datetime.max.replace(tzinfo=UTC)).stored == 1
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+    assert {message.id: message.due for message in tiers.hot.messages()} == edges
+
+
+def test_promoting_again_and_again_until_told_to_stop(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
+    tiers.schedule(spread(spark, 50, hours=1))
+    horizon = FIRST + 2 * HOUR - datetime.now(UTC)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            promote_every, tiers.target, timedelta(milliseconds=50), until=stop, horizon=horizon, spark=spark
+        )
+        while len(tiers.hot.ids()) < 50 and not running.done():
+            stop.wait(0.1)
+        stop.set()
+        assert running.result(100).stored == 50
+    # And as a query
+    tiers.schedule(spread(spark, 50, hours=1, prefix="q"))
+    query = promote_stream(
+        tiers.target, timedelta(milliseconds=50), checkpoint=tmp_path / "checkpoint", horizon=horizon, spark=spark
+    )
+    try:
+        waited = threading.Event()
+        while len(tiers.hot.ids()) < 100 and query.isActive:
+            waited.wait(0.1)
+        assert query.exception() is None
+    finally:
+        query.stop()
+    assert tiers.hot.ids() == sorted([*ids(50), *ids(50, "q")])
+
+
+def test_what_cannot_work_is_told_in_a_line(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no cold tier: Target"):
+        promote(Target(tiers.hot.url, endpoint="sales"), spark=spark)
+    with pytest.raises(ConfigurationError, match="longer than half of horizon"):
+        promote_every(tiers.target, timedelta(hours=13), until=threading.Event(), spark=spark)
+    with pytest.raises(ConfigurationError, match="leave out cold_tier"):
+        stream = spark.readStream.format("rate").load()
+        schedule_stream(stream, tiers.target, checkpoint=tmp_path / "checkpoint")
+    (tmp_path / "file").touch()
+    blocked = Target(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "file"))
+    with pytest.raises(BackendUnusable, match="Check that the folder can be read and written"):
+        type(tiers)(tiers.hot, tmp_path / "file", spark).schedule(frame(spark, "a"))
+    assert promote(blocked, spark=spark) == Promoted()
+    tiers.schedule(frame(spark, "a"))
+    elsewhere = Target(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "elsewhere"))
+    with pytest.raises(BackendUnusable, match="where it was held"):
+        promote(elsewhere, horizon=DUE + HOUR - datetime.now(UTC), spark=spark)
+    assert tiers.promote(DUE + HOUR).stored == 1

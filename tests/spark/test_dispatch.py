@@ -1,0 +1,160 @@
+"""Resident tasks dispatch what is due; they are stopped, renewed, lost and started again, and nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from tests.spark.stores import ENDPOINT, PAST, StoreAt
+
+from delayline import BackendUnusable, ConfigurationError, SqlTransport
+from delayline.config import Settings
+from delayline.spark import Dispatcher
+from delayline.sql.dispatchers import ShardMetrics, Wave
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+PATIENCE = 60
+
+
+def settings(store: StoreAt) -> Settings:
+    asyncio.run(SqlTransport(store.url).setup_infrastructure(["billing", "error", ENDPOINT]))
+    return Settings(endpoint=ENDPOINT, url=store.url)
+
+
+def arrived(store: StoreAt) -> list[str]:
+    async def look() -> list[str]:
+        transport = SqlTransport(store.url)
+        await transport.start()
+        try:
+            return [message.id for message in await transport.browse("billing", 1_000_000)]
+        finally:
+            await transport.stop()
+
+    return asyncio.run(look())
+
+
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+@contextmanager
+def running(dispatcher: Dispatcher) -> Iterator[None]:
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            dispatcher.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        until(lambda: failures or (shards(dispatcher) and dispatcher._control.goes_on(_wave(dispatcher))))
+        yield
+    finally:
+        dispatcher.stop()
+        thread.join(PATIENCE)
+    assert not thread.is_alive() and not failures, failures
+
+
+def shards(dispatcher: Dispatcher) -> Sequence[ShardMetrics]:
+    try:
+        return dispatcher.metrics()
+    except BackendUnusable:  # before the first one ever
+        return []
+
+
+def _wave(dispatcher: Dispatcher) -> Wave:
+    found = shards(dispatcher)
+    return Wave(dispatcher.name, dispatcher._owner, found[0].wave if found else -1)
+
+
+def test_shards_share_what_is_due_and_stop_when_told(spark: SparkSession, store: StoreAt) -> None:
+    # Given messages that are due before and after two tasks begin
+    dispatcher = Dispatcher(settings(store), shards=2, spark=spark)
+    before, after = [f"a{number}" for number in range(300)], [f"b{number}" for number in range(300)]
+    store.put(*before, due=PAST)
+    # When they run
+    with running(dispatcher):
+        store.put(*after, due=PAST)
+        until(lambda: len(arrived(store)) == 600)
+    # Then each has left once, and the tasks say how many they sent
+    assert sorted(arrived(store)) == sorted([*before, *after])
+    metrics = dispatcher.metrics()
+    assert [one.shard for one in metrics] == [0, 1]
+    assert sum(one.dispatched for one in metrics) == 600
+    assert store.ids() == []
+
+
+def test_a_wave_follows_when_a_lease_is_over(spark: SparkSession, store: StoreAt) -> None:
+    dispatcher = Dispatcher(settings(store), shards=1, lease=timedelta(seconds=1), spark=spark)
+    with running(dispatcher):
+        until(lambda: dispatcher.metrics()[0].wave >= 3)
+        store.put("x", due=PAST)
+        until(lambda: arrived(store) == ["x"])
+
+
+def test_a_task_that_is_killed_is_started_again(spark: SparkSession, store: StoreAt) -> None:
+    # Given a task in a process of its own
+    dispatcher = Dispatcher(settings(store), shards=1, spark=spark)
+    with running(dispatcher):
+        first = int(dispatcher.metrics()[0].place.split()[-1])
+        # When that is killed
+        os.kill(first, signal.SIGKILL)
+        # Then another one goes on
+        until(lambda: int(dispatcher.metrics()[0].place.split()[-1]) != first)
+        store.put("x", due=PAST)
+        until(lambda: arrived(store) == ["x"])
+
+
+def test_who_begins_under_the_same_name_takes_over(spark: SparkSession, store: StoreAt) -> None:
+    first = Dispatcher(settings(store), shards=1, spark=spark)
+    thread = threading.Thread(target=first.run)
+    thread.start()
+    until(lambda: shards(first))
+    with running(Dispatcher(settings(store), shards=1, spark=spark)):
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_a_stream_dispatches_where_only_streams_run(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    dispatcher = Dispatcher(settings(store), shards=1, lease=timedelta(seconds=2), spark=spark)
+    query = dispatcher.stream(tmp_path)
+    try:
+        store.put("a", due=PAST)
+        until(lambda: arrived(store) == ["a"])
+        until(lambda: any(one.wave >= 2 for one in shards(dispatcher)))
+        store.put("b", due=PAST)
+        until(lambda: sorted(arrived(store)) == ["a", "b"])
+        dispatcher.stop()
+        until(lambda: not query.status["isTriggerActive"])
+    finally:
+        query.stop()
+
+
+def test_a_session_that_runs_tasks_twice_is_refused(store: StoreAt) -> None:
+    session = cast("SparkSession", SimpleNamespace(conf={"spark.speculation": "true"}))
+    with pytest.raises(ConfigurationError, match=r"spark\.speculation is on"):
+        Dispatcher(settings(store), spark=session).run()
+
+
+def test_messages_in_the_memory_of_one_process_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="one process's own"):
+        Dispatcher(Settings(endpoint=ENDPOINT, url="memory:"))

@@ -1,0 +1,91 @@
+"""The journal is exported bit by bit, each entry once; what a dead or beaten export has left counts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
+
+from delayline import BackendUnavailable, BackendUnusable, SqlDelayedMessageStore, SqlTransport
+from delayline.delayed.store import Outcome
+from delayline.spark import Target, export, read_journal, schedule
+from delayline.spark.journal import _export
+from delayline.spark.options import StoreOptions
+from delayline.sql.journal_export import JournalExport
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+
+def journaled(store: StoreAt) -> Target:
+    asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
+    asyncio.run(SqlTransport(store.url).setup_infrastructure(["billing"]))
+    return Target(store.url, endpoint=ENDPOINT)
+
+
+def rows(target: Target, path: Path, spark: SparkSession) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = read_journal(target, path, spark=spark).orderBy("seq").toArrow().to_pylist()
+    return found
+
+
+def test_what_happens_is_exported_bit_by_bit(spark: SparkSession, any_store: StoreAt, tmp_path: Path) -> None:
+    # Given a job that has scheduled messages, which were exported
+    target = journaled(any_store)
+    schedule(many(spark, 500), target, spark=spark)
+    assert export(target, tmp_path, entries_at_once=200, spark=spark).entries == 500
+    # When one is cancelled and one has left, and that is exported
+    any_store.put("due", due=PAST)
+    assert any_store.run(lambda store: store.cancel("m7")) is Outcome.DONE
+    any_store.run(lambda store: store.forward_due(PAST, 10, max_bytes=1000))
+    second = export(target, tmp_path, spark=spark)
+    # Then each entry was exported once, in order
+    found = rows(target, tmp_path, spark)
+    assert (second.entries, second.batches, len(found)) == (3, 1, 503)
+    assert sorted(row["id"] for row in found[:500]) == sorted(f"m{number}" for number in range(500))
+    assert [(row["event"], row["id"]) for row in found[500:]] == [
+        ("scheduled", "due"),
+        ("cancelled", "m7"),
+        ("dispatched", "due"),
+    ]
+    assert {row["store"] for row in found} == {"sales.timeouts"}
+    assert found[-1]["due"] == PAST and found[-1]["at"] > PAST
+    assert export(target, tmp_path, spark=spark).entries == 0
+
+
+def test_of_two_exports_of_the_same_entries_one_counts(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given two exporters that have seen the same entries
+    target = journaled(store)
+    store.put("a", "b")
+    options = StoreOptions.of(target.options)
+    journal = JournalExport(options.address)
+    runs = journal.runs(100)
+    # When both export them
+    _export(options, journal, str(tmp_path), runs, 2, spark)
+    with pytest.raises(BackendUnavailable, match="somebody else"):
+        _export(options, journal, str(tmp_path), runs, 2, spark)
+    # Then they are there once
+    assert [row["id"] for row in rows(target, tmp_path, spark)] == ["a", "b"]
+
+
+def test_what_an_export_that_was_killed_has_written_counts_nothing(
+    spark: SparkSession, store: StoreAt, tmp_path: Path
+) -> None:
+    # Given an export that has written its files and died before it could say so
+    target = journaled(store)
+    store.put("a", "b")
+    spark.createDataFrame([], read_journal(target, tmp_path, spark=spark).schema).write.parquet(
+        str(tmp_path / "export-dead")
+    )
+    # When it is run again
+    export(target, tmp_path, spark=spark)
+    # Then only what counts is read
+    assert [row["id"] for row in rows(target, tmp_path, spark)] == ["a", "b"]
+
+
+def test_a_journal_that_is_not_kept_says_how_to_begin_one(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnusable, match="--journal true"):
+        export(Target(store.url, endpoint=ENDPOINT), tmp_path, spark=spark)

@@ -1,0 +1,246 @@
+"""A migration that something stops is resumed or aborted: nothing is lost, and what may be double is named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+from tests.integration.test_rabbitmq_migration import V2
+from tests.spark.broker import count, in_levels, with_levels
+from tests.spark.legacy import Legacy, Timeout, fill, some
+from tests.spark.stores import StoreAt
+
+from delayline.errors import ConfigurationError, DelaylineError
+from delayline.migration import Migration, Plan, target_at
+from delayline.migration.run import Outcome
+from delayline.migration.targets.sql_store import StoreWave
+from delayline.migration.verify import run_named, runs_of, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+    from tests.servers.rabbitmq import RabbitmqServer
+
+ENDPOINT = "sales"
+
+
+class Killed(BaseException):
+    """Ends the driver in the middle, as a signal does."""
+
+
+@pytest.fixture
+def legacy(postgresql_url: str) -> Legacy:
+    return Legacy(postgresql_url, ENDPOINT)
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def any_legacy(request: pytest.FixtureRequest) -> Legacy:
+    return Legacy(request.getfixturevalue(f"{request.param}_url"), ENDPOINT)
+
+
+def plan(legacy: Legacy, url: str, **how: Any) -> Plan:  # noqa: ANN401 - Plan's own
+    return Plan(legacy.source, target_at(url), **{"endpoints": [ENDPOINT], "batch_size": 4, **how})
+
+
+@contextlib.contextmanager
+def dying(monkeypatch: pytest.MonkeyPatch, where: type, name: str, *, after: bool) -> Iterator[None]:
+    """Have the driver die before or after something, once."""
+    real = getattr(where, name)
+
+    def die(self: object, *arguments: object, **named: object) -> object:
+        if after:
+            real(self, *arguments, **named)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, die)
+        with pytest.raises(Killed):
+            yield
+
+
+@pytest.mark.parametrize(("step", "after"), [("_deliver", False), ("_end", False)])
+def test_a_driver_that_dies_between_steps_is_resumed(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
+    legacy.add(ENDPOINT, *some(10))
+    with dying(monkeypatch, Migration, step, after=after):
+        Migration(plan(legacy, store.url)).run(spark)
+    assert Migration(plan(legacy, store.url)).resume(spark).complete
+    assert len(store.ids()) == 10
+    verified = verify(legacy.source, target_at(store.url), spark)  # type: ignore[arg-type]
+    assert verified.ok
+    assert verified.waiting == 10
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("then", ["resume", "abort"])
+def test_a_commit_that_nobody_knows_of_counts_once(
+    spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, after: bool, then: str
+) -> None:
+    legacy = any_legacy
+    # Given a driver that died around the target's commit
+    legacy.add(ENDPOINT, *some(10))
+    before = legacy.rows(ENDPOINT)
+    with dying(monkeypatch, StoreWave, "commit", after=after):
+        Migration(plan(legacy, store.url)).run(spark)
+    # When it is resumed, or aborted
+    if then == "resume":
+        assert Migration(plan(legacy, store.url)).resume(spark).complete
+    else:
+        Migration(plan(legacy, store.url)).abort()
+    # Then each message is in one place, as it was
+    moved = after or then == "resume"
+    assert len(store.ids()) == (10 if moved else 0)
+    assert legacy.rows(ENDPOINT) == ([] if moved else before)
+    verified = verify(legacy.source, target_at(store.url), spark)  # type: ignore[arg-type]
+    assert verified.ok
+    assert verified.repeatable == []
+
+
+def test_an_abort_gives_back_exactly_what_was_not_completed(
+    spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legacy = any_legacy
+    # Given two waves, of which one was committed, with rows that look alike to nobody
+    monkeypatch.setattr("delayline.migration.plan.WAVE_ROWS", 8)
+    rows = [*some(15), Timeout(16, state=None, saga=None, version="5"), Timeout(17, destination=None)]
+    legacy.add(ENDPOINT, *rows)
+    before = {str(row[0]): row for row in legacy.rows(ENDPOINT)}
+    commit, calls = StoreWave.commit, []
+
+    def die_at_second(self: StoreWave, name: str, attempts: Any) -> None:  # noqa: ANN401 - as it is
+        calls.append(name)
+        if len(calls) == 2:
+            raise Killed
+        commit(self, name, attempts)
+
+    monkeypatch.setattr(StoreWave, "commit", die_at_second)
+    with pytest.raises(Killed):
+        Migration(plan(legacy, store.url)).run(spark)
+
+    # When it is aborted
+    outcome = Migration(plan(legacy, store.url)).abort()
+
+    # Then every row is in the store or in its table, and those are as they were, to the last column
+    moved, back = set(store.ids()), legacy.rows(ENDPOINT)
+    assert outcome.progress is not None
+    assert (outcome.progress.marked, outcome.progress.restored) == (8, 9)
+    assert moved | {str(row[0]) for row in back} == set(before)
+    assert len(moved) + len(back) == len(before)
+    assert back == [before[str(row[0])] for row in back]
+    # And there is nothing to resume
+    with pytest.raises(ConfigurationError, match="no unfinished migration"):
+        Migration(plan(legacy, store.url)).resume(spark)
+
+
+def test_a_run_that_died_while_it_prepared_is_cleared_away_by_the_next(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legacy.add(ENDPOINT, *some(5))
+    with dying(monkeypatch, Migration, "_hold", after=False):
+        Migration(plan(legacy, store.url)).run(spark)
+    assert len(legacy.ids(ENDPOINT)) == 5
+    assert Migration(plan(legacy, store.url)).run(spark).complete
+    assert [str(one.state) for one in runs_of(legacy.source)] == ["completed", "aborted"]
+    assert len([name for name in legacy.everything() if name.startswith("delayline_held")]) == 1
+
+
+def test_there_is_nothing_to_resume_in_a_run_that_died_while_it_prepared(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legacy.add(ENDPOINT, *some(5))
+    with dying(monkeypatch, Migration, "_hold", after=False):
+        Migration(plan(legacy, store.url)).run(spark)
+    with pytest.raises(ConfigurationError, match="had not moved anything yet: run it anew"):
+        Migration(plan(legacy, store.url)).resume(spark)
+    assert len(legacy.ids(ENDPOINT)) == 5
+
+
+def test_other_parameters_and_second_runs_are_refused(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legacy.add(ENDPOINT, *some(5))
+    with dying(monkeypatch, StoreWave, "commit", after=False):
+        Migration(plan(legacy, store.url)).run(spark)
+    with pytest.raises(ConfigurationError, match="batch_size was '4', now it is '5'"):
+        Migration(plan(legacy, store.url, batch_size=5)).resume(spark)
+    with pytest.raises(ConfigurationError, match=r"endpoints was 'sales', now it is '\*'"):
+        Migration(plan(legacy, store.url, endpoints=None)).abort()
+    with pytest.raises(ConfigurationError, match="is not finished: resume it, or abort it"):
+        Migration(plan(legacy, store.url)).run(spark)
+
+
+def test_two_migrations_of_one_source_at_once_are_refused(spark: SparkSession, legacy: Legacy, store: StoreAt) -> None:
+    legacy.add(ENDPOINT, *some(5))
+    first = Migration(plan(legacy, store.url))
+    with first._turn(), pytest.raises(ConfigurationError, match="another process is working"):
+        Migration(plan(legacy, store.url)).run(spark)
+    assert len(legacy.ids(ENDPOINT)) == 5
+
+
+def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legacy.add(ENDPOINT, *some(10))
+    hold = Migration._hold
+
+    def hold_and_lose(self: Migration, connection: Any, run: Any, parts: Any) -> None:  # noqa: ANN401 - as they are
+        hold(self, connection, run, parts)
+        quote = legacy.source.dialect.sql.identifier_preparer.quote
+        connection.execute(text(f"DELETE FROM {quote(parts[0].held)} WHERE delayline_number = 3"))  # noqa: S608 - ours
+
+    monkeypatch.setattr(Migration, "_hold", hold_and_lose)
+    with pytest.raises(DelaylineError, match="has 3 of 4 rows of batch 0"):
+        Migration(plan(legacy, store.url)).run(spark)
+    assert store.ids() == []
+
+
+def test_a_migration_to_rabbitmq_that_is_killed_loses_nothing_and_names_what_may_be_double(
+    spark: SparkSession, rabbitmq: RabbitmqServer, rabbitmq_url: str, postgresql_url: str
+) -> None:
+    # Given thousands of timeouts and a broker with levels
+    del rabbitmq
+    number, size = 6000, 100
+    legacy = Legacy(postgresql_url, ENDPOINT)
+    fill(postgresql_url, ENDPOINT, number)
+    with_levels(rabbitmq_url, V2)
+    arguments = [
+        "--from", "nservicebus-sql", "--source", postgresql_url, "--target", rabbitmq_url, "--endpoint", ENDPOINT,
+        "--batch-size", str(size),
+    ]  # fmt: skip
+
+    # When the process is killed in the middle
+    process = subprocess.Popen(
+        [sys.executable, "-m", "delayline", "migrate", "run", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while count(rabbitmq_url, V2) < 500:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it moves nothing"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert run_named(legacy.source, None).state == "running"
+
+    # And it is resumed
+    found = target_at(rabbitmq_url)
+    assert found is not None
+    outcome: Outcome = Migration(Plan(legacy.source, found, [ENDPOINT], batch_size=size)).resume(spark)
+
+    # Then everything is there, and what is there twice is among what verify names
+    assert outcome.complete
+    verified = verify(legacy.source, found, spark)
+    assert verified.ok
+    assert verified.moved == number
+    messages = in_levels(rabbitmq_url, V2)
+    ids = [one.header.properties.message_id for one in messages]
+    assert len(set(ids)) == number
+    assert len(ids) - number <= len(verified.repeatable) <= 2 * size

@@ -1,0 +1,157 @@
+"""Files and tables become delayed messages; what cannot be one is told, with its file and line."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.spark.stores import DUE, frame, many
+
+from delayline import BackendUnusable, ConfigurationError, DuplicateMessage
+from delayline.spark.columns import Columns
+from delayline.spark.schedule import Target, schedule, schedule_stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+    from tests.spark.stores import StoreAt
+
+
+def target(store: StoreAt) -> Target:
+    return Target(store.url, endpoint="sales")
+
+
+def refused(rows: DataFrame) -> dict[str, dict[str, Any]]:
+    return {row["row"]: row for row in rows.toArrow().to_pylist()}
+
+
+def test_parquet_is_scheduled_once_however_often_it_is_run(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given a file of messages
+    file = tmp_path / "reminders.parquet"
+    many(spark, 1000).write.parquet(str(file))
+    # When it is scheduled twice as one run, and once as another
+    first = schedule(file, target(store), run="nightly", spark=spark)
+    again = schedule(file, target(store), run="nightly", spark=spark)
+    other = schedule(file, target(store), spark=spark)
+    # Then each message waits once
+    assert (first.stored, first.duplicates, first.rejected, first.repeated) == (1000, 0, 0, False)
+    assert (again.stored, again.repeated) == (1000, True)
+    assert (other.stored, other.duplicates) == (0, 1000)
+    assert len(store.ids()) == 1000
+    assert first.rejected_rows.count() == 0
+
+
+def test_csv_with_faults_keeps_them_apart_with_their_lines(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given a file in which four of six rows cannot be messages
+    file = tmp_path / "reminders.csv"
+    file.write_text(
+        "id,queue,at,body\n"
+        "a,billing,2030-01-02T03:04:05.678901Z,hello\n"
+        '"b, quoted",billing,2030-01-02T04:04:05.678901+01:00,"say ""hi"""\n'
+        ",billing,2030-01-02T03:04:05Z,x\n"
+        "\n"
+        "c,billing,2030-01-02T03:04:05,naive\n"
+        "d,billing,tomorrow,x\n"
+        "e,billing\n"
+    )
+    # When it is scheduled
+    result = schedule(file, target(store), columns=Columns(destination="queue", due="at"), spark=spark)
+    # Then the others wait
+    assert (result.stored, result.rejected) == (2, 4)
+    found = {message.id: message for message in store.messages()}
+    assert {message.due for message in found.values()} == {DUE}
+    assert found["b, quoted"].message.body == b'say "hi"'
+    # And each fault is told with its place
+    rows = sorted(result.rejected_rows.toArrow().to_pylist(), key=lambda row: row["line"])
+    assert [row["line"] for row in rows] == [4, 6, 7, 8]
+    assert all(row["file"].endswith("reminders.csv") for row in rows)
+    assert [row["id"] for row in rows[:3]] == [None, "c", "d"] and rows[3]["row"] == "e,billing"
+    reasons = [row["reason"] for row in rows]
+    assert "id must be a text" in reasons[0]
+    assert reasons[1] == "at cannot be read: 2030-01-02T03:04:05"
+    assert reasons[2] == "at cannot be read: tomorrow"
+
+
+def test_json_lines_with_delays_count_from_one_moment(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    file = tmp_path / "reminders.jsonl"
+    file.write_text(
+        '{"id": "a", "after": 3600, "headers": {"x": "y"}, "body": {"total": 3}}\n'
+        '{"id": "b", "after": "3600.5", "body": "text"}\n'
+        '{"id": "c", "after": -1}\n'
+        '{"id": "d", "after": 1, "headers": {"n": 1}}\n'
+        "not json\n"
+    )
+    before = datetime.now(UTC)
+    result = schedule(file, target(store), columns=Columns(to="billing", delay="after"), spark=spark)
+    found = {message.id: message for message in store.messages()}
+    assert sorted(found) == ["a", "b"] and result.rejected == 3
+    assert found["b"].due - found["a"].due == timedelta(seconds=0.5)
+    assert before - timedelta(seconds=5) < found["a"].due - timedelta(hours=1) < datetime.now(UTC)
+    assert (found["a"].message.headers, found["a"].message.body) == ({"x": "y"}, b'{"total":3}')
+    assert found["b"].message.body == b"text"
+    rows = {row["line"]: row["reason"] for row in result.rejected_rows.toArrow().to_pylist()}
+    assert rows[3] == "after cannot be read: -1"
+    assert "header 'n': 1 must be str to str" in rows[4]
+    assert sorted(rows) == [3, 4, 5]
+
+
+def test_a_stream_is_scheduled_batch_by_batch(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    many(spark, 100).write.parquet(str(tmp_path / "source"))
+    source = spark.readStream.schema(many(spark, 1).schema).parquet(str(tmp_path / "source"))
+    for _ in range(2):
+        query = schedule_stream(
+            source, target(store), checkpoint=tmp_path / "checkpoint", trigger={"availableNow": True}
+        )
+        assert query.awaitTermination(100)
+    assert len(store.ids()) == 100
+
+
+def test_failures_are_delaylines_own_without_a_stack(
+    spark: SparkSession, store: StoreAt, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store.put("a")
+    with pytest.raises(DuplicateMessage) as failure:
+        schedule(frame(spark, "a"), target(store), on_conflict="fail", spark=spark)
+    assert str(failure.value).startswith("message 'a' waits already") and "\n" not in str(failure.value)
+    with pytest.raises(BackendUnusable, match="run `delayline setup` first"):
+        schedule(frame(spark, "a"), Target(store.url, endpoint="nobody"), spark=spark)
+    with pytest.raises(ConfigurationError, match="PATH_NOT_FOUND") as missing:
+        schedule(tmp_path / "nowhere.parquet", target(store), spark=spark)
+    assert "\n" not in str(missing.value)
+    assert "stacktrace" not in capfd.readouterr().err
+    broken = many(spark, 10).selectExpr(
+        "raise_error('fails on purpose') AS id", "destination", "due", "headers", "body"
+    )
+    with pytest.raises(ConfigurationError, match="fails on purpose"):
+        schedule(broken, target(store), spark=spark)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (Columns(id="key"), "no column 'key', only id, destination, due"),
+        (Columns(due="day"), "no column 'day'"),
+        (Columns(due="body"), "column 'body' is binary, which names no instant"),
+        (Columns(delay="body"), "column 'body' is binary, no delay"),
+        (Columns(headers="due"), "column 'due' is timestamp: headers are"),
+    ],
+)
+def test_columns_that_cannot_be_a_messages_are_refused(
+    spark: SparkSession, store: StoreAt, columns: Columns, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        schedule(frame(spark, "a"), target(store), columns=columns, spark=spark)
+
+
+def test_other_sources_and_stores_are_refused(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").touch()
+    with pytest.raises(ConfigurationError, match="Say form="):
+        schedule(tmp_path, target(store), spark=spark)
+    with pytest.raises(ConfigurationError, match="is empty"):
+        schedule(tmp_path / "empty.csv", target(store), spark=spark)
+    with pytest.raises(ConfigurationError, match="amqp: is no store"):
+        schedule(frame(spark, "a"), Target("amqp://broker", endpoint="sales"), spark=spark)
+    with pytest.raises(ConfigurationError, match=r"use schedule\(\)"):
+        schedule_stream(frame(spark, "a"), target(store), checkpoint=tmp_path / "checkpoint")

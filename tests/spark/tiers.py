@@ -1,0 +1,100 @@
+"""A store with a cold tier: what tests put there and look at."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.spark.stores import ENDPOINT, StoreAt
+
+from delayline import TransactionMode
+from delayline.spark import Promoted, Target, compact, promote, schedule
+from delayline.spark.cold_tier import ColdTier
+from delayline.sql.cold_store import TwoTierStore
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from delayline import DelayedMessage, Outcome
+    from delayline.spark import Compacted, Scheduled
+
+#: When the first of `many` is due.
+FIRST: Final = datetime.fromtimestamp(1_900_000_000, UTC)
+HOUR: Final = timedelta(hours=1)
+
+
+class Tiers:
+    """Both tiers of the endpoint `sales`."""
+
+    def __init__(self, store: StoreAt, folder: Path, spark: SparkSession) -> None:
+        self.hot = store
+        self.folder = folder
+        self.target = Target(store.url, endpoint=ENDPOINT, cold_tier=str(folder))
+        self._spark = spark
+
+    def schedule(self, data: DataFrame | Path, **settings: Any) -> Scheduled:  # noqa: ANN401 - schedule's own
+        """Schedule the messages: what is due in more than an hour waits in files."""
+        return schedule(data, self.target, **{"hot_horizon": HOUR, **settings})
+
+    def promote(self, until: datetime, **settings: Any) -> Promoted:  # noqa: ANN401 - promote's own
+        """Promote what is due before `until`, with the rest of its hour."""
+        return promote(self.target, horizon=until - datetime.now(UTC), spark=self._spark, **settings)
+
+    def compact(self) -> Compacted:
+        """Merge small files."""
+        return compact(self.target, spark=self._spark)
+
+    def waiting(self) -> list[DelayedMessage]:
+        """Return what waits in both tiers."""
+
+        async def look(store: TwoTierStore) -> list[DelayedMessage]:
+            return list(await store.pending(limit=1_000_000))
+
+        found: list[DelayedMessage] = self.run(look)
+        return found
+
+    def ids(self) -> list[str]:
+        """Return the ids of what waits in both tiers."""
+        return sorted(message.id for message in self.waiting())
+
+    def cancel(self, message_id: str) -> Outcome:
+        """Cancel a message wherever it waits."""
+        outcome: Outcome = self.run(lambda store: store.cancel(message_id))
+        return outcome
+
+    def files(self) -> list[Path]:
+        """Return the files that are there, whether anybody knows them or not."""
+        return sorted(self.folder.rglob("*.parquet"))
+
+    @property
+    def tier(self) -> ColdTier:
+        """The cold tier as jobs see it."""
+        return ColdTier(self.target.options, self.target.cold_tier)
+
+    def run(self, work: Callable[[TwoTierStore], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns
+        """Run something on the open store."""
+
+        async def opened() -> Any:  # noqa: ANN401
+            store = TwoTierStore(self.hot.url, cold_tier=str(self.folder))
+            await store.initialize(ENDPOINT, TransactionMode.RECEIVE_ONLY)
+            try:
+                return await work(store)
+            finally:
+                await store.close()
+
+        return asyncio.run(opened())
+
+
+def spread(spark: SparkSession, number: int, *, hours: int, prefix: str = "m", partitions: int = 4) -> DataFrame:
+    """Return messages due over so many hours from FIRST on, in no order."""
+    return spark.range(0, number, 1, partitions).selectExpr(
+        f"concat('{prefix}', id) AS id",
+        "IF(id % 2 = 0, 'billing', 'shipping') AS destination",
+        f"timestamp_seconds({int(FIRST.timestamp())} + (id * 7919) % {hours * 3600}) AS due",
+        "'{}' AS headers",
+        "CAST(CAST(id AS STRING) AS BINARY) AS body",
+    )

@@ -1,0 +1,185 @@
+"""What comes in bulk is checked as `Endpoint.send` checks one message: columns, rows and options, without Spark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import types
+
+from delayline import ConfigurationError, InvalidMessage
+from delayline.errors import DelaylineError
+from delayline.outgoing import check_name
+from delayline.spark import Target
+from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant, whole
+from delayline.spark.rejects import faults, must_be_good, without
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD: dict[str, Any] = {
+    "id": "a",
+    "destination": "billing",
+    "due": datetime(2030, 1, 1, tzinfo=UTC),
+    "headers": '{"x":"y"}',
+    "body": b"hello",
+}
+KINDS = {
+    "id": pa.string(),
+    "destination": pa.string(),
+    "due": pa.timestamp("us", "UTC"),
+    "headers": pa.string(),
+    "body": pa.binary(),
+}
+
+
+def batch(*rows: dict[str, Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([GOOD | row for row in rows], schema=pa.schema(KINDS))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"id": ""}, "id must be a text of 1 to 250"),
+        ({"id": None}, "id must be a text of 1 to 250"),
+        ({"id": "x" * 251}, "id has more than 250 characters"),
+        ({"id": "a\x00b"}, "id has control characters"),
+        ({"destination": None}, "destination must be a text of 1 to 200"),
+        ({"destination": "x" * 201}, "destination has more than 200 characters"),
+        ({"destination": " billing"}, "destination has control characters, or spaces around it"),
+        ({"destination": "bil\u00a0ling"}, "destination has control characters"),
+        ({"headers": '{"a":1}'}, "header 'a': 1 must be str to str"),
+        ({"headers": '{"":"1"}'}, "empty name"),
+        ({"headers": "[]"}, "headers must be a mapping"),
+        ({"headers": "{"}, "headers are not JSON"),
+        ({"headers": "[" * 100_000}, "headers are not JSON"),
+        ({"headers": '{"NServiceBus.TimeToBeReceived":"soon"}'}, "not a time as in"),
+        ({"due": None}, "due is missing"),
+        ({"body": bytes(200_001)}, "headers and body have more than 200,000 bytes"),
+    ],
+)
+def test_a_fault_is_said_in_words(row: dict[str, Any], said: str) -> None:
+    # Given a row with a fault between two without
+    rows = batch({}, row, {"id": "b", "headers": None, "body": None})
+    # When they are looked at
+    reasons = faults(rows, largest=200_000)
+    # Then only that one has a reason, which names it
+    assert reasons.is_valid().to_pylist() == [False, True, False]
+    assert said in reasons[1].as_py()
+    assert without(rows, reasons).column("id").to_pylist() == ["a", "b"]
+    with pytest.raises(InvalidMessage, match="message "):
+        must_be_good(rows, reasons)
+
+
+def test_due_times_beyond_what_python_can_hold_are_refused() -> None:
+    edges = [-62_135_596_800_000_000, 253_402_300_799_999_999]
+    due = [edges[0] - 1, edges[0], edges[1], edges[1] + 1]
+    rows = batch(*({"id": f"{number}"} for number in range(4)))
+    rows = rows.set_column(2, "due", pa.array(due, pa.timestamp("us", "UTC")))
+    assert faults(rows, largest=1000).is_valid().to_pylist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "a b", "naïve 日本 🚀", "a'\"\\%", "\u200b", "a\u2028b", "\ud7ff", "\u00ad", "a\tb", "é" * 250]
+)
+def test_names_are_taken_or_refused_as_one_message_would_be(name: str) -> None:
+    try:
+        check_name("id", name, 250)
+        taken = True
+    except InvalidMessage:
+        taken = False
+    assert faults(batch({"id": name}), largest=1000)[0].is_valid is not taken
+
+
+def test_no_rows_have_no_faults() -> None:
+    empty = batch().slice(0, 0)
+    assert len(faults(empty, largest=1)) == 0
+    must_be_good(empty, faults(empty, largest=1))
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "said"),
+    [
+        ("due", types.TimestampNTZType(), "column 'due' is timestamp_ntz, not timestamp: use to_utc"),
+        ("due", types.DateType(), "column 'due' is date, not timestamp"),
+        ("due", types.StringType(), "column 'due' is string, not timestamp"),
+        ("due", None, "no column 'due', only id, destination"),
+        ("id", types.IntegerType(), r"use CAST\(id AS STRING\)"),
+        ("x", types.IntegerType(), "column 'x' is none of a message's: drop it"),
+        ("headers", types.MapType(types.StringType(), types.StringType()), r"use to_json\(headers\)"),
+        ("body", types.StringType(), r"use CAST\(body AS BINARY\)"),
+    ],
+)
+def test_columns_of_other_names_and_types_are_refused(column: str, kind: types.DataType | None, said: str) -> None:
+    schema = types.StructType([one for one in COLUMNS if one.name != column])
+    with pytest.raises(ConfigurationError, match=said):
+        check_columns(schema if kind is None else schema.add(column, kind))
+    check_columns(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"endpoint": "sales"}, "needs the store"),
+        ({"url": "sqlite:///x.db"}, "needs whose messages"),
+    ],
+)
+def test_options_that_are_missing_are_named(options: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        StoreOptions.of(options)
+
+
+def test_a_password_comes_from_where_the_options_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_text("p@ss/word\n")
+    monkeypatch.setenv("STORE_PASSWORD", "other")
+    options = {"url": "postgresql://me@host/db", "table": "t"}
+    by_file = StoreOptions.of(options | {"passwordFile": str(tmp_path / "secret")})
+    by_variable = StoreOptions.of(options | {"passwordEnv": "STORE_PASSWORD"})
+    assert by_file.address == "postgresql://me:p%40ss%2Fword@host/db"
+    assert by_variable.address == "postgresql://me:other@host/db"
+
+
+def test_a_password_in_a_url_is_in_no_repr() -> None:
+    target = Target("postgresql://me:s3cret@host/db", endpoint="sales")
+    assert "s3cret" not in repr(target) and "s3cret" not in repr(StoreOptions.of(target.options))
+
+
+@pytest.mark.parametrize("options", [{"passwordFile": "/no/such/file"}, {"passwordEnv": "NO_SUCH_VARIABLE"}])
+def test_a_password_that_is_not_on_this_machine_is_missed(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="on this machine"):
+        _ = StoreOptions.of({"url": "postgresql://me@host/db", "table": "t", **options}).address
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1.5", "many", "²"])
+def test_numbers_are_whole(given: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"numPartitions=.* must be a whole number"):
+        whole({"numPartitions": given}, "numPartitions", 1)
+
+
+@pytest.mark.parametrize("given", ["tomorrow", "2030-01-01T00:00:00", ""])
+def test_instants_have_an_offset(given: str) -> None:
+    with pytest.raises(DelaylineError, match="dueFrom="):
+        instant({"dueFrom": given}, "dueFrom")
+    assert instant({}, "dueFrom") is None
+
+
+def test_without_the_extra_the_way_to_install_it_is_told() -> None:
+    text = (
+        "import sys; sys.modules['pyspark'] = None\n"
+        "import importlib.util as util; util.find_spec = lambda name: None if name == 'pyspark' else 1\n"
+        "import delayline\n"
+        "try:\n    import delayline.spark\nexcept delayline.MissingExtra as error:\n    print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert "pip install 'delayline[spark]'" in ran.stdout
+
+
+def test_delayline_itself_never_loads_spark() -> None:
+    text = (
+        "import sys, delayline; print([name for name in sys.modules if name.split('.')[0] in ('pyspark', 'pyarrow')])"
+    )
+    assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "[]\n"
