@@ -69,7 +69,7 @@ def hundreds_rate(url: str, number: int) -> float:
         return number / (time.perf_counter() - started)
 
 
-def copy_rate(url: str, number: int) -> float:
+def many_rate(url: str, number: int) -> float:
     """Return rows a second by binary COPY, a thousand to a commit."""
     with connect(url) as connection:
         copy_in(connection, number, datetime.now(UTC))
@@ -90,13 +90,22 @@ def copy_in(connection: psycopg.Connection, number: int, due: datetime) -> None:
                     copy.write_row(row)
 
 
-def drain_rate(url: str, number: int, statement: str, batch: int) -> float:
-    """Return messages a second that the statement takes out of the table."""
+def move_rate(url: str, number: int, per_commit: int) -> float:
+    """Return messages a second that one statement a batch moves from table to table."""
+    return _drain(url, number, per_commit, MOVE)
+
+
+def claim_rate(url: str, number: int, per_commit: int) -> float:
+    """Return messages a second that one statement a batch reads and deletes."""
+    return _drain(url, number, per_commit, CLAIM)
+
+
+def _drain(url: str, number: int, per_commit: int, statement: str) -> float:
     with connect(url) as connection:
         copy_in(connection, number, datetime.now(UTC) - timedelta(days=365))
         connection.execute("ANALYZE bare")
         now, taken = datetime.now(UTC), 0
         started = time.perf_counter()
         while taken < number:
-            taken += connection.execute(statement, (now, batch), prepare=True).rowcount
+            taken += connection.execute(statement, (now, per_commit), prepare=True).rowcount
         return number / (time.perf_counter() - started)

@@ -1,10 +1,12 @@
-"""What the scenarios run: one SQLite file with a store and queues, and messages put into it."""
+"""What the scenarios run: a store and queues in one file or one database, and messages put into them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
+import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,14 @@ if TYPE_CHECKING:
 DESTINATION = "destination"
 NAME = "bench"
 Figures = dict[str, float]
+#: Which part of the full numbers is run: small ones show that a scenario works, and no figure that counts.
+SCALE = float(os.environ.get("BENCHMARK_SCALE", "1"))
+ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "3"))
+
+
+def scaled(number: int) -> int:
+    """Return the number at this run's scale, in whole thousands."""
+    return max(1000, int(number * SCALE) // 1000 * 1000)
 
 
 def endpoint_on(place: Path | str, *, polling: bool = True, concurrency: int = 16) -> Endpoint:
@@ -65,6 +75,25 @@ async def fill(store: SqlDelayedMessageStore, prefix: str, dues: Iterable[dateti
             batch = []
     if batch:
         await store.store_many(batch)
+
+
+async def single_rate(place: Path | str, number: int) -> float:
+    """Return messages a second of one awaited `send(delay=)` after another."""
+    async with endpoint_on(place, polling=False) as endpoint:
+        started = time.perf_counter()
+        for _ in range(number):
+            await endpoint.send(DESTINATION, BODY, delay=timedelta(days=365))
+        return number / (time.perf_counter() - started)
+
+
+async def together_rate(place: Path | str, number: int) -> float:
+    """Return messages a second of `send(delay=)`, a thousand awaited together."""
+    async with endpoint_on(place, polling=False) as endpoint:
+        started = time.perf_counter()
+        for _ in range(0, number, 1000):
+            sends = (endpoint.send(DESTINATION, BODY, delay=timedelta(days=365)) for _ in range(1000))
+            await asyncio.gather(*sends)
+        return number / (time.perf_counter() - started)
 
 
 async def fill_far(store: SqlDelayedMessageStore, number: int) -> None:

@@ -12,7 +12,21 @@ from typing import TYPE_CHECKING
 from sqlalchemy import event
 
 from benchmarks import bare
-from benchmarks.house import DESTINATION, NAME, Figures, against, endpoint_on, fill, fill_far, lateness, store_on
+from benchmarks.house import (
+    DESTINATION,
+    NAME,
+    ROUNDS,
+    Figures,
+    against,
+    endpoint_on,
+    fill,
+    fill_far,
+    lateness,
+    scaled,
+    single_rate,
+    store_on,
+    together_rate,
+)
 from delayline.sql.database import Database
 from delayline.sql.file_database import FileDatabase
 
@@ -23,19 +37,14 @@ if TYPE_CHECKING:
     from delayline import Message, MessageContext
 
 BATCH = 500
-ROUNDS = 3
 
 
 async def single_send(folder: Path) -> Figures:
     """One awaited `send(delay=)` after another, against one insert a commit."""
     rates: list[tuple[float, float]] = []
     for number in range(ROUNDS):
-        raw = bare.insert_rate(folder / f"bare-{number}.db", 3000, 1)
-        async with endpoint_on(folder / f"send-{number}.db", polling=False) as endpoint:
-            started = time.perf_counter()
-            for _ in range(3000):
-                await endpoint.send(DESTINATION, bare.BODY, delay=timedelta(days=365))
-            rates.append((3000 / (time.perf_counter() - started), raw))
+        raw = bare.insert_rate(folder / f"bare-{number}.db", scaled(3000), 1)
+        rates.append((await single_rate(folder / f"send-{number}.db", scaled(3000)), raw))
     return against("bare insert, 1 a commit", rates)
 
 
@@ -43,13 +52,8 @@ async def concurrent_sends(folder: Path) -> Figures:
     """1 000 `send(delay=)` awaited together, ten times, against 100 inserts a commit."""
     rates: list[tuple[float, float]] = []
     for number in range(ROUNDS):
-        raw = bare.insert_rate(folder / f"bare-{number}.db", 50_000, 100)
-        async with endpoint_on(folder / f"sends-{number}.db", polling=False) as endpoint:
-            started = time.perf_counter()
-            for _ in range(10):
-                sends = (endpoint.send(DESTINATION, bare.BODY, delay=timedelta(days=365)) for _ in range(1000))
-                await asyncio.gather(*sends)
-            rates.append((10_000 / (time.perf_counter() - started), raw))
+        raw = bare.insert_rate(folder / f"bare-{number}.db", scaled(50_000), 100)
+        rates.append((await together_rate(folder / f"sends-{number}.db", scaled(10_000)), raw))
     return against("bare insert, 100 a commit", rates)
 
 
@@ -57,37 +61,38 @@ async def burst(folder: Path) -> Figures:
     """50 000 messages due at one instant, exactly once from store to queue, against the bare move."""
     rates: list[tuple[float, float]] = []
     for number in range(ROUNDS):
-        raw = bare.move_rate(folder / f"bare-{number}.db", 50_000, BATCH)
-        rates.append((await _drain_rate(folder / f"burst-{number}.db", 50_000, pending=0), raw))
+        raw = bare.move_rate(folder / f"bare-{number}.db", scaled(50_000), BATCH)
+        rates.append((await _drain_rate(folder / f"burst-{number}.db", scaled(50_000), pending=0), raw))
     return against("bare move, 500 a commit", rates)
 
 
 async def spread(folder: Path) -> Figures:
     """Due times 1 ms apart for 20 s, received by a handler of the same process."""
-    return await lateness(folder / "spread.db", number=20_000, gap=timedelta(milliseconds=1))
+    return await lateness(folder / "spread.db", number=scaled(20_000), gap=timedelta(milliseconds=1))
 
 
 async def backlog(folder: Path) -> Figures:
     """A million messages pending: the drain rate and a short delay's lateness, against an empty store."""
-    rates = {0: list[float](), 1_000_000: list[float]()}
-    late = {0: list[float](), 1_000_000: list[float]()}
+    many = scaled(1_000_000)
+    rates = {0: list[float](), many: list[float]()}
+    late = {0: list[float](), many: list[float]()}
     filled = folder / "million.db"
     async with store_on(filled) as store:
-        await fill_far(store, 1_000_000)
+        await fill_far(store, many)
     for number in range(ROUNDS):
-        for pending, path in ((0, folder / f"empty-{number}.db"), (1_000_000, filled)):
-            rates[pending].append(await _drain_rate(path, 50_000, pending=pending, prefix=f"burst{number}"))
+        for pending, path in ((0, folder / f"empty-{number}.db"), (many, filled)):
+            rates[pending].append(await _drain_rate(path, scaled(50_000), pending=pending, prefix=f"burst{number}"))
             gap = timedelta(milliseconds=20)
             figures = await lateness(path, number=200, gap=gap, prefix=f"late{number}")
             late[pending].append(figures["lateness p50 ms"])
-    empty, full = statistics.median(rates[0]), statistics.median(rates[1_000_000])
+    empty, full = statistics.median(rates[0]), statistics.median(rates[many])
     return {
         "drain from an empty store /s": empty,
-        "drain behind 1 000 000 /s": full,
+        f"drain behind {many} /s": full,
         "ratio": full / empty,
         "short delay, empty p50 ms": statistics.median(late[0]),
-        "short delay, behind 1 000 000 p50 ms": statistics.median(late[1_000_000]),
-        "later by ms": statistics.median(late[1_000_000]) - statistics.median(late[0]),
+        "short delay, behind them p50 ms": statistics.median(late[many]),
+        "later by ms": statistics.median(late[many]) - statistics.median(late[0]),
     }
 
 
@@ -121,9 +126,9 @@ async def memory(folder: Path) -> Figures:
     """The most a process holds while a million messages are pending and 50 000 fall due and are handled."""
     path = folder / "memory.db"
     async with store_on(path) as store:
-        await fill_far(store, 1_000_000)
-    await _drain_rate(path, 50_000, pending=1_000_000)
-    await lateness(path, number=50_000, gap=timedelta(0), prefix="handled")
+        await fill_far(store, scaled(1_000_000))
+    await _drain_rate(path, scaled(50_000), pending=scaled(1_000_000))
+    await lateness(path, number=scaled(50_000), gap=timedelta(0), prefix="handled")
     return {"most resident MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 

@@ -1,4 +1,4 @@
-"""Private servers for the scenarios, with the durability they come with; `slow` gives them a disk of the real world."""
+"""Private servers for the scenarios, with the durability they come with; on a slower disk where that is asked for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`
 
+from tests.servers.azurite import AzuriteServer
+from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 #: fdatasync and fsync that take as long as a disk with a flush to wait for.
 SHIM = """
@@ -27,18 +29,34 @@ int fsync(int fd) { int (*real)(int) = dlsym(RTLD_NEXT, "fsync"); wait_for_the_d
 """
 
 
-@contextlib.contextmanager
-def postgresql() -> Iterator[str]:
-    """Provide the URL of an empty database on a server of its own, with its default settings.
+FLUSH_MICROSECONDS = int(os.environ.get("BENCHMARK_FSYNC_MICROSECONDS", "0"))
+#: What a MariaDB comes with, where the tests' servers are smaller.
+AS_IT_COMES = ("innodb_buffer_pool_size=128M", "innodb_log_file_size=96M", "innodb_log_buffer_size=16M")
 
-    BENCHMARK_FSYNC_MICROSECONDS: how long every flush to disk takes in addition.
-    """
-    with slow_disk(int(os.environ.get("BENCHMARK_FSYNC_MICROSECONDS", "0"))):
-        server = PostgresqlServer()
-    try:
-        yield server.new_database()
-    finally:
-        server.close()
+
+@contextlib.contextmanager
+def postgresql(settings: Sequence[str] = (), databases: int = 1) -> Iterator[list[str]]:
+    """Provide URLs of empty databases on a server of its own, with its default settings but for these."""
+    with slow_disk(FLUSH_MICROSECONDS):
+        server = PostgresqlServer(settings)
+    with contextlib.closing(server):
+        yield [server.new_database() for _ in range(databases)]
+
+
+@contextlib.contextmanager
+def mariadb() -> Iterator[list[str]]:
+    """Provide the URL of an empty database on a server of its own, with its default settings."""
+    with slow_disk(FLUSH_MICROSECONDS):
+        server = MariadbServer(AS_IT_COMES)
+    with contextlib.closing(server):
+        yield [server.new_database()]
+
+
+@contextlib.contextmanager
+def azurite() -> Iterator[AzuriteServer]:
+    """Provide an emulator of Azure Storage of its own."""
+    with contextlib.closing(AzuriteServer()) as server:
+        yield server
 
 
 @contextlib.contextmanager

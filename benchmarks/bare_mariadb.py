@@ -1,0 +1,131 @@
+"""The raw loops on MariaDB: PyMySQL alone, the same tables, indexes, rows and isolation, default durability."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pymysql
+from sqlalchemy.engine import make_url
+
+from benchmarks.bare import BODY, HEADERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NAME = "COLLATE utf8mb4_nopad_bin NOT NULL"
+TABLES = (
+    "DROP TABLE IF EXISTS bare, bare_queue",
+    f"""CREATE TABLE bare (
+    seq BIGINT NOT NULL AUTO_INCREMENT PRIMARY KEY, id VARCHAR(250) {NAME} UNIQUE, destination VARCHAR(200) {NAME},
+    due DATETIME(6) NOT NULL, headers LONGBLOB NOT NULL, body LONGBLOB NOT NULL, retry_count INTEGER NOT NULL,
+    INDEX (due, seq))""",
+    f"""CREATE TABLE bare_queue (
+    seq BIGINT NOT NULL AUTO_INCREMENT PRIMARY KEY, queue VARCHAR(200) {NAME}, id VARCHAR(250) {NAME},
+    headers LONGBLOB NOT NULL, body LONGBLOB NOT NULL, INDEX (queue, seq))""",
+)
+COLUMNS = "id, destination, due, headers, body, retry_count"
+INSERT = f"INSERT INTO bare ({COLUMNS}) VALUES (%s, %s, %s, _binary %s, _binary %s, 0)"  # noqa: S608 - our own
+LOCK = "SELECT seq FROM bare FORCE INDEX (due) WHERE due <= %s ORDER BY due, seq LIMIT %s FOR UPDATE SKIP LOCKED"
+READ = "SELECT id, destination, headers, body FROM bare WHERE seq IN %s"
+PUT = """
+INSERT INTO bare_queue (queue, id, headers, body)
+SELECT destination, id, headers, body FROM bare WHERE seq IN %s ORDER BY due, seq
+"""
+DELETE = "DELETE FROM bare WHERE seq IN %s"
+
+
+@contextlib.contextmanager
+def connected(url: str) -> Iterator[Any]:
+    """Provide a cursor in autocommit that reads what is committed, with the tables there and empty."""
+    place = make_url(url)
+    with (
+        pymysql.connect(
+            host=place.host, port=place.port or 3306, user=place.username, database=place.database, autocommit=True,
+            init_command="SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
+        ) as connection,
+        connection.cursor() as cursor,
+    ):  # fmt: skip
+        for statement in TABLES:
+            cursor.execute(statement)
+        yield cursor
+
+
+def rows(number: int, due: datetime) -> list[tuple[object, ...]]:
+    """Return what the statements take."""
+    due = due.replace(tzinfo=None)
+    return [(f"{i:036d}", "destination", due + timedelta(seconds=i), HEADERS, BODY) for i in range(number)]
+
+
+def single_rate(url: str, number: int) -> float:
+    """Return inserts a second, each committed by itself in one round trip."""
+    with connected(url) as cursor:
+        made = rows(number, datetime.now(UTC))
+        started = time.perf_counter()
+        for row in made:
+            cursor.execute(INSERT, row)
+        return number / (time.perf_counter() - started)
+
+
+def hundreds_rate(url: str, number: int) -> float:
+    """Return inserts a second, a hundred to a commit and a statement."""
+    return _inserts(url, number, 100)
+
+
+def many_rate(url: str, number: int) -> float:
+    """Return inserts a second, a thousand to a commit."""
+    return _inserts(url, number, 1000)
+
+
+def move_rate(url: str, number: int, per_commit: int) -> float:
+    """Return messages a second that go from table to table inside the server: lock, insert, delete, commit."""
+
+    def move(cursor: Any, chosen: list[int]) -> None:  # noqa: ANN401 - PyMySQL has no types
+        cursor.execute(PUT, (chosen,))
+        cursor.execute(DELETE, (chosen,))
+
+    return _drain(url, number, per_commit, move)
+
+
+def claim_rate(url: str, number: int, per_commit: int) -> float:
+    """Return messages a second that are read and deleted: lock, read, delete, commit."""
+
+    def claim(cursor: Any, chosen: list[int]) -> None:  # noqa: ANN401
+        cursor.execute(READ, (chosen,))
+        cursor.fetchall()
+        cursor.execute(DELETE, (chosen,))
+
+    return _drain(url, number, per_commit, claim)
+
+
+def _inserts(url: str, number: int, per_commit: int) -> float:
+    with connected(url) as cursor:
+        made = rows(number, datetime.now(UTC))
+        started = time.perf_counter()
+        _insert(cursor, made, per_commit)
+        return number / (time.perf_counter() - started)
+
+
+def _insert(cursor: Any, made: list[tuple[object, ...]], per_commit: int) -> None:  # noqa: ANN401
+    for first in range(0, len(made), per_commit):
+        cursor.execute("BEGIN")
+        cursor.executemany(INSERT, made[first : first + per_commit])
+        cursor.execute("COMMIT")
+
+
+def _drain(url: str, number: int, per_commit: int, work: Callable[[Any, list[int]], None]) -> float:
+    with connected(url) as cursor:
+        _insert(cursor, rows(number, datetime.now(UTC) - timedelta(days=365)), 1000)
+        cursor.execute("ANALYZE TABLE bare")
+        now, taken = datetime.now(UTC).replace(tzinfo=None), 0
+        started = time.perf_counter()
+        while taken < number:
+            cursor.execute("BEGIN")
+            cursor.execute(LOCK, (now, per_commit))
+            chosen = [seq for (seq,) in cursor.fetchall()]
+            work(cursor, chosen)
+            cursor.execute("COMMIT")
+            taken += len(chosen)
+        return number / (time.perf_counter() - started)

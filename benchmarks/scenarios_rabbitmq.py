@@ -1,0 +1,285 @@
+"""Scenarios on RabbitMQ, each on a private node with quorum queues; the store is PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from benchmarks import bare_rabbitmq as bare
+from benchmarks import peers_rabbitmq as peers
+from benchmarks.bare import BODY
+from benchmarks.house import (
+    DESTINATION,
+    NAME,
+    ROUNDS,
+    Figures,
+    against,
+    fill_far,
+    lateness_of,
+    percentile,
+    scaled,
+    store_on,
+)
+from benchmarks.on_server import Dispatched
+from benchmarks.servers import postgresql
+from benchmarks.servers_rabbitmq import rabbitmq
+from delayline import DelayedMessage, Endpoint, Headers, Message, SqlDelayedMessageStore, StoredDelivery
+from delayline.message import encode_headers, to_wire_time
+from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.publisher import Publication, Publisher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from delayline import DelayedDelivery, MessageContext
+
+BATCH = 500
+PUBLISHED = scaled(20_000)
+BURST = scaled(50_000)
+PEER_BURST = scaled(5000)
+HOUR = 3600
+CONSUMERS = 64
+
+
+async def rmq_publish(folder: Path) -> Figures:
+    """20 000 messages to a quorum queue, confirmed, in batches of 500, against frames encoded before; aio-pika."""
+    del folder
+    rates, theirs = [], []
+    with rabbitmq() as url:
+        await bare.declare(url, DESTINATION)
+        frames = bare.to_queue(PUBLISHED, "", DESTINATION)
+        for _ in range(ROUNDS):
+            raw = await asyncio.to_thread(bare.encoded_rate, url, frames)
+            await bare.purge(url, DESTINATION)
+            messages = bare.messages(PUBLISHED)
+            rates.append((await _published(url, [Publication(one, "", DESTINATION) for one in messages]), raw))
+            await bare.purge(url, DESTINATION)
+            theirs.append(await bare.aio_pika_rate(url, DESTINATION, PUBLISHED // 10))
+            await bare.purge(url, DESTINATION)
+    figures = against("frames encoded before", rates)
+    return figures | {"times aio-pika": figures["delayline /s"] / statistics.median(theirs)}
+
+
+async def rmq_levels(folder: Path) -> Figures:
+    """Native delayed sends by 1 000 senders at once, against encoded frames into the levels; Celery native.
+
+    Then 1 000 a second for 20 s, delayed by 1 to 15 s each, as they reach a handler.
+    """
+    del folder
+    rates, alone = [], []
+    with rabbitmq() as url:
+        endpoint = _endpoint(url, DelayLevelDelivery())
+        await endpoint.setup()
+        await endpoint.transport.setup_infrastructure([DESTINATION])
+        exchange, key = bare.level_of(DESTINATION, HOUR)
+        for _ in range(ROUNDS):
+            raw = await asyncio.to_thread(bare.encoded_rate, url, bare.to_levels(PUBLISHED // 2, DESTINATION, HOUR))
+            publications = [Publication(one, exchange, key, HOUR) for one in bare.messages(PUBLISHED // 2)]
+            alone.append((await _published(url, publications), raw))
+            rates.append((await _sent(endpoint, PUBLISHED // 2), raw))
+        celery = await peers.rates("celery native", url, scaled(1000), 40.0)
+        late = await _levels_lateness(url)
+    figures = against("frames encoded before", rates)
+    return figures | {
+        "publisher alone, ratio": statistics.median(ours / raw for ours, raw in alone),
+        "times Celery native": figures["delayline /s"] / celery.scheduled,
+        **late,
+    }
+
+
+async def rmq_burst(folder: Path) -> Figures:
+    """50 000 due at one instant, from PostgreSQL to a quorum queue, against stored frames; one at a time; the peers."""
+    del folder
+    rates, singles = [], []
+    with postgresql() as [database], rabbitmq() as url:
+        await bare.declare(url, "bare")
+        for _ in range(ROUNDS):
+            frames = bare.to_queue(BURST, "", "bare")
+            raw = await asyncio.to_thread(bare.wire_form_rate, database, url, frames, BATCH)
+            await bare.purge(url, "bare")
+            rates.append((await _drained(database, url, BURST), raw))
+            await bare.purge(url, DESTINATION)
+            singles.append(await bare.one_at_a_time_rate(database, url, "bare", 2000))
+            await bare.purge(url, "bare")
+        handled = {peer: (await peers.rates(peer, url, PEER_BURST, 10 + PEER_BURST / 150)).handled for peer in PEERS}
+    figures = against("stored frames", rates)
+    ours = figures["delayline /s"]
+    return figures | {
+        "times one at a time": ours / statistics.median(singles),
+        **{f"{peer} /s": rate for peer, rate in handled.items()},
+        "times the best peer": ours / max(handled.values()),
+    }
+
+
+PEERS = ("celery eta", "dramatiq", "taskiq")
+
+
+async def rmq_spread(folder: Path) -> Figures:
+    """Due times 1 ms apart for 20 s, over RabbitMQ to a handler; a short delay behind 1 000 000 pending."""
+    del folder
+    pending = scaled(1_000_000)
+    with postgresql() as [database], rabbitmq() as url:
+        figures = await _stored_lateness(database, url, PUBLISHED, timedelta(milliseconds=1), "spread")
+        few = timedelta(milliseconds=20)
+        empty = (await _stored_lateness(database, url, 200, few, "empty"))["lateness p50 ms"]
+        async with store_on(database) as store:
+            await fill_far(store, pending)
+        full = (await _stored_lateness(database, url, 200, few, "full"))["lateness p50 ms"]
+    return figures | {
+        "short delay, empty p50 ms": empty,
+        "short delay, behind them p50 ms": full,
+        "later by ms": full - empty,
+    }
+
+
+async def rmq_consume(folder: Path) -> Figures:
+    """20 000 messages from a quorum queue to a handler that does nothing, against aio-pika with a prefetch of 500."""
+    del folder
+    rates = []
+    with rabbitmq() as url:
+        endpoint = _endpoint(url, DelayLevelDelivery())
+        await endpoint.setup()
+        await bare.declare(url, "bare")
+        for number in range(ROUNDS):
+            await _published(url, [Publication(one, "", "bare") for one in bare.messages(PUBLISHED, f"a{number}")])
+            raw = await bare.aio_pika_consume_rate(url, "bare", PUBLISHED)
+            await _published(url, [Publication(one, NAME, "") for one in bare.messages(PUBLISHED, f"b{number}")])
+            rates.append((await _handled(url, PUBLISHED), raw))
+    return against("aio-pika, prefetch 500", rates)
+
+
+def _endpoint(url: str, delivery: DelayedDelivery, *, concurrency: int = CONSUMERS) -> Endpoint:
+    return Endpoint(NAME, transport=RabbitMQTransport(url), delayed_delivery=delivery, concurrency=concurrency)
+
+
+async def _published(url: str, publications: Sequence[Publication]) -> float:
+    """Return messages a second, in batches whose confirms are not waited for one by one: eight are under way."""
+    publisher = Publisher(BrokerAddress.parse(url))
+    await publisher.open()
+    under_way = asyncio.Semaphore(8)
+
+    async def publish(first: int) -> None:
+        async with under_way:
+            assert not await publisher.publish(publications[first : first + BATCH])
+
+    started = time.perf_counter()
+    await asyncio.gather(*(publish(first) for first in range(0, len(publications), BATCH)))
+    rate = len(publications) / (time.perf_counter() - started)
+    await publisher.close()
+    return rate
+
+
+async def _sent(endpoint: Endpoint, number: int) -> float:
+    """Return messages a second of a thousand senders, each of which waits for its own."""
+
+    async def send() -> None:
+        for _ in range(number // 1000):
+            await endpoint.send(DESTINATION, BODY, delay=timedelta(seconds=HOUR))
+
+    async with endpoint:
+        started = time.perf_counter()
+        await asyncio.gather(*(send() for _ in range(1000)))
+        return number // 1000 * 1000 / (time.perf_counter() - started)
+
+
+async def _drained(database: str, url: str, number: int) -> float:
+    """Return messages a second from the instant all are due until the broker has the last one."""
+    due = datetime.now(UTC) + timedelta(seconds=5 + number / 10_000)
+    async with store_on(database) as store:
+        kept = [DelayedMessage(one, DESTINATION, due) for one in bare.messages(number, f"{due:%M%S}")]
+        for first in range(0, number, 1000):
+            await store.store_many(kept[first : first + 1000])
+    endpoint = _endpoint(url, StoredDelivery(SqlDelayedMessageStore(database)))
+    await endpoint.setup()
+    await endpoint.transport.setup_infrastructure([DESTINATION])
+    dispatched, logger = Dispatched(number), logging.getLogger("delayline.delayed")
+    logger.addHandler(dispatched)
+    logger.setLevel(logging.DEBUG)
+    async with endpoint:
+        assert datetime.now(UTC) < due
+        await asyncio.sleep((due - datetime.now(UTC)).total_seconds())
+        started = time.perf_counter()
+        await asyncio.wait_for(dispatched.done.wait(), 300)
+        rate = number / (time.perf_counter() - started)
+    logger.removeHandler(dispatched)
+    logger.setLevel(logging.NOTSET)
+    return rate
+
+
+class Handled:
+    """A handler that keeps how late each message is, and tells when the last one is there."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.late: list[float] = []
+        self.done = asyncio.Event()
+
+    async def __call__(self, message: Message, context: MessageContext) -> None:
+        """Count."""
+        del context
+        self.late.append(lateness_of(message))
+        if len(self.late) == self._number:
+            self.done.set()
+
+    def figures(self, prefix: str = "") -> Figures:
+        """Return the percentiles."""
+        late = sorted(self.late)
+        return {
+            f"{prefix}lateness p50 ms": percentile(late, 0.5),
+            f"{prefix}lateness p99 ms": percentile(late, 0.99),
+            f"{prefix}lateness max ms": late[-1],
+            f"{prefix}early": float(sum(value < 0 for value in late)),
+        }
+
+
+async def _handled(url: str, number: int) -> float:
+    endpoint, handled = _endpoint(url, DelayLevelDelivery()), Handled(number)
+    endpoint.handler(handled.__call__)
+    started = time.perf_counter()
+    async with endpoint:
+        await asyncio.wait_for(handled.done.wait(), 120)
+        return number / (time.perf_counter() - started)
+
+
+async def _levels_lateness(url: str) -> Figures:
+    number = PUBLISHED
+    endpoint, handled = _endpoint(url, DelayLevelDelivery()), Handled(number)
+    endpoint.handler(handled.__call__)
+    async with endpoint:
+        started = time.perf_counter()
+        for position in range(0, number, 20):
+            delays = (timedelta(seconds=1 + (position + one) % 15) for one in range(20))
+            await asyncio.gather(*(endpoint.send(NAME, BODY, delay=delay) for delay in delays))
+            await asyncio.sleep(max(0.0, started + position / 1000 - time.perf_counter()))
+        await asyncio.wait_for(handled.done.wait(), 120)
+    return handled.figures("1 to 15 s, ")
+
+
+async def _stored_lateness(database: str, url: str, number: int, gap: timedelta, prefix: str) -> Figures:
+    endpoint, handled = _endpoint(url, StoredDelivery(SqlDelayedMessageStore(database))), Handled(number)
+    endpoint.handler(handled.__call__)
+    await endpoint.setup()
+    start = datetime.now(UTC) + timedelta(seconds=2 + number / 10_000)
+    async with store_on(database) as store:
+        dues = [start + gap * position for position in range(number)]
+        kept = [
+            DelayedMessage(
+                Message.from_encoded(
+                    f"{prefix}-{n:030d}", encode_headers({Headers.DELIVER_AT: to_wire_time(due)}), BODY
+                ),
+                NAME,
+                due,
+            )
+            for n, due in enumerate(dues)
+        ]
+        for first in range(0, number, 1000):
+            await store.store_many(kept[first : first + 1000])
+    async with endpoint:
+        await asyncio.wait_for(handled.done.wait(), 180)
+    return handled.figures()

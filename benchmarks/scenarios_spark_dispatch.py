@@ -1,0 +1,169 @@
+"""What a dispatcher of resident Spark tasks does beside plain processes, and how long an audit takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from benchmarks import bare_rabbitmq as bare
+from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, against, fill, scaled
+from benchmarks.servers import postgresql
+from benchmarks.servers_rabbitmq import rabbitmq
+from delayline import SqlDelayedMessageStore, TransactionMode
+from delayline.config import Settings, endpoint_from
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+SHARDS = 2
+STEADY = scaled(10_000)
+BURST = scaled(20_000)
+AUDITED = scaled(1_000_000)
+A_SECOND = 500
+START_UP = timedelta(seconds=5)
+LATENESS = """
+SELECT percentile_disc(0.5) WITHIN GROUP (ORDER BY late), percentile_disc(0.99) WITHIN GROUP (ORDER BY late), min(late)
+FROM (SELECT extract(epoch FROM at - due) * 1000 AS late FROM delayline_journal WHERE event = 'dispatched') AS left_at
+"""
+DUE = "timestamp_seconds(1780000000 + id % 86400)"
+SAME = [
+    "'bench.timeouts' AS store",
+    "concat('m', id) AS id",
+    "concat('queue-', id % 10) AS destination",
+    "0 AS retries",
+]
+STORY = {
+    "scheduled": ["id * 2 AS seq", "'scheduled' AS event", f"{DUE} AS due", f"{DUE} - INTERVAL 1 HOUR AS at"],
+    "left": [
+        "id * 2 + 1 AS seq",
+        "'dispatched' AS event",
+        f"{DUE} AS due",
+        f"timestamp_micros(unix_micros({DUE}) + id % 50000) AS at",
+    ],
+}
+
+
+async def spark_dispatch(folder: Path) -> Figures:
+    """500 a second from PostgreSQL to RabbitMQ, 2 shards; 20 000 due at once, against 2 plain processes."""
+    del folder
+    return await asyncio.to_thread(_dispatch)
+
+
+async def spark_audit(folder: Path) -> Figures:
+    """A journal of 1 000 000 messages, 2 000 000 entries in Parquet: counted, judged, the report written."""
+    return await asyncio.to_thread(_audit, folder)
+
+
+def _dispatch() -> Figures:
+    from delayline.spark import spark_session
+
+    spark = spark_session("local[2]")
+    with postgresql() as [database], rabbitmq() as broker:
+        settings = Settings(endpoint=NAME, store_url=database, transport_url=broker, journal=True)
+        asyncio.run(endpoint_from(settings).setup())
+        asyncio.run(bare.declare(broker, DESTINATION))
+        with _resident(spark, settings):
+            figures = _steady(database)
+        rates = []
+        for number in range(ROUNDS):
+            with _plain(settings):
+                plain = _drained(database, f"plain-{number}")
+            with _resident(spark, settings):
+                rates.append((_drained(database, f"spark-{number}"), plain))
+    spark.stop()
+    return figures | against(f"{SHARDS} plain processes", rates)
+
+
+@contextlib.contextmanager
+def _resident(spark: SparkSession, settings: Settings) -> Iterator[None]:
+    from delayline.spark import Dispatcher
+
+    dispatcher = Dispatcher(settings, shards=SHARDS, spark=spark)
+    thread = threading.Thread(target=dispatcher.run)
+    thread.start()
+    time.sleep(START_UP.total_seconds() * 2)
+    yield
+    dispatcher.stop()
+    thread.join()
+
+
+@contextlib.contextmanager
+def _plain(settings: Settings) -> Iterator[None]:
+    places = ["--store-url", settings.where_messages_wait, "--transport-url", settings.where_queues_are]
+    command = [sys.executable, "-m", "delayline", "run", "--endpoint", NAME, *places]
+    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(SHARDS)]
+    time.sleep(START_UP.total_seconds())
+    yield
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    for process in processes:
+        process.wait(60)
+
+
+def _steady(database: str) -> Figures:
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("TRUNCATE delayline_journal")
+        start = datetime.now(UTC) + START_UP
+        _store(database, "steady", [start + timedelta(seconds=1 / A_SECOND) * number for number in range(STEADY)])
+        _wait_until_empty(connection)
+        p50, p99, least = (float(value) for value in connection.execute(LATENESS).fetchone() or ())
+    return {"lateness p50 ms": p50, "lateness p99 ms": p99, "early": float(least < 0)}
+
+
+def _drained(database: str, prefix: str) -> float:
+    """Return messages a second, from the moment at which all of them are due."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        due = datetime.now(UTC) + timedelta(seconds=2 + BURST / 5000)
+        _store(database, prefix, [due] * BURST)
+        time.sleep(max(0.0, (due - datetime.now(UTC)).total_seconds()))
+        started = time.perf_counter()
+        _wait_until_empty(connection)
+        return BURST / (time.perf_counter() - started)
+
+
+def _store(database: str, prefix: str, dues: list[datetime]) -> None:
+    async def store() -> None:
+        opened = SqlDelayedMessageStore(database)
+        await opened.initialize(NAME, TransactionMode.RECEIVE_ONLY)
+        await fill(opened, prefix, dues, DESTINATION)
+        await opened.close()
+
+    asyncio.run(store())
+
+
+def _wait_until_empty(connection: psycopg.Connection) -> None:
+    deadline = time.monotonic() + 300
+    while connection.execute(f'SELECT 1 FROM "{NAME}.timeouts" LIMIT 1').fetchone():  # noqa: S608 - ours
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _audit(folder: Path) -> Figures:
+    from delayline.spark import audit, spark_session, write_report
+    from delayline.spark.journal import ENTRIES
+
+    spark = spark_session("local[2]")
+    kinds = [f"CAST({field.name} AS {field.dataType.simpleString()})" for field in ENTRIES]
+    for part, columns in STORY.items():
+        rows = spark.range(0, AUDITED, 1, 4).selectExpr(*columns, *SAME)
+        rows.selectExpr(*kinds).write.parquet(str(folder / "journal" / part))
+    journal = spark.read.schema(ENTRIES).parquet(*(str(folder / "journal" / part) for part in STORY))
+    started = time.perf_counter()
+    with audit(journal) as found:
+        totals = write_report(found, folder / "report.html")
+    elapsed = time.perf_counter() - started
+    spark.stop()
+    assert (totals.scheduled, totals.dispatched, totals.clean) == (AUDITED, AUDITED, True), totals
+    return {"seconds": elapsed, "messages": float(AUDITED)}

@@ -1,0 +1,139 @@
+"""The timeout manager on PostgreSQL, on a private server with its default settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from benchmarks.bare import BODY
+from benchmarks.house import NAME, Figures, lateness_of, percentile
+from benchmarks.servers import postgresql
+from delayline import (
+    Endpoint,
+    Headers,
+    Message,
+    SqlTimeoutPersister,
+    SqlTransport,
+    Timeout,
+    TimeoutManagerDelivery,
+)
+from delayline.message import to_wire_time
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from delayline import MessageContext
+
+RATE = 200  # messages a second
+SECONDS = 20
+DELAY = timedelta(seconds=5)
+
+
+def endpoint_on(url: str) -> Endpoint:
+    """Return an endpoint whose queues and timeouts are in one database: exactly once."""
+    delivery = TimeoutManagerDelivery(SqlTimeoutPersister(url))
+    return Endpoint(NAME, transport=SqlTransport(url), delayed_delivery=delivery, concurrency=16)
+
+
+async def pg_timeouts(folder: Path) -> Figures:
+    """4 000 timeouts stored before, due 5 ms apart, through the dispatcher to a handler of the same process."""
+    del folder
+    number = RATE * SECONDS
+    with postgresql() as [url]:
+        start = datetime.now(UTC) + timedelta(seconds=8)
+        await _fill(url, [start + position * timedelta(seconds=1) / RATE for position in range(number)])
+        endpoint = endpoint_on(url)
+        late, done = _handling(endpoint, number)
+        async with endpoint:
+            await asyncio.wait_for(done.wait(), 120)
+    return _figures(late)
+
+
+async def pg_timeouts_whole(folder: Path) -> Figures:
+    """200 sends a second, each delayed by 5 s, all the way through both satellites to a handler of the same process."""
+    del folder
+    number = RATE * SECONDS
+    with postgresql() as [url]:
+        endpoint = endpoint_on(url)
+        late, done = _handling(endpoint, number)
+        async with endpoint:
+            cpu, started = time.process_time(), time.perf_counter()
+            for position in range(number):
+                await asyncio.sleep(started + position / RATE - time.perf_counter())
+                await endpoint.send(NAME, BODY, delay=DELAY)
+            await asyncio.wait_for(done.wait(), 120)
+            busy = (time.process_time() - cpu) / (time.perf_counter() - started)
+    return _figures(late) | {"share of one core %": busy * 100}
+
+
+async def pg_timeouts_rest(folder: Path) -> Figures:
+    """A timeout manager and a receiver, nothing due for a year, watched for 20 s."""
+    del folder
+    with postgresql() as [url], psycopg.connect(url, autocommit=True) as watch:
+        endpoint = endpoint_on(url)
+        endpoint.handler(_ignore)
+        async with endpoint:
+            await endpoint.send(NAME, BODY, delay=timedelta(days=365))
+            await asyncio.sleep(2)
+            before = _transactions(watch)
+            cpu, started = time.process_time(), time.perf_counter()
+            await asyncio.sleep(SECONDS)
+            seconds = time.perf_counter() - started
+            return {
+                "share of one core %": (time.process_time() - cpu) / seconds * 100,
+                "statements a minute": (_transactions(watch) - before) / seconds * 60,
+            }
+
+
+async def _fill(url: str, dues: list[datetime]) -> None:
+    """Store a timeout for each due time, before anybody polls."""
+    await endpoint_on(url).setup()
+    persister = SqlTimeoutPersister(url)
+    await persister.open(NAME)
+    async with persister.transaction() as transaction:
+        for due in dues:
+            message_id = str(uuid.uuid4())
+            headers = {Headers.MESSAGE_ID: message_id, Headers.DELIVER_AT: to_wire_time(due)}
+            await persister.add(Timeout(message_id, Message(message_id, headers, BODY), NAME, due), transaction)
+    await persister.close()
+
+
+def _handling(endpoint: Endpoint, number: int) -> tuple[list[float], asyncio.Event]:
+    """Let the endpoint note how late messages are; the event is set when so many have come."""
+    late, done = list[float](), asyncio.Event()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        del context
+        late.append(lateness_of(message))
+        if len(late) == number:
+            done.set()
+
+    return late, done
+
+
+def _figures(late: list[float]) -> Figures:
+    late.sort()
+    return {
+        "lateness p50 ms": percentile(late, 0.5),
+        "lateness p99 ms": percentile(late, 0.99),
+        "lateness max ms": late[-1],
+        "early": float(sum(value < 0 for value in late)),
+    }
+
+
+def _transactions(watch: psycopg.Connection) -> int:
+    """Return how many transactions the database has ended, a statement outside one being one itself."""
+    query = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
+    row = watch.execute(query).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+async def _ignore(message: Message, context: MessageContext) -> None:
+    del message, context

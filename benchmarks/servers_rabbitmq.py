@@ -1,0 +1,29 @@
+"""A private RabbitMQ node for the scenarios: the tests' own, with as many schedulers as it takes by default."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from tests.servers.rabbitmq import RabbitmqServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class UnhamperedServer(RabbitmqServer):
+    """The tests' node may use one core only, so that several fit on a machine; this one is to be measured."""
+
+    def _environment(self) -> dict[str, str]:
+        loopback = "-kernel inet_dist_use_interface {127,0,0,1}"
+        return super()._environment() | {"RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": loopback}
+
+
+@contextlib.contextmanager
+def rabbitmq() -> Iterator[str]:
+    """Provide the URL of an empty virtual host on a node of its own."""
+    server = UnhamperedServer()
+    try:
+        yield server.new_vhost()
+    finally:
+        server.close()
