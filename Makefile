@@ -1,13 +1,13 @@
 # The one entry point. `make` prints what there is.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench docs
+.PHONY: help setup demo test check bench bench-large docs
 
 UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
 RUN := $(UV) run --frozen --no-sync
 WORKERS ?= 2
 
 help: ## what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "make %-11s %s\n", $$1, $$2}'
 
 setup: .venv/installed ## install what is missing (uv, dependencies, servers for the tests); quick when nothing is
 	@tests/servers/install.sh
@@ -19,8 +19,8 @@ setup: .venv/installed ## install what is missing (uv, dependencies, servers for
 	$(UV) sync --frozen --all-groups --all-extras
 	@touch $@
 
-demo: setup ## the main job on real input: 10 000 reminders over SQLite, the dispatcher killed half way
-	$(RUN) delayline demo --from examples/reminders/reminders.csv
+demo: setup ## the whole pipeline: Spark schedules 10 000 reminders, the dispatcher is killed half way, Spark audits
+	$(RUN) delayline demo --from examples/reminders/reminders.csv --spark --report demo/report.html
 
 check: setup ## format, lint, types, layers, fast tests; no server, under a minute
 	$(RUN) ruff format --check .
@@ -32,13 +32,17 @@ check: setup ## format, lint, types, layers, fast tests; no server, under a minu
 	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
 
 test: check ## everything: the checks, every test with coverage, the docs
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not server" --cov --cov-branch --cov-report=
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not server and not spark" --cov --cov-branch --cov-report=
 	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m server --durations=15
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "server and not spark" --durations=15
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n 0 tests/spark --durations=10
 	$(RUN) mkdocs build --strict --quiet
 
-bench: setup ## the figures: ratios to a raw loop over the same SQLite file, into benchmarks/results
+bench: setup ## the figures: ratios to raw loops over the same file or server, into benchmarks/results
 	$(RUN) python -m benchmarks
+
+bench-large: setup ## dispatch and scheduling behind ten million pending: 30 GB of disk, a quarter of an hour
+	$(RUN) python -m benchmarks pg_large
 
 docs: setup ## build the pages into site/
 	$(RUN) mkdocs build --strict

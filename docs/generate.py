@@ -29,18 +29,22 @@ from delayline import (
     MemoryTransport,
     Recoverability,
     SqlDelayedMessageStore,
+    SqlTimeoutPersister,
     SqlTransport,
     StoredDelivery,
+    TimeoutManagerDelivery,
     TransactionMode,
     TwoPhaseCommit,
     UnsupportedTransactionMode,
     errors,
     guarantee,
 )
+from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.cli import main as command_line
 from delayline.config import Settings, describe_setting, flag_of, setting_names, variable_of
 from delayline.endpoint import DEFAULT_CONCURRENCY
 from delayline.events import Event
+from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema
 from delayline.sql.dialects.sqlserver import SqlServer
 
@@ -73,7 +77,9 @@ def guarantees() -> str:
     one, two = "sqlite:///one.db", "sqlite:///two.db"
     here, there, both = "postgresql://server/one", "postgresql://server/two", TwoPhaseCommit()
     near, far = "mariadb://server/one", "mariadb://server/two"
-    pairs: list[tuple[str, Transport, DelayedMessageStore]] = [
+    cloud = "azure://account"
+    broker = "amqp://broker"
+    pairs: list[tuple[str, Transport, DelayedMessageStore | DelayLevelDelivery]] = [
         ("SQLite, queues and store in one file", SqlTransport(one), SqlDelayedMessageStore(one)),
         ("SQLite, queues and store in two files", SqlTransport(one), SqlDelayedMessageStore(two)),
         ("PostgreSQL, queues and store in one database", SqlTransport(here), SqlDelayedMessageStore(here)),
@@ -85,18 +91,38 @@ def guarantees() -> str:
         ),
         ("MariaDB, queues and store in one database", SqlTransport(near), SqlDelayedMessageStore(near)),
         ("MariaDB, queues and store in two databases", SqlTransport(near), SqlDelayedMessageStore(far)),
+        ("Azure Storage, queues and table", AzureStorageQueueTransport(cloud), AzureDelayedTable(cloud)),
+        ("RabbitMQ, queues and delay levels", RabbitMQTransport(broker), DelayLevelDelivery()),
+        ("queues on RabbitMQ, store in a database", RabbitMQTransport(broker), SqlDelayedMessageStore(here)),
         ("queues in memory, store on SQLite", MemoryTransport(), SqlDelayedMessageStore(one)),
         ("memory, queues and store", MemoryTransport(), MemoryDelayedMessageStore()),
     ]
 
-    def cell(transport: Transport, store: DelayedMessageStore, mode: TransactionMode) -> str:
+    def cell(transport: Transport, waiting: DelayedMessageStore | DelayLevelDelivery, mode: TransactionMode) -> str:
+        delivery = waiting if isinstance(waiting, DelayLevelDelivery) else StoredDelivery(waiting)
         try:
-            return str(guarantee(transport, StoredDelivery(store), mode))
+            return str(guarantee(transport, delivery, mode))
         except UnsupportedTransactionMode:
             return "refuses to start"
 
     rows = [[name, *(cell(transport, store, mode) for mode in TransactionMode)] for name, transport, store in pairs]
+    rows += timeout_guarantees(one, two)
     return table(["parts", *(code(mode.name) for mode in TransactionMode)], rows)
+
+
+def timeout_guarantees(one: str, two: str) -> list[list[str]]:
+    """Return the rows of the timeout manager: they are those of a store in the same place."""
+    rows = []
+    for name, place in (("one file", one), ("two files", two)):
+        cells = []
+        for mode in TransactionMode:
+            try:
+                delivery = TimeoutManagerDelivery(SqlTimeoutPersister(place))
+                cells.append(str(guarantee(SqlTransport(one), delivery, mode)))
+            except UnsupportedTransactionMode:
+                cells.append("refuses to start")
+        rows.append([f"SQLite, queues and timeout manager in {name}", *cells])
+    return rows
 
 
 def documented(owner: type) -> dict[str, str]:
@@ -157,6 +183,16 @@ def endpoint_settings() -> str:
     )
 
 
+def rabbitmq_settings() -> str:
+    """Return the arguments of RabbitMQTransport."""
+    return settings_of(RabbitMQTransport, {})
+
+
+def delay_level_settings() -> str:
+    """Return the arguments of DelayLevelDelivery."""
+    return settings_of(DelayLevelDelivery, {})
+
+
 def stored_delivery_settings() -> str:
     """Return the arguments of StoredDelivery."""
     lasts = "may fail, with no success between, before a critical error; longer than zero."
@@ -171,6 +207,11 @@ def stored_delivery_settings() -> str:
             "batch_bytes": "how many bytes of headers and bodies it takes at once, but at least one message.",
         },
     )
+
+
+def timeout_manager_settings() -> str:
+    """Return the arguments of TimeoutManagerDelivery."""
+    return settings_of(TimeoutManagerDelivery, {})
 
 
 def recoverability_settings() -> str:
@@ -242,7 +283,13 @@ EVENT_MEANING: Final = {
     Event.BACKED_OFF: "A message that could not be sent waits for its next attempt.",
     Event.TELLING_FAILED: "Other processes could not be told of something new; they are told when the server is back.",
     Event.ERRAND_FAILED: "Work in the background, such as asking the server for its time, could not be done now.",
+    Event.DESTINATIONS_CROSS: "On RabbitMQ an endpoint gets another's delayed messages: one name ends in the other.",
+    Event.LEASE_LOST: "Another process may have the lease on the delayed messages: what is in flight may be doubled.",
+    Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and holds up nobody.",
+    Event.WAVE_FAILED: "A job of a Spark dispatcher failed; it is begun again after a pause.",
     Event.LISTENING_LOST: "The server's notifications do not come; until they do, the poller looks every second.",
+    Event.PUBLISHING_BLOCKED: "The broker is short of memory or disk and takes no messages; sends wait.",
+    Event.PUBLISHING_UNBLOCKED: "The broker takes messages again.",
     Event.BREAKER_ARMED: "A fault began; it becomes a critical error if it lasts.",
     Event.BREAKER_TRIGGERED: "The fault lasted too long: a critical error follows.",
     Event.BREAKER_DISARMED: "The fault is over.",
@@ -383,6 +430,9 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "modes": modes,
     "endpoint-settings": endpoint_settings,
     "stored-delivery-settings": stored_delivery_settings,
+    "rabbitmq-settings": rabbitmq_settings,
+    "delay-level-settings": delay_level_settings,
+    "timeout-manager-settings": timeout_manager_settings,
     "recoverability-settings": recoverability_settings,
     "configuration": configuration,
     "commands": command_reference,
