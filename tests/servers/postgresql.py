@@ -27,12 +27,14 @@ END_OTHERS: Final = """
 SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
 WHERE datname = current_database() AND pid <> pg_backend_pid()
 """
-#: Tests create tables and schemas only.
+#: Everything tests create lives in schemas; `public` goes with them, or the rights granted on it would stay.
 DROPS: Final = """
-SELECT format('DROP TABLE IF EXISTS %I.%I CASCADE', schemaname, tablename) FROM pg_tables WHERE schemaname = 'public'
-UNION ALL
 SELECT format('DROP SCHEMA %I CASCADE', nspname) FROM pg_namespace
-WHERE nspname <> 'public' AND nspname <> 'information_schema' AND nspname NOT LIKE 'pg\\_%'
+WHERE nspname <> 'information_schema' AND nspname NOT LIKE 'pg\\_%'
+"""
+PUBLIC: Final = """
+CREATE SCHEMA public AUTHORIZATION pg_database_owner;
+GRANT USAGE ON SCHEMA public TO PUBLIC
 """
 
 
@@ -132,6 +134,7 @@ class PostgresqlServer:
             connection.execute("SET lock_timeout = '5s'")
             for (drop,) in connection.execute(DROPS).fetchall():
                 connection.execute(drop)
+            connection.execute(PUBLIC)
         self._empty.append(name)
 
     def _run(self, name: str, *arguments: str) -> None:
