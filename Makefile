@@ -1,6 +1,8 @@
 # The one entry point. `make` prints what there is.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-large docs
+# Compiled files are kept: hundreds of processes are started, and each would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+.PHONY: help setup demo test lint check bench bench-large docs
 
 UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
 RUN := $(UV) run --frozen --no-sync
@@ -22,16 +24,18 @@ setup: .venv/installed ## install what is missing (uv, dependencies, servers for
 demo: setup ## the whole pipeline: Spark schedules 10 000 reminders, the dispatcher is killed half way, Spark audits
 	$(RUN) delayline demo --from examples/reminders/reminders.csv --spark --report demo/report.html
 
-check: setup ## format, lint, types, layers, fast tests; no server, under a minute
+lint: setup ## format, lint, types, layers
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(RUN) lint-imports
 	$(RUN) deptry .
 	$(RUN) codespell
+
+check: lint ## the same and the fast tests; no server, under a minute
 	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
 
-test: check ## everything: the checks, every test with coverage, the docs
+test: lint ## everything: the checks, every test with coverage, the docs
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not server and not spark" --cov --cov-branch --cov-report=
 	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "server and not spark" --durations=15
