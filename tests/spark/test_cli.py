@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,34 @@ def test_a_file_is_scheduled_and_bad_rows_are_kept_apart(
     assert (done["stored"], done["rejected"], done["rejected_rows"][0]["line"]) == (1, 1, 3)
     assert store.ids() == ["a"]
     assert '"line":3' in "".join(part.read_text() for part in (tmp_path / "bad").glob("part-*"))
+
+
+def test_what_is_far_is_held_promoted_and_compacted(run: Callable[..., Result], store: StoreAt, tmp_path: Path) -> None:
+    place = ["--cold-tier", str(tmp_path / "cold")]
+    file = tmp_path / "reminders.txt"
+    # Given messages of which two are further away than the horizon
+    for name, due in (("a", "2090-01-01T00:10:00Z"), ("b", "2090-01-01T00:20:00Z"), ("c", "2020-01-01T00:00:00Z")):
+        file.write_text(json.dumps({"id": name, "destination": "billing", "due": due}) + "\n")
+        result = run("spark", "schedule", str(file), "--format", "jsonl", "--hot-horizon", "2d", *place)
+        assert document(result)["held"] == (0 if name == "c" else 1), result.output
+    assert store.ids() == ["c"]
+    # When their files are merged, and what comes near is promoted
+    assert document(run("spark", "compact", *place)) == {"before": 2, "after": 1, "deleted": 0}
+    assert document(run("spark", "promote", *place))["stored"] == 0
+
+    def stop_when_promoted() -> None:
+        deadline = time.monotonic() + 60
+        while len(store.ids()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # Then it is in the store once, and the command ends when it is told to
+    thread = threading.Thread(target=stop_when_promoted)
+    thread.start()
+    result = run("spark", "promote", "--every", "200ms", "--horizon", "36500d", *place, json=False)
+    thread.join()
+    assert result.exit_code == 0 and "2 promoted from 1 file, 0 there already" in result.output, result.output
+    assert store.ids() == ["a", "b", "c"]
 
 
 def test_the_journal_is_exported_and_audited(
@@ -120,6 +150,8 @@ def test_there_is_nothing_to_stop_where_none_ever_ran(run: Callable[..., Result]
         (["export", "there", "--conf", "spark.x"], "must be NAME=VALUE"),
         (["schedule", "x.csv", "--column", "when=due"], "no column of a message"),
         (["schedule", "/nowhere/x.csv"], "/nowhere/x.csv"),
+        (["promote"], "there is no cold tier: --cold-tier"),
+        (["promote", "--cold-tier", "cold", "--every", "13h"], "longer than half of"),
     ],
 )
 def test_wrong_usage_is_one_line(run: Callable[..., Result], words: list[str], said: str) -> None:

@@ -301,7 +301,7 @@ def test_promoting_again_and_again_until_told_to_stop(spark: SparkSession, tiers
 
 
 def test_what_cannot_work_is_told_in_a_line(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="there is no cold tier: Target"):
+    with pytest.raises(ConfigurationError, match="there is no cold tier: "):
         promote(Target(tiers.hot.url, endpoint="sales"), spark=spark)
     with pytest.raises(ConfigurationError, match="longer than half of horizon"):
         promote_every(tiers.target, timedelta(hours=13), until=threading.Event(), spark=spark)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 from dataclasses import asdict
-from datetime import timedelta
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +10,29 @@ import click
 
 from delayline.cli.due import DELAYS, delay_given
 from delayline.cli.options import FAILED, PLACES, Commands, examples, json_option, settings_options
+from delayline.cli.spark_cold import compact, promote
+from delayline.cli.spark_jobs import (
+    STORES,
+    absolute,
+    in_thread,
+    pair,
+    session_options,
+    stopped_by_signal,
+    target_of,
+)
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from pyspark.sql import SparkSession
+    from collections.abc import Sequence
+    from datetime import timedelta
 
     from delayline.cli.screen import Screen
+    from delayline.cli.spark_jobs import Sessions
     from delayline.config import Settings
-    from delayline.spark import Audit, Scheduled, Target
+    from delayline.spark import Audit, Scheduled
     from delayline.spark.audit import Totals
 
-    Sessions = Callable[[Screen], contextlib.AbstractContextManager[SparkSession]]
-
-STORES = ("endpoint", "url", "store_url", "table_name")
+FORMS = ("parquet", "csv", "jsonl")
 TOLD = 10
 """Rejected rows told on the screen."""
 
@@ -38,55 +41,26 @@ TOLD = 10
     cls=Commands,
     epilog=examples(
         "delayline spark schedule reminders.parquet --endpoint sales",
+        "delayline spark promote --endpoint sales --cold-tier s3://bucket/reminders --every 1h",
         "delayline spark dispatch --endpoint sales --shards 4 --master spark://host:7077",
     ),
 )
 def spark() -> None:
-    """Schedule, dispatch, export and audit messages in bulk, on this machine or on a cluster.
+    """Schedule, promote, dispatch, export and audit messages in bulk, on this machine or on a cluster.
 
     On a cluster the executors need delayline, the store's driver, and the way to the store.
     """
 
 
-def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `sessions`, which opens the Spark session that --master and --conf describe."""
-
-    @wraps(command)
-    def with_sessions(*args: object, master: str | None, confs: Sequence[str], **arguments: Any) -> Any:  # noqa: ANN401
-        conf = dict(_pair(one) for one in confs)
-
-        @contextlib.contextmanager
-        def sessions(screen: Screen) -> Iterator[SparkSession]:
-            from pyspark.sql import SparkSession
-
-            from delayline.spark import spark_session
-
-            theirs = SparkSession.getActiveSession()
-            bar = {"spark.ui.showConsoleProgress": "true"} if screen.animated else {}
-            session = spark_session(master, conf={**bar, **conf})
-            try:
-                yield session
-            finally:
-                if theirs is None:
-                    session.stop()
-
-        return command(*args, sessions=sessions, **arguments)
-
-    text = "Where Spark runs: local[*] unless this, spark-submit or its own files say something else."
-    with_master = click.option("--master", metavar="URL", help=text)(with_sessions)
-    return click.option(
-        "--conf", "confs", multiple=True, metavar="NAME=VALUE", help="A setting of Spark's; repeatable."
-    )(with_master)
-
-
 @spark.command(
     epilog=examples(
         "delayline spark schedule reminders.csv --endpoint sales --run nightly-2026-05-01",
+        "delayline spark schedule far.parquet --endpoint sales --cold-tier s3://bucket/reminders --hot-horizon 2d",
         "delayline spark schedule in.json --endpoint sales --column delay=wait --column to=billing --rejected bad/",
     )
 )
 @click.argument("path")
-@click.option("--format", "form", type=click.Choice(["parquet", "csv", "json"]), help="If the name does not say it.")
+@click.option("--format", "form", type=click.Choice(FORMS), help="If the name does not say it.")
 @click.option("--run", help="The job's name: run again under it, nothing happens twice.")
 @click.option("--on-conflict", type=click.Choice(["ignore", "fail", "replace"]), default="ignore", show_default=True)
 @click.option(
@@ -97,7 +71,14 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Where names differ; delay=... in place of due, to=QUEUE of all.",
 )
 @click.option("--rejected", metavar="FOLDER", help="Where to write, as JSON Lines, the rows that cannot be messages.")
-@settings_options(*STORES)
+@click.option(
+    "--hot-horizon",
+    callback=delay_given,
+    default="1d",
+    show_default=True,
+    help=f"With a cold tier: what is due later waits there: {DELAYS}.",
+)
+@settings_options(*STORES, "cold_tier")
 @session_options
 @json_option
 def schedule(
@@ -105,11 +86,9 @@ def schedule(
     sessions: Sessions,
     screen: Screen,
     path: str,
-    form: str | None,
-    run: str | None,
-    on_conflict: str,
     columns: tuple[str, ...],
     rejected: str | None,
+    **job: Any,  # noqa: ANN401 - what schedule() takes by the same names
 ) -> None:
     """Store every sound row of Parquet, CSV or JSON Lines as a delayed message: all of them, or none.
 
@@ -118,15 +97,13 @@ def schedule(
     from delayline.spark import Columns
     from delayline.spark import schedule as run_schedule
 
-    names = dict(_pair(one) for one in columns)
+    names = dict(pair(one) for one in columns)
     unknown = names.keys() - {"id", "destination", "due", "delay", "headers", "body", "to"}
     if unknown:
         raise click.UsageError(f"--column {unknown.pop()}=... is no column of a message.")
     named = Columns(**names)
     with sessions(screen) as session:
-        done = run_schedule(
-            path, target_of(settings), columns=named, on_conflict=on_conflict, run=run, form=form, spark=session
-        )
+        done = run_schedule(path, target_of(settings), columns=named, spark=session, **job)
         if done.rejected and rejected is not None:
             done.rejected_rows.write.mode("overwrite").json(rejected)
         _tell_scheduled(screen, done, rejected)
@@ -136,13 +113,14 @@ def schedule(
 
 def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None:
     again = "stored by an earlier run of that name" if done.repeated else "stored"
-    screen.tell(f"{done.stored:,} {again}, {done.duplicates:,} there already, {done.rejected:,} rejected")
+    held = f"{done.held:,} in the cold tier, " if done.held else ""
+    screen.tell(f"{done.stored:,} {again}, {held}{done.duplicates:,} there already, {done.rejected:,} rejected")
     rows = done.rejected_rows.limit(TOLD).toArrow().to_pylist() if done.rejected else []
     for row in rows:
         screen.tell(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
     if folder is not None and done.rejected:
         screen.tell(f"all of them are in {folder}")
-    counts = {name: getattr(done, name) for name in ("run", "stored", "duplicates", "rejected", "repeated")}
+    counts = {name: getattr(done, name) for name in ("run", "stored", "held", "duplicates", "rejected", "repeated")}
     screen.document({**counts, "rejected_rows": rows})
 
 
@@ -190,8 +168,8 @@ def dispatch(
     with sessions(screen) as session:
         dispatcher = Dispatcher(settings, shards=shards, lease=lease, name=name, spark=session)
         screen.tell(f"dispatching from {masked(settings.where_messages_wait)} in {shards} tasks. Ctrl+C stops it")
-        with _stopped_by_signal(dispatcher.stop):
-            _in_thread(dispatcher.run)
+        with stopped_by_signal(dispatcher.stop):
+            in_thread(dispatcher.run)
         _show_shards(screen, [asdict(one) for one in dispatcher.metrics()])
 
 
@@ -199,42 +177,6 @@ def _show_shards(screen: Screen, shards: Sequence[dict[str, Any]]) -> None:
     columns = ("shard", "wave", "place", "dispatched", "retried", "failed", "p50", "p99", "longest", "seen")
     screen.table(columns, [["" if one[name] is None else one[name] for name in columns] for one in shards])
     screen.document({"shards": list(shards)})
-
-
-@contextlib.contextmanager
-def _stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
-    def told(number: int, frame: object) -> None:
-        del number, frame
-        for one in before:
-            signal.signal(one, before[one])  # a second signal does not wait
-        threading.Thread(target=stop, name="delayline stop").start()
-
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    for one in before:
-        signal.signal(one, told)
-    try:
-        yield
-    finally:
-        for one in before:
-            signal.signal(one, before[one])
-
-
-def _in_thread(work: Callable[[], None]) -> None:
-    """Run it beside this thread, which hears signals meanwhile."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="delayline dispatcher", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if failures:
-        raise failures[0]
 
 
 @spark.command(epilog=examples("delayline spark export journal/ --endpoint sales"))
@@ -251,7 +193,7 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
     from delayline.spark import export as run_export
 
     with sessions(screen) as session:
-        done = run_export(target_of(settings), _absolute(path), partitions=partitions, spark=session)
+        done = run_export(target_of(settings), absolute(path), partitions=partitions, spark=session)
     screen.tell(f"{done.entries:,} entries in {done.batches} batch{'' if done.batches == 1 else 'es'} under {path}")
     screen.document({"entries": done.entries, "batches": done.batches, "path": path})
 
@@ -296,8 +238,8 @@ def audit(
     with sessions(screen) as session:
         there = waiting_ids(target, session).cache()
         there.count()  # what leaves from now on is in the journal
-        run_export(target, _absolute(path), spark=session)
-        journal = read_journal(target, _absolute(path), spark=session)
+        run_export(target, absolute(path), spark=session)
+        journal = read_journal(target, absolute(path), spark=session)
         arrived = None if delivered is None else session.read.parquet(delivered)
         store = settings.table_name or f"{settings.named_endpoint}.timeouts"
         with run_audit(journal, store=store, delivered=arrived, waiting=there, patience=patience) as found:
@@ -327,20 +269,5 @@ def _figure(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
-def target_of(settings: Settings) -> Target:
-    """Return the store of the settings as bulk jobs take it."""
-    from delayline.spark import Target
-
-    return Target(settings.where_messages_wait, endpoint=settings.named_endpoint, table=settings.table_name)
-
-
-def _absolute(path: str) -> str:
-    """Return a path of this machine so that it names the same place tomorrow; an URL as it is."""
-    return path if ":" in path else str(Path(path).resolve())
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not name or not sign or not value:
-        raise click.UsageError(f"{text!r} must be NAME=VALUE.")
-    return name, value
+for command in (promote, compact):
+    spark.add_command(command)

@@ -53,7 +53,9 @@ class ColdTier:
 
     def __init__(self, options: Mapping[str, str], path: str | None) -> None:
         if path is None:
-            raise ConfigurationError('there is no cold tier: Target(..., cold_tier="s3://bucket/reminders")')
+            raise ConfigurationError(
+                'there is no cold tier: --cold-tier s3://bucket/reminders, or Target(..., cold_tier="s3://bucket/reminders")'
+            )
         self.options = options
         self.store = StoreOptions.of(options)
         self.path = path

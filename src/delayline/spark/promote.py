@@ -24,7 +24,7 @@ from delayline.sql.staging import Attempt, OnConflict, new_area
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
@@ -101,15 +101,18 @@ def promote_every(
     until: threading.Event,
     horizon: timedelta = ONE_DAY,
     spark: SparkSession | None = None,
+    progress: Callable[[Promoted], object] = lambda so_far: None,
 ) -> Promoted:
     """Promote, again and again, until the event is set; return what was moved in all. Blocks.
 
-    interval: between the ends and the beginnings; shorter than the horizon, or messages come late.
+    interval: between the ends and the beginnings; at most half of the horizon, or messages come late. progress: called
+    after each round with what was moved so far.
     """
     _must_fit(interval, horizon)
     done = Promoted()
     while not until.is_set():
         done = _sum(done, promote(target, horizon=horizon, spark=spark))
+        progress(done)
         until.wait(interval.total_seconds())
     return done
 
