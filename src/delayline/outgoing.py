@@ -44,16 +44,10 @@ class Composer:
 
     def __init__(self, endpoint_name: str, clock: Clock, *, reply_to: str | None) -> None:
         self._clock = clock
-        self._fixed = {
-            Headers.INTENT: "Send",
-            Headers.ORIGINATING_ENDPOINT: endpoint_name,
-            Headers.ORIGINATING_MACHINE: MACHINE,
-        }
-        if reply_to is not None:
-            self._fixed[Headers.REPLY_TO] = reply_to
+        self._fixed = fixed_headers(endpoint_name, reply_to)
         now = self._clock.now()
-        self._sent_now = self._template(self._headers("%s", "%s", now, None))
-        self._sent_delayed = self._template(self._headers("%s", "%s", now, now))
+        self._sent_now = self._template(sent_headers("%s", "%s", now, None))
+        self._sent_delayed = self._template(sent_headers("%s", "%s", now, now))
 
     def _template(self, headers: dict[str, str]) -> str:
         """Return the JSON of these and the fixed headers with a place for each value of these."""
@@ -81,21 +75,11 @@ class Composer:
             check_name("message_id", message_id, MAXIMUM_ID_LENGTH)
         encoded, content_type = encode_body(body)
         if headers or related_to is not None or '"' in message_id or "\\" in message_id:
-            sent = self._headers(message_id, content_type, now, due) | self._fixed
-            message = Message(message_id, _completed(sent, headers, related_to), encoded)
+            sent = sent_headers(message_id, content_type, now, due) | self._fixed
+            message = Message(message_id, completed(sent, headers, related_to), encoded)
         else:
             message = Message.from_encoded(message_id, self._encoded(message_id, content_type, now, due), encoded)
         return Outgoing(TransportOperation(message, destination), due)
-
-    def _headers(self, message_id: str, content_type: str, now: datetime, due: datetime | None) -> dict[str, str]:
-        headers = {
-            Headers.MESSAGE_ID: message_id,
-            Headers.CORRELATION_ID: message_id,
-            Headers.CONVERSATION_ID: message_id,
-            Headers.CONTENT_TYPE: content_type,
-            Headers.TIME_SENT: to_wire_time(now),
-        }
-        return headers if due is None else headers | {Headers.DELIVER_AT: to_wire_time(due)}
 
     def _encoded(self, message_id: str, content_type: str, now: datetime, due: datetime | None) -> bytes:
         """Encode the headers most messages have: JSON's encoder would take as long as all the rest of a send."""
@@ -173,7 +157,30 @@ def check_endpoint_name(name: str) -> str:
     return name
 
 
-def _completed(sent: dict[str, str], headers: HeaderMap | None, related_to: Message | None) -> dict[str, str]:
+def sent_headers(message_id: str, content_type: str, now: datetime, due: datetime | None) -> dict[str, str]:
+    """Return the headers that differ from one send to the next."""
+    headers = {
+        Headers.MESSAGE_ID: message_id,
+        Headers.CORRELATION_ID: message_id,
+        Headers.CONVERSATION_ID: message_id,
+        Headers.CONTENT_TYPE: content_type,
+        Headers.TIME_SENT: to_wire_time(now),
+    }
+    return headers if due is None else headers | {Headers.DELIVER_AT: to_wire_time(due)}
+
+
+def fixed_headers(endpoint_name: str, reply_to: str | None) -> dict[str, str]:
+    """Return the headers that everything from one endpoint has."""
+    fixed = {
+        Headers.INTENT: "Send",
+        Headers.ORIGINATING_ENDPOINT: endpoint_name,
+        Headers.ORIGINATING_MACHINE: MACHINE,
+    }
+    return fixed if reply_to is None else fixed | {Headers.REPLY_TO: reply_to}
+
+
+def completed(sent: dict[str, str], headers: HeaderMap | None, related_to: Message | None = None) -> dict[str, str]:
+    """Return the headers of a send with the user's, which win but for the message id. Raises InvalidMessage."""
     message_id = sent[Headers.MESSAGE_ID]
     if related_to is not None:
         sent[Headers.RELATED_TO] = related_to.id

@@ -21,6 +21,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMe
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.options import COLUMNS, FORMAT, StoreOptions
 from delayline.spark.rejects import faults, without
+from delayline.spark.sent import ROOM, Sender
 from delayline.sql.cold_files import HOUR, ColdFile, ColdFiles
 from delayline.sql.cold_folder import ColdFolder, HourWriter
 from delayline.sql.database import Database
@@ -115,10 +116,11 @@ class _Placing:
     area: str
     folder: ColdFolder
     far_from: int
+    sender: Sender
 
 
 def schedule_in_tiers(
-    messages: DataFrame, tier: ColdTier, *, run: str, on_conflict: str, far_from: datetime
+    messages: DataFrame, tier: ColdTier, sender: Sender, *, run: str, on_conflict: str, far_from: datetime
 ) -> tuple[Committed, int]:
     """Store what is due before `far_from`, hold the rest, in one transaction; return what the run has done of both.
 
@@ -138,7 +140,7 @@ def schedule_in_tiers(
     with ExitStack() as undone:
         undone.callback(staging.discard)
         marked = _marked(messages, _known(messages.sparkSession, tier))
-        task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from))
+        task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from), sender)
         placed = _gathered(marked.mapInArrow(partial(_place, task=task), PLACED))
         if placed.doubled is not None and on_conflict == OnConflict.FAIL:
             raise DuplicateMessage(placed.doubled)
@@ -236,7 +238,7 @@ def _marked(messages: DataFrame, known: DataFrame) -> DataFrame:
 def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.RecordBatch]:
     """Stage what is near and write what is far; of a task that fails afterwards nobody takes notice (reference 3.3)."""
     staging: Staging = task.store.staging(task.area)
-    largest, writer = staging.largest_message, HourWriter(task.folder)
+    largest, writer = staging.largest_message - ROOM, HourWriter(task.folder)
     rejected, duplicates, doubled = 0, 0, None
 
     def near() -> Iterator[pa.RecordBatch]:
@@ -249,7 +251,7 @@ def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.
             taken = sound.filter(waits)
             duplicates += taken.num_rows
             doubled = doubled or (taken.column("id")[0].as_py() if taken.num_rows else None)
-            new = sound.filter(pc.invert(waits)).select(COLUMNS.names)
+            new = task.sender.complete(sound.filter(pc.invert(waits)).select(COLUMNS.names))
             due = new.column("due").cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64())
             far = pc.greater_equal(due, task.far_from)
             writer.write(new.filter(far))

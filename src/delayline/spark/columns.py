@@ -22,6 +22,7 @@ from pyspark.sql.types import (
 
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
+from delayline.message import encode_body
 from delayline.spark.lines import CORRUPT, FILE, HIDDEN, LINE
 from delayline.spark.rejects import faults
 
@@ -72,6 +73,14 @@ def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
     made = _made(rows, columns, now)
     hidden = [name for name in rows.columns if name in HIDDEN]
     return rows.select(*(one.alias(name) for name, one in made.items()), *hidden)
+
+
+def content_type(rows: DataFrame, columns: Columns) -> str:
+    """Return what `Endpoint.send` would call bodies of that type."""
+    kind = next((one.dataType for one in rows.schema if one.name == columns.body), BinaryType())
+    if isinstance(kind, BinaryType):
+        return encode_body(b"")[1]
+    return encode_body({} if isinstance(kind, MapType | StructType | ArrayType) else "")[1]
 
 
 def rejected(rows: DataFrame, columns: Columns, now: datetime, largest: int) -> DataFrame:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Final
 from delayline.checks import time_span
 from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, schedule_in_tiers
-from delayline.spark.columns import Columns, prepared, rejected
+from delayline.spark.columns import Columns, content_type, prepared, rejected
 from delayline.spark.failures import in_plain_words
 from delayline.spark.lines import HIDDEN, read_path
 from delayline.spark.options import FORMAT, StoreOptions
+from delayline.spark.sent import ROOM, Sender
 from delayline.spark.session import spark_session
 from delayline.sql.runs import Committed, check_run
 
@@ -69,6 +70,11 @@ class Target:
         }
         return {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def sender(self) -> str:
+        """The endpoint, for the headers."""
+        return self.endpoint or (self.table or "").removesuffix(".timeouts")
+
 
 def schedule(
     source: DataFrame | str | Path,
@@ -93,18 +99,28 @@ def schedule(
     with in_plain_words():
         rows = partial(_rows, source, form, columns, spark)
         now = staging.now()
-        messages = prepared(rows(numbered=False), columns, now).drop(*HIDDEN)
+        read = rows(numbered=False)
+        messages = prepared(read, columns, now).drop(*HIDDEN)
+        sender = Sender(target.sender, content_type(read, columns), now)
         before, held = staging.committed(run), 0
         if target.cold_tier is not None:
             tier = ColdTier(target.options, target.cold_tier)
             far_from = now + hot_horizon
-            stored, held = schedule_in_tiers(messages, tier, run=run, on_conflict=on_conflict, far_from=far_from)
+            stored, held = schedule_in_tiers(
+                messages, tier, sender, run=run, on_conflict=on_conflict, far_from=far_from
+            )
         else:
             if before is None:
-                options = {**target.options, "onConflict": on_conflict, "invalid": "skip", "runId": run}
+                options = {
+                    **target.options,
+                    "onConflict": on_conflict,
+                    "invalid": "skip",
+                    "runId": run,
+                    **sender.options,
+                }
                 messages.write.format(FORMAT).mode("append").options(**options).save()
             stored = before or staging.committed(run) or Committed(0)
-        bad = rejected(rows(numbered=True), columns, now, staging.largest_message)
+        bad = rejected(rows(numbered=True), columns, now, staging.largest_message - ROOM)
         return Scheduled(run, stored.stored, held, stored.duplicates, stored.rejected, before is not None, bad)
 
 
@@ -128,8 +144,10 @@ def schedule_stream(
         raise ConfigurationError("a stream is stored in the database only: leave out cold_tier")
     staging = StoreOptions.of(target.options).staging()
     with in_plain_words():
-        messages = prepared(source, columns or Columns(), staging.now())
-        options = {**target.options, "onConflict": on_conflict, "invalid": "skip"}
+        columns = columns or Columns()
+        messages = prepared(source, columns, staging.now())
+        sender = Sender(target.sender, content_type(source, columns), None)
+        options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
         writer = messages.drop(*HIDDEN).writeStream.format(FORMAT).options(**options)
         given: Mapping[str, str | bool] = trigger or {"processingTime": "1 second"}
         return writer.option("checkpointLocation", str(checkpoint)).trigger(**given).start()  # type: ignore[arg-type]

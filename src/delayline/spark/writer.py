@@ -13,6 +13,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.options import COLUMNS, StoreOptions, choice
 from delayline.spark.rejects import faults, must_be_good, without
+from delayline.spark.sent import ROOM, Sender
 from delayline.sql.staging import STREAMS, Attempt, OnConflict, Staging, new_area
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Writing:
         self._area = area
         self._on_conflict = OnConflict(choice(options, "onConflict", tuple(OnConflict)))
         self._skips = choice(options, "invalid", INVALID) == "skip"
+        self._sender = Sender.of(options)
         self._staging.create()
 
     @property
@@ -44,8 +46,8 @@ class Writing:
         return self._store.staging(self._area)
 
     def _stage(self, batches: Iterator[pa.RecordBatch]) -> Attempt:
-        staging, rejected = self._staging, 0
-        largest = staging.largest_message
+        staging, rejected, sender = self._staging, 0, self._sender
+        largest = staging.largest_message - (0 if sender is None else ROOM)
 
         def good() -> Iterator[pa.RecordBatch]:
             nonlocal rejected
@@ -56,7 +58,7 @@ class Writing:
                     must_be_good(batch, reasons)
                 kept = without(batch, reasons)
                 rejected += batch.num_rows - kept.num_rows
-                yield kept
+                yield kept if sender is None else sender.complete(kept)
 
         return staging.write(good(), rejected=lambda: rejected)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from delayline.cli.demo.reminders import COLUMNS
 from delayline.cli.demo.stage import REMINDERS, SENDER, Journal
 from delayline.clock import to_microseconds
-from delayline.message import Headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 #: A job becomes visible at its end: the first reminder is due well after it. Never less than this.
 LEAD: Final = timedelta(seconds=5)
-WIRE_TIME: Final = "yyyy-MM-dd HH:mm:ss:SSSSSS 'Z'"
 #: A machine that is busy starts Python slowly; the second setting is how long Spark waits for it.
 AT_HOME: Final = {"spark.sql.shuffle.partitions": "2", "spark.python.authenticate.socketTimeout": "90s"}
 
@@ -55,8 +53,7 @@ class Pipeline:
         self.lead = max(LEAD, timedelta(seconds=time.monotonic() - began))
         start = to_microseconds(datetime.now(UTC) + self.lead)
         due = F.timestamp_micros(F.lit(start) + F.col("delay_ms").cast("bigint") * 1000)
-        headers = F.to_json(F.create_map(F.lit(Headers.DELIVER_AT), F.date_format("due", WIRE_TIME)))
-        schedule(rows.withColumn("due", due).withColumn("headers", headers), self._target, spark=session)
+        schedule(rows.withColumn("due", due), self._target, spark=session)
         Journal(self._stage.journal(SENDER)).write([(one,) for one in ids])
 
     def audit(self, report: Path) -> Totals:

@@ -1,0 +1,104 @@
+"""The headers that `Endpoint.send` gives a message, given to whole Arrow columns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delayline.clock import SystemClock
+from delayline.message import Headers, encode_headers
+from delayline.outgoing import completed, fixed_headers, sent_headers
+from delayline.spark.options import instant
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Bytes that the headers may add to a message: three ids of 250 characters, escaped, and what is the same for all.
+ROOM: Final = 8192
+#: What stands for a row's own value; a header that the user gives could only be this text on purpose.
+MARK: Final = "{0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11}"
+OWN: Final = (Headers.CORRELATION_ID, Headers.CONVERSATION_ID, Headers.DELIVER_AT)
+
+
+class _Frame(NamedTuple):
+    """What the rows with one text of headers have in common, as JSON, and which of OWN they have of their own."""
+
+    rest: str
+    own: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Whose messages they are, when they were sent, and what their bodies are; pickled to tasks.
+
+    sent: the time of each task where None.
+    """
+
+    endpoint: str
+    content_type: str
+    sent: datetime | None
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> Sender | None:
+        """Return what the options say; None where headers are to stay as they are."""
+        name = options.get("sender")
+        if name is None:
+            return None
+        return cls(name, options.get("contentType", "application/octet-stream"), instant(options, "sentAt"))
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """The same as options of the data source."""
+        sent = {} if self.sent is None else {"sentAt": self.sent.isoformat()}
+        return {"sender": self.endpoint, "contentType": self.content_type, **sent}
+
+    def complete(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return sound messages with the headers of a send; the rows' own headers win but for the message id."""
+        if not batch.num_rows:
+            return batch
+        given = pc.fill_null(batch.column("headers"), "").dictionary_encode()
+        sent = self.sent or SystemClock().now()
+        frames = [_frame(text, self.endpoint, self.content_type, sent) for text in given.dictionary.to_pylist()]
+        id_text = _quoted(batch.column("id"))
+        values = {Headers.DELIVER_AT: _wire_times(batch.column("due"))}
+        parts = [f'{{"{Headers.MESSAGE_ID}":', id_text]
+        for place, name in enumerate(OWN):
+            own = pa.array([frame.own[place] for frame in frames]).take(given.indices)
+            parts.append(_where(own, pc.binary_join_element_wise(f',"{name}":', values.get(name, id_text), "")))
+        parts += [pa.array([frame.rest for frame in frames]).take(given.indices), ""]
+        headers = pc.binary_join_element_wise(*parts)
+        return batch.set_column(batch.schema.get_field_index("headers"), "headers", headers)
+
+
+@lru_cache(maxsize=4096)
+def _frame(text: str, endpoint: str, content_type: str, sent: datetime) -> _Frame:
+    named = sent_headers(MARK, content_type, sent, None) | {Headers.DELIVER_AT: MARK} | fixed_headers(endpoint, None)
+    named = completed(named, json.loads(text) if text else None)
+    own = tuple(named[name] == MARK for name in OWN)
+    theirs = {name for name, is_own in zip(OWN, own, strict=True) if is_own} | {Headers.MESSAGE_ID}
+    rest = encode_headers({name: value for name, value in named.items() if name not in theirs}).decode()
+    return _Frame("," + rest[1:], own)
+
+
+def _where(own: pa.Array, values: pa.Array) -> pa.Array:
+    return values if pc.all(own).as_py() else pc.if_else(own, values, "")
+
+
+def _quoted(texts: pa.Array) -> pa.Array:
+    """Return texts that have no control characters as JSON."""
+    for special in ("\\", '"'):
+        texts = pc.replace_substring(texts, special, f"\\{special}")
+    return pc.binary_join_element_wise('"', texts, '"', "")
+
+
+def _wire_times(due: pa.Array) -> pa.Array:
+    """Return `yyyy-MM-dd HH:mm:ss:ffffff Z` in quotes."""
+    naive = due.cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.timestamp("us"))
+    times = pc.replace_substring(naive.cast(pa.string()), ".", ":")  # 30 times as fast as strftime
+    return pc.binary_join_element_wise('"', times, ' Z"', "")
