@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from click.testing import CliRunner
 from tests.servers.postgresql import free_port
@@ -21,6 +22,7 @@ from delayline import (
     TransactionMode,
     TransportOperation,
 )
+from delayline.callers import Caller
 from delayline.cli import main
 from delayline.sql.dialects import postgresql as dialect
 from delayline.testing.conformance.messages import delayed, operation
@@ -116,8 +118,7 @@ async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str)
     error = await refusal(url)
     assert isinstance(error, BackendUnusable)
     assert "permission denied for schema public" in str(error)
-    assert "CREATE on it for setup" in str(error)
-    assert "DELETE" not in str(error)
+    assert str(error).endswith(f"GRANT CREATE ON SCHEMA public TO {USER}")
     # When the tables are made by somebody who may, and one right is missing
     store, transport = SqlDelayedMessageStore(own), SqlTransport(own)
     await store.setup_infrastructure("sales")
@@ -125,21 +126,67 @@ async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str)
     with guarded.administrator(database.rpartition("/")[2]) as administrator:
         administrator.execute(f"GRANT SELECT, INSERT, UPDATE ON ALL TABLES IN SCHEMA public TO {USER}")
         administrator.execute(f"REVOKE INSERT ON delayline_messages FROM {USER}")
-    limited = SqlDelayedMessageStore(url)
-    await limited.initialize("sales", TransactionMode.RECEIVE_ONLY)
-    sender = SqlTransport(url)
-    await sender.start()
-    try:
-        # Then what may be done works, and the error of the rest names the table and the rights
-        await limited.store(delayed())
-        with pytest.raises(BackendUnusable, match=r"denied for table sales.timeouts.*GRANT.*DELETE on it$"):
-            await limited.remove(delayed())
-        with pytest.raises(BackendUnusable, match=r"denied for table delayline_messages.*GRANT.*INSERT") as raised:
-            await sender.dispatch([operation("billing")])
-        assert not shows_the_password(raised.value)
-    finally:
-        await sender.stop()
-        await limited.close()
+        limited = SqlDelayedMessageStore(url)
+        await limited.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        sender = SqlTransport(url)
+        await sender.start()
+        try:
+            # Then what may be done works, and the error of the rest names the table and the rights
+            for name in ("first", "second"):  # of which the event loop has sent one by itself
+                await limited.store(delayed(name))
+            with pytest.raises(BackendUnusable, match=rf'GRANT DELETE ON TABLE public."sales.timeouts" TO {USER}$'):
+                await limited.remove(delayed())
+            missing = rf"denied for table delayline_messages.*GRANT INSERT, DELETE ON .*delayline_messages TO {USER}$"
+            with pytest.raises(BackendUnusable, match=missing) as raised:
+                await sender.dispatch([operation("billing")])
+            assert not shows_the_password(raised.value)
+            # And so does the event loop's, when a right is withdrawn later, and that of a caller's transaction
+            administrator.execute(f'REVOKE INSERT ON "sales.timeouts" FROM {USER}')
+            with pytest.raises(BackendUnusable, match=r'GRANT INSERT, DELETE ON TABLE public."sales.timeouts"'):
+                await limited.store(delayed("third"))
+            with psycopg.connect(url) as mine:
+                joined = await limited.join(Caller(mine))
+                with pytest.raises(BackendUnusable, match=r'GRANT INSERT, DELETE ON TABLE public."sales.timeouts"'):
+                    await limited.store(delayed("fourth"), joined)
+        finally:
+            await sender.stop()
+            await limited.close()
+
+
+async def test_rights_on_a_schema_and_a_sequence_and_of_an_owner(guarded: PostgresqlServer, database: str) -> None:
+    # Given a user who owns nothing, and a schema whose name needs quotes
+    url, name = f"postgresql://{USER}:{SECRET}@{database}", database.rpartition("/")[2]
+    store = SqlDelayedMessageStore(f"postgresql://delayline@{database}", schema="of 100%")
+    with guarded.administrator(name) as administrator:
+        administrator.execute('CREATE SCHEMA "of 100%"')
+        await store.setup_infrastructure("sales")
+        limited = SqlDelayedMessageStore(url, schema="of 100%")
+        # When rights are missing one after the other, then the one that is missing is told, and how to grant it
+        both = 'CREATE for `delayline setup` only: GRANT USAGE, CREATE ON SCHEMA "of 100%" TO '
+        with pytest.raises(BackendUnusable, match=both):
+            await limited.setup_infrastructure("sales")
+        administrator.execute(f'GRANT USAGE, CREATE ON SCHEMA "of 100%" TO {USER}')
+        administrator.execute(f'GRANT ALL ON ALL TABLES IN SCHEMA "of 100%" TO {USER}')
+        await limited.setup_infrastructure("sales")
+        await limited.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        try:
+            administrator.execute('ALTER TABLE "of 100%"."sales.timeouts" ALTER seq DROP IDENTITY')
+            administrator.execute('CREATE SEQUENCE "of 100%".numbers')
+            administrator.execute(
+                'ALTER TABLE "of 100%"."sales.timeouts" ALTER seq SET DEFAULT nextval(\'"of 100%".numbers\')'
+            )
+            with pytest.raises(BackendUnusable, match=r'GRANT USAGE ON SEQUENCE "of 100%".numbers TO '):
+                await limited.store(delayed())
+        finally:
+            await limited.close()
+        administrator.execute('ALTER TABLE "of 100%".delayline_messages DROP expires')
+        administrator.execute('UPDATE "of 100%".delayline_schema SET revision = 1')
+        with pytest.raises(BackendUnusable, match=r"must be owner.*Only its owner may do that: run it as delayline$"):
+            await limited.setup_infrastructure("sales")
+        administrator.execute(f"REVOKE CONNECT ON DATABASE {name} FROM PUBLIC")
+        with pytest.raises(BackendUnusable, match=r"(?s)permission denied for database.*GRANT CONNECT"):
+            await limited.setup_infrastructure("sales")
+        administrator.execute(f"GRANT CONNECT ON DATABASE {name} TO PUBLIC")
 
 
 async def test_a_schema_that_is_missing(postgresql_url: str) -> None:

@@ -64,7 +64,7 @@ class JoinedTransaction(Transaction):
         try:
             return await self._hold.run(work)
         except self._dialect.errors as error:
-            raise self._dialect.translated(error) from error
+            raise await asyncio.to_thread(self._dialect.translated, error) from error  # which may ask the server
 
     def after_commit(self, callback: Callable[[], None]) -> None:
         """Do nothing: nobody tells us of the commit. Listeners are told of it by `Database.tell`."""

@@ -16,6 +16,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
+from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, remedy
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.sql.dialects.postgresql_wake_ups import Notifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
@@ -202,7 +203,7 @@ class Postgresql(ServerDialect):
         state, cause = _state(error), str(cause_of(error)).strip()
         for prefix, (kind, text) in TRANSLATIONS.items():
             if state.startswith(prefix):
-                return kind(text.format(place=self, cause=cause, rights=_rights(cause)))
+                return kind(text.format(place=self, cause=cause))
         if _is_operational(error):
             return self._not_reached(cause)
         if "invalid connection option" in cause or "invalid URI" in cause:
@@ -211,12 +212,15 @@ class Postgresql(ServerDialect):
             return ConfigurationError(f"the URL of {self} has an option with a value that cannot be used: {cause}")
         if "NUL" in cause or "surrogates" in cause:
             return InvalidMessage(f"{self} cannot keep this text: {cause}")
+        if state == DENIED:
+            refusal = cause.partition("\n")[0]  # behind it is a part of the statement
+            return BackendUnusable(f"{self}: {refusal}. {self._remedy(refusal)}")
         return error
 
     def _not_reached(self, cause: str) -> Exception:
-        for sign, remedy in UNUSABLE.items():
+        for sign, advice in UNUSABLE.items():
             if sign in cause:
-                return BackendUnusable(f"cannot use {self}: {cause}. {remedy}")
+                return BackendUnusable(f"cannot use {self}: {cause}. {advice}")
         if any(sign in cause for sign in FULL):
             return BackendUnavailable(f"{self} is full: {cause}. Raise max_connections, or start fewer processes")
         return BackendUnavailable(f"cannot reach {self}: {cause}. Check that the server runs and answers there")
@@ -224,6 +228,13 @@ class Postgresql(ServerDialect):
 
 @lru_cache(maxsize=256)
 def _from_arrays(insert: str) -> str:
+    def _remedy(self, refusal: str) -> str:
+        try:
+            with self.connect() as connection:
+                return remedy(connection, refusal)
+        except self.errors:
+            return UNKNOWN
+
     """Return the insert of one row as one of many: an array for each column, sent in binary."""
     start, _, rest = insert.partition(" VALUES (")
     values, _, end = rest.partition(")")
@@ -240,24 +251,11 @@ def _state(error: BaseException) -> str:
     return str(getattr(cause_of(error), "sqlstate", None) or "")
 
 
-def _rights(cause: str) -> str:
-    """Return the rights that are needed on what the server refuses."""
-    return next((rights for kind, rights in RIGHTS.items() if kind in cause), EVERY_RIGHT)
-
-
 def _is_operational(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(cause_of(error)).__mro__}
     return bool(names & {"OperationalError", "InterfaceError"})
 
 
-#: By what the server says is refused; it does not say which of the rights on it.
-RIGHTS: Final = {
-    "for table": "SELECT, INSERT, UPDATE and DELETE on it",
-    "for sequence": "USAGE on it",
-    "for schema": "USAGE on it, and CREATE on it for setup",
-    "for database": "CONNECT to it",
-}
-EVERY_RIGHT: Final = "USAGE on the schema, CREATE on it for setup, and SELECT, INSERT, UPDATE and DELETE on the tables"
 #: What libpq says before there is a connection: it gives no SQLSTATE then.
 UNUSABLE: Final = {
     "authentication failed": "Check the user and the password",
@@ -276,11 +274,8 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "28": (BackendUnusable, "{place} refuses this user: {cause}. Check the user and the password"),
     "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),
     "3F000": (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
+    "permission denied for database": "As its owner: GRANT CONNECT ON DATABASE",
     "40": (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
-    "42501": (
-        BackendUnusable,
-        "{place}: {cause}. As its owner, GRANT this user what is missing: delayline needs {rights}",
-    ),
     "42P01": (BackendUnusable, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
     "42703": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
     "42804": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),

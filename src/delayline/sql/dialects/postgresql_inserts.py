@@ -59,7 +59,7 @@ class LoopInserts:
         self._driver: psycopg.Connection[Any] | None = None
         self._names: dict[str, bytes] = {}
         self._watch: Watch | None = None
-        self._under_way: Answer[None] | None = None
+        self._under_way: Answer[bool] | None = None
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
     async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
@@ -74,7 +74,7 @@ class LoopInserts:
         if session is None or not session.trusted or statement.sql not in self._names:
             await self._insert_slowly(statement, row)
         elif self._watches(loop):
-            await self._insert(loop, self._names[statement.sql], values)
+            return await self._insert(loop, self._names[statement.sql], values)
         else:
             self._free.release()
             return False
@@ -138,15 +138,15 @@ class LoopInserts:
                 return False
         return True
 
-    async def _insert(self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]) -> None:
-        answer: Answer[None] = Answer(loop.create_future())
+    async def _insert(self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]) -> bool:
+        answer: Answer[bool] = Answer(loop.create_future())
         self._under_way = answer
         try:
             self._pgconn.send_query_prepared(name, values, BINARY)
             self._flush()
         except psycopg.Error as error:
             self._finish(error)
-        await answer.end()
+        return await answer.end()
 
     @property
     def _pgconn(self) -> PGconn:
@@ -200,14 +200,15 @@ class LoopInserts:
     def _finish(self, error: psycopg.Error | None) -> None:
         answer, self._under_way, self._refusal = self._under_way, None, None
         failure: Exception | None = None
-        if error is not None:
+        refused = isinstance(error, psycopg.errors.InsufficientPrivilege)  # to say why takes a thread that may wait
+        if error is not None and not refused:
             failure = self._given_up(error)
             failure.__cause__ = None if failure is error else error
         elif self._session is not None:
             self._session.answered()
         self._free.release()
         if answer is not None:
-            answer.finish(None, failure)
+            answer.finish(not refused, failure)
 
     def _given_up(self, error: psycopg.Error) -> Exception:
         """Return the session's error, and watch its connection no more if that was its end."""
