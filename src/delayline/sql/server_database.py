@@ -165,7 +165,8 @@ class ServerDatabase(Database):
 
     async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
         whole = work if one_statement else partial(self._in_transaction, work)
-        return await self.run(lambda: self._own_session().run(partial(self._again_after_deadlocks, whole)))
+        whole = partial(self._again_after_deadlocks, whole)
+        return await self.run(lambda: self._own_session().run(whole, commits=one_statement))
 
     def _again_after_deadlocks(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         """Run work that is a transaction of its own; what a deadlock has undone as a whole is simply done again."""

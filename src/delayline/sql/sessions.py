@@ -33,13 +33,16 @@ class Session:
         self._used = 0.0
         self._process = os.getpid()
 
-    def run(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` while no transaction is open; driver errors come out as delayline's."""
+    def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
+        """Run `work` while no transaction is open; driver errors come out as delayline's.
+
+        commits: it is a statement that commits by itself, so that with its answer its outcome is lost.
+        """
         try:
             connection = self._trusted()
         except self._dialect.errors as error:  # says nothing of the connections there are: the server may be full
             raise self._dialect.translated(error) from error
-        return self._run(work, connection)
+        return self._run(work, connection, commits=commits)
 
     def go_on(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in the transaction that is open; never outside it, on a new connection."""
@@ -47,7 +50,7 @@ class Session:
             raise BackendUnavailable(
                 f"the connection to {self._dialect} was lost in the middle of a transaction, which is undone: repeat it"
             )
-        return self._run(work, self._connection)
+        return self._run(work, self._connection, commits=False)
 
     @property
     def trusted(self) -> bool:
@@ -59,12 +62,14 @@ class Session:
         """Know that the connection was alive a moment ago."""
         self._used = time.monotonic()
 
-    def failed(self, error: Exception) -> Exception:
+    def failed(self, error: Exception, *, commits: bool) -> Exception:
         """Return delayline's error for a driver's, having given the connection up if that was its end."""
         translated = self._dialect.translated(error)
-        committing = self._connection is not None and self._connection.info.pop(NOT_COMMITTED, False)
+        connection = self._connection
+        if connection is not None and not connection.invalidated:  # SQLAlchemy asks one that is for another one
+            commits = connection.info.pop(NOT_COMMITTED, commits)
         if self._dialect.is_disconnect(error):
-            if committing:
+            if commits:
                 translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
             self._database.lost()
             self.close()
@@ -83,11 +88,11 @@ class Session:
         with contextlib.suppress(*self._dialect.errors):
             connection.close()
 
-    def _run(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+    def _run(self, work: Callable[[Connection], Result], connection: Connection, *, commits: bool) -> Result:
         try:
             return work(connection)
         except self._dialect.errors as error:
-            raise self.failed(error) from error
+            raise self.failed(error, commits=commits) from error
         finally:
             self.answered()
 

@@ -115,7 +115,7 @@ class LoopInserts:
 
     def _insert_blocking(self, session: Session, statement: Prepared, row: tuple[Any, ...]) -> None:
         try:
-            session.run(partial(self._prepare_and_insert, statement, row))
+            session.run(partial(self._prepare_and_insert, statement, row), commits=True)
         finally:
             self._free.release()
 
@@ -189,7 +189,7 @@ class LoopInserts:
         try:
             self._pgconn.consume_input()
         except psycopg.Error as error:
-            self._given_up(error)
+            self._given_up(error, commits=False)
         finally:
             self._free.release()
 
@@ -202,7 +202,7 @@ class LoopInserts:
         failure: Exception | None = None
         refused = isinstance(error, psycopg.errors.InsufficientPrivilege)  # to say why takes a thread that may wait
         if error is not None and not refused:
-            failure = self._given_up(error)
+            failure = self._given_up(error, commits=True)
             failure.__cause__ = None if failure is error else error
         elif self._session is not None:
             self._session.answered()
@@ -210,10 +210,10 @@ class LoopInserts:
         if answer is not None:
             answer.finish(not refused, failure)
 
-    def _given_up(self, error: psycopg.Error) -> Exception:
+    def _given_up(self, error: psycopg.Error, *, commits: bool) -> Exception:
         """Return the session's error, and watch its connection no more if that was its end."""
         assert self._session is not None  # noqa: S101 - as above
-        failure = self._session.failed(error)
+        failure = self._session.failed(error, commits=commits)
         if not self._session.trusted:
             self._end_watch()
         return failure

@@ -1,0 +1,107 @@
+"""A server's answer that is lost on the way: whoever waits for it is told that nobody knows what became of the work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.integration.wire_between import wire_to
+
+from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
+from delayline.sql.database import Database
+from delayline.sql.server_database import WORKERS, ServerDatabase
+from delayline.testing.conformance.messages import delayed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from tests.integration.wire_between import Wire
+
+PATIENCE = 20.0
+UNKNOWN = "It was to commit, and whether it has is not known: look for what was written before repeating it"
+
+
+class Distant:
+    """A store behind a wire, and the same one beside the server, to see what has come."""
+
+    def __init__(self, wire: Wire, url: str, near_url: str) -> None:
+        self.wire = wire
+        self.store, self.near = SqlDelayedMessageStore(url), SqlDelayedMessageStore(near_url)
+        database = Database.at(url)
+        assert isinstance(database, ServerDatabase)
+        self.database = database
+
+    async def waiting(self) -> list[str]:
+        return [message.id for message in await self.near.pending()]
+
+    async def connect(self) -> None:
+        """Have a connection on every worker thread, so that none has to be made when answers do not come."""
+        together, own = threading.Barrier(WORKERS, timeout=PATIENCE), self.database._own_session
+
+        def work() -> None:
+            own().run(self.database.dialect.ping)
+            together.wait()
+
+        await asyncio.gather(*(self.database.run(work) for _ in range(WORKERS)))
+
+    async def unanswered(self, work: Awaitable[object], done: Callable[[list[str]], bool]) -> str:
+        """Lose the answer to `work` once the server has done it; return what is said of it."""
+        await self.connect()
+        self.wire.hold_answers()
+        working = asyncio.ensure_future(work)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not done(await self.waiting()):  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.01)
+        finally:
+            self.wire.cut()
+            self.wire.let_through()
+        with pytest.raises(BackendUnavailable) as raised:
+            await working
+        return str(raised.value)
+
+
+@contextlib.asynccontextmanager
+async def distant(url: str) -> AsyncIterator[Distant]:
+    """Provide both, started and used."""
+    async with wire_to(url) as (wire, far_url):
+        both = Distant(wire, far_url, url)
+        await both.near.setup_infrastructure("sales")
+        for store in (both.near, both.store):
+            await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        try:
+            for name in ("first", "second"):  # from the second one on some servers have a shorter way
+                await both.store.store(delayed(name))
+            yield both
+        finally:
+            await both.store.close()
+            await both.near.close()
+
+
+async def answers_are_lost(url: str) -> None:
+    """Whatever is asked for whose effect is lasting, it says that its outcome is not known."""
+    async with distant(url) as both:
+        store = both.store
+        assert UNKNOWN in await both.unanswered(store.store(delayed("third")), lambda ids: "third" in ids)
+        assert UNKNOWN in await both.unanswered(store.remove(delayed("third")), lambda ids: "third" not in ids)
+        # But what only reads, or is undone with its transaction, is not said to have an outcome
+        assert UNKNOWN not in await both.unanswered(store.pending(), lambda _: True)
+        transaction = store.transaction()
+        await store.store(delayed("of a transaction"), transaction)
+        lost = both.unanswered(store.store(delayed("undone"), transaction), lambda _: True)
+        assert UNKNOWN not in await lost
+        await transaction._rollback()
+        await store.store(delayed("next"))
+        assert {"first", "second", "next"} <= {*await both.waiting()}
+        assert not {"undone", "of a transaction"} & {*await both.waiting()}
+
+
+async def test_on_postgresql(postgresql_url: str) -> None:
+    await answers_are_lost(postgresql_url)
+
+
+async def test_on_mariadb(mariadb_url: str) -> None:
+    await answers_are_lost(mariadb_url)
