@@ -86,6 +86,14 @@ class Postgresql(ServerDialect):
         )  # of two settings the last one wins
         url = url.set(query={**url.query, "options": " ".join(every)})
         super().__init__(url, connect_args=CONNECT_ARGS, paramstyle="format", use_native_hstore=False)
+        from delayline.sql.dialects.postgresql_copy import Copies
+
+        self._copies = Copies()
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the driver raises; in lists it lets through what Python says of a text that is no Unicode."""
+        return (*super().errors, UnicodeEncodeError)
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""
@@ -155,8 +163,11 @@ class Postgresql(ServerDialect):
         if len(rows) == 1:
             insert.change(connection, *rows[0])
             return
+        driver = getattr(connection.connection, "driver_connection", None)  # of a caller's there are only cursors
+        if driver is not None and self._copies.copied(driver, insert.sql, rows):
+            return
         many = _from_arrays(insert.sql)
-        with _driver(connection).pipeline() if len(rows) > PART else contextlib.nullcontext():
+        with driver.pipeline() if driver and len(rows) > PART else contextlib.nullcontext():
             for first in range(0, len(rows), PART):
                 run(connection, many, *map(list, zip(*rows[first : first + PART], strict=True)))
 
@@ -201,6 +212,9 @@ class Postgresql(ServerDialect):
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
         state, cause = _state(error), str(cause_of(error)).strip()
+        if state == DENIED:
+            refusal = cause.partition("\n")[0]  # behind it is a part of the statement
+            return BackendUnusable(f"{self}: {refusal}. {self._remedy(refusal)}")
         for prefix, (kind, text) in TRANSLATIONS.items():
             if state.startswith(prefix):
                 return kind(text.format(place=self, cause=cause))
@@ -212,10 +226,14 @@ class Postgresql(ServerDialect):
             return ConfigurationError(f"the URL of {self} has an option with a value that cannot be used: {cause}")
         if "NUL" in cause or "surrogates" in cause:
             return InvalidMessage(f"{self} cannot keep this text: {cause}")
-        if state == DENIED:
-            refusal = cause.partition("\n")[0]  # behind it is a part of the statement
-            return BackendUnusable(f"{self}: {refusal}. {self._remedy(refusal)}")
         return error
+
+    def _remedy(self, refusal: str) -> str:
+        try:
+            with self.connect() as connection:
+                return remedy(connection, refusal)
+        except self.errors:
+            return UNKNOWN
 
     def _not_reached(self, cause: str) -> Exception:
         for sign, advice in UNUSABLE.items():
@@ -228,15 +246,8 @@ class Postgresql(ServerDialect):
 
 @lru_cache(maxsize=256)
 def _from_arrays(insert: str) -> str:
-    def _remedy(self, refusal: str) -> str:
-        try:
-            with self.connect() as connection:
-                return remedy(connection, refusal)
-        except self.errors:
-            return UNKNOWN
-
     """Return the insert of one row as one of many: an array for each column, sent in binary."""
-    start, _, rest = insert.partition(" VALUES (")
+    start, _, rest = insert.rpartition(" VALUES (")  # the first one may be in a name
     values, _, end = rest.partition(")")
     typed = [value if "::" in value else f"{value}::bytea" for value in values.split(", ")]
     arrays = ", ".join(f"{value.replace('%s', '%b')}[]" for value in typed)
@@ -263,6 +274,7 @@ UNUSABLE: Final = {
     "no pg_hba.conf entry": "Allow this user and host in pg_hba.conf",
     "does not support SSL": "Set sslmode in the URL to what the server offers",
     "SSL": "Check sslmode and the certificates",
+    "permission denied for database": "As its owner: GRANT CONNECT ON DATABASE",
     "does not exist": "Create it, or name another one in the URL",
 }
 FULL: Final = ("too many clients", "too many connections", "connection slots are reserved", "connection limit exceeded")
@@ -274,7 +286,6 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "28": (BackendUnusable, "{place} refuses this user: {cause}. Check the user and the password"),
     "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),
     "3F000": (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
-    "permission denied for database": "As its owner: GRANT CONNECT ON DATABASE",
     "40": (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
     "42P01": (BackendUnusable, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
     "42703": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
