@@ -72,18 +72,19 @@ def hundreds_rate(url: str, number: int) -> float:
 def many_rate(url: str, number: int) -> float:
     """Return rows a second by binary COPY, a thousand to a commit."""
     with connect(url) as connection:
-        copy_in(connection, number, datetime.now(UTC))
+        made = rows(number, datetime.now(UTC))
+        copy_in(connection, made)
         connection.execute("TRUNCATE bare")
         started = time.perf_counter()
-        copy_in(connection, number, datetime.now(UTC))
+        copy_in(connection, made)
         return number / (time.perf_counter() - started)
 
 
-def copy_in(connection: psycopg.Connection, number: int, due: datetime) -> None:
-    """Insert so many rows, a thousand to a commit."""
-    made = [(*row, 0) for row in rows(number, due)]
+def copy_in(connection: psycopg.Connection, waiting: list[tuple[object, ...]]) -> None:
+    """Insert the rows, a thousand to a commit."""
+    made = [(*row, 0) for row in waiting]
     with connection.cursor() as cursor:
-        for first in range(0, number, 1000):
+        for first in range(0, len(made), 1000):
             with cursor.copy(COPY) as copy:
                 copy.set_types(TYPES)
                 for row in made[first : first + 1000]:
@@ -102,7 +103,7 @@ def claim_rate(url: str, number: int, per_commit: int) -> float:
 
 def _drain(url: str, number: int, per_commit: int, statement: str) -> float:
     with connect(url) as connection:
-        copy_in(connection, number, datetime.now(UTC) - timedelta(days=365))
+        copy_in(connection, rows(number, datetime.now(UTC) - timedelta(days=365)))
         connection.execute("ANALYZE bare")
         now, taken = datetime.now(UTC), 0
         started = time.perf_counter()

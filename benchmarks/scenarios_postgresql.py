@@ -38,21 +38,22 @@ async def pg_concurrent_sends(folder: Path) -> Figures:
 
 async def pg_store_many(folder: Path) -> Figures:
     """`store_many` of 1 000, against binary COPY, 1 000 a commit, and PgQueuer's enqueue of 1 000."""
-    rates, number, due = [], scaled(20_000), datetime.now(UTC) + timedelta(days=365)
+    rates, theirs, number, due = [], [], scaled(20_000), datetime.now(UTC) + timedelta(days=365)
     with postgresql() as (url,):
         for turn in range(ROUNDS):
             raw = bare.many_rate(url, number)
-            rates.append((await store_rate(url, messages(f"many{turn}", number, lambda _: due)), raw))
-        theirs = (await peers.pgqueuer(url, number))[0]
-    figures = against("binary COPY", rates)
-    return figures | {"times PgQueuer": figures["delayline /s"] / theirs}
+            ours = await store_rate(url, messages(f"many{turn}", number, lambda _: due))
+            rates.append((ours, raw))
+            theirs.append((ours, await peers.pgqueuer_enqueue(url, number)))
+    figures, beside = against("binary COPY", rates), against("PgQueuer", theirs)
+    return figures | {"PgQueuer /s": beside["PgQueuer /s"], "times PgQueuer": beside["ratio"]}
 
 
 async def pg_burst(folder: Path) -> Figures:
     """50 000 due at one instant, exactly once from store to queue, against the bare move and the peers."""
     with postgresql() as (url,):
         figures = await POSTGRESQL.burst(url)
-        pgqueuer = (await peers.pgqueuer(url, BURST))[1]
+        pgqueuer = await peers.pgqueuer_drain(url, BURST)
         procrastinate = await peers.procrastinate_drain(url, max(1000, BURST // PEER_SHARE))
     ours = figures["delayline /s"]
     return figures | {"times PgQueuer": ours / pgqueuer, "times Procrastinate": ours / procrastinate}
