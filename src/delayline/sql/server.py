@@ -89,6 +89,10 @@ class Server(dialect.Dialect, Protocol):
         """Tell whether the server has rolled back the whole transaction, so that what follows would be outside it."""
         ...
 
+    def is_deadlock(self, error: Exception) -> bool:
+        """Tell whether the transaction was given up in favour of another, so that it can be done again as a whole."""
+        ...
+
     def is_disconnect(self, error: Exception) -> bool:
         """Tell whether the error means that the connection is of no use any more."""
         ...

@@ -174,7 +174,7 @@ class ServerDatabase(Database):
             try:
                 return work(connection)
             except self.dialect.errors as error:
-                if not self.dialect.has_rolled_back(error):
+                if not self.dialect.is_deadlock(error):
                     raise
         return work(connection)
 

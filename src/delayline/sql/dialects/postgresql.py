@@ -209,6 +209,10 @@ class Postgresql(ServerDialect):
         state = _state(error)
         return state.startswith(("08", "57P")) or (not state and _is_operational(error))
 
+    def is_deadlock(self, error: Exception) -> bool:
+        """Tell whether a deadlock, or what a stricter isolation asks for, has cost the transaction."""
+        return _state(error) in GIVEN_UP
+
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
         state, cause = _state(error), str(cause_of(error)).strip()
@@ -267,6 +271,7 @@ def _is_operational(error: BaseException) -> bool:
     return bool(names & {"OperationalError", "InterfaceError"})
 
 
+GIVEN_UP: Final = {"40001", "40P01"}
 #: What libpq says before there is a connection: it gives no SQLSTATE then.
 UNUSABLE: Final = {
     "authentication failed": "Check the user and the password",

@@ -171,6 +171,10 @@ class ServerDialect:
         del error
         return False
 
+    def is_deadlock(self, error: Exception) -> bool:
+        """Whatever rolls a transaction back by itself is one."""
+        return self.has_rolled_back(error)
+
     def ping(self, connection: Connection) -> None:
         """Ask the server for a sign of life."""
         run(connection, "SELECT 1")
