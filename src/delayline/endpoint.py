@@ -90,9 +90,7 @@ class Endpoint:
         self.name = check_endpoint_name(name)
         self.transport = transport
         self.delayed_delivery = delayed_delivery
-        self.error_queue = check_endpoint_name(error_queue)
-        if error_queue == name:
-            raise ConfigurationError(f"error_queue={error_queue!r} is the endpoint's own queue: name another one")
+        self.error_queue = _error_queue(error_queue, name)
         self.send_only = send_only
         self.transaction_mode = _mode(transaction_mode, transport, delayed_delivery)
         self.guarantee: Guarantee = guarantee(transport, delayed_delivery, self.transaction_mode)
@@ -103,6 +101,14 @@ class Endpoint:
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
         self._composer = Composer(name, self._clock, reply_to=None if send_only else name)
+        self._host = DeliveryHost(
+            name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error, open_satellite
+        )
+        self.draining = draining
+        self._deliveries = self._bind(None if disable_timeout_manager else draining)
+        self._be_at_rest()
+
+    def _be_at_rest(self) -> None:
         self._pipeline: Pipeline | None = None
         self._running = contextlib.AsyncExitStack()
         self._starting: asyncio.Task[None] | None = None
@@ -110,16 +116,6 @@ class Endpoint:
         self._stopped: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
-        self._host = DeliveryHost(
-            name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error, open_satellite
-        )
-        self.draining = draining
-        if draining is not None and draining is delayed_delivery:
-            raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new one")
-        used = (delayed_delivery, None if disable_timeout_manager else draining)
-        self._deliveries = [one for one in used if one is not None]
-        for delivery in self._deliveries:
-            delivery.bind(self._host)
 
     @property
     def handlers(self) -> tuple[Handler, ...]:
@@ -217,17 +213,7 @@ class Endpoint:
         if transaction is not None and not isinstance(transaction, Transaction):
             caller = transaction if isinstance(transaction, Caller) else Caller(transaction)
             outgoing, transaction = await self._join(caller, outgoing)
-        try:
-            if outgoing.due is None:
-                await self.transport.dispatch([outgoing.operation], transaction)
-            elif self.delayed_delivery is not None:
-                await self.delayed_delivery.defer(outgoing.operation, outgoing.due, transaction)
-            else:
-                raise ConfigurationError(
-                    f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
-                )
-        except DispatchFailed as failed:
-            raise failed.failures[0] from failed
+        await self._deliver(outgoing, transaction)
         return outgoing.operation.message.id
 
     async def __aenter__(self) -> Self:
@@ -238,6 +224,15 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    def _bind(self, draining: DelayedDelivery | None) -> list[DelayedDelivery]:
+        """Return the ways of waiting that run here, having told them where they are."""
+        if self.draining is not None and self.draining is self.delayed_delivery:
+            raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new one")
+        deliveries = [one for one in (self.delayed_delivery, draining) if one is not None]
+        for delivery in deliveries:
+            delivery.bind(self._host)
+        return deliveries
 
     async def _join(self, caller: Caller, outgoing: Outgoing) -> tuple[Outgoing, Transaction]:
         """Return the caller's transaction, and what to send in it.
@@ -255,6 +250,20 @@ class Endpoint:
             with contextlib.suppress(ConfigurationError):
                 return outgoing._replace(due=self._clock.now()), await _joined(caller, delivery)
             raise
+
+    async def _deliver(self, outgoing: Outgoing, transaction: Transaction | None) -> None:
+        """Hand the message to the transport, or, when it is due later, to delayed delivery."""
+        try:
+            if outgoing.due is None:
+                await self.transport.dispatch([outgoing.operation], transaction)
+            elif self.delayed_delivery is not None:
+                await self.delayed_delivery.defer(outgoing.operation, outgoing.due, transaction)
+            else:
+                raise ConfigurationError(
+                    f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
+                )
+        except DispatchFailed as failed:
+            raise failed.failures[0] from failed
 
     async def _start_parts(self) -> None:
         await self.transport.start()
@@ -343,6 +352,12 @@ async def _joined(caller: Caller, part: object) -> Transaction:
         f"{type(part).__name__} cannot take part in a caller's transaction: use a SqlTransport and a "
         "SqlDelayedMessageStore, or send without transaction="
     )
+
+
+def _error_queue(error_queue: str, name: str) -> str:
+    if error_queue == name:
+        raise ConfigurationError(f"error_queue={error_queue!r} is the endpoint's own queue: name another one")
+    return check_endpoint_name(error_queue)
 
 
 def _mode(mode: TransactionMode | None, transport: Transport, delivery: DelayedDelivery | None) -> TransactionMode:

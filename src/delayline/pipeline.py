@@ -20,7 +20,7 @@ from delayline.transaction import TransactionMode
 from delayline.transport import TransportTransactions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost
@@ -257,20 +257,17 @@ class Pipeline:
                     return False
                 return True
             case RetryLater(delay, headers):
-                later = self.composer.again(message, self.queue, delay=delay, headers=headers)
-                await self._complete(received, [later])
-                emit(
-                    logger,
-                    logging.WARNING,
-                    Event.RETRIED_LATER,
-                    "Message %s is handled again in %s",
-                    message.id,
-                    delay,
-                    message=message,
-                )
+                await self._retry_later(received, delay, headers)
             case MoveToError():
                 await self._move_to_error(received, error)
         return False
+
+    async def _retry_later(self, received: ReceivedMessage, delay: timedelta, headers: Mapping[str, str]) -> None:
+        message = received.message
+        later = self.composer.again(message, self.queue, delay=delay, headers=headers)
+        await self._complete(received, [later])
+        text = "Message %s is handled again in %s"
+        emit(logger, logging.WARNING, Event.RETRIED_LATER, text, message.id, delay, message=message)
 
     async def _move_to_error(self, received: ReceivedMessage, error: Exception) -> None:
         message, host = received.message, self.host

@@ -69,19 +69,7 @@ class QueueTables:
         self.queues = Table(
             "delayline_queues", metadata, Column("name", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True)
         )
-        self.queued = Table(
-            "delayline_messages",
-            metadata,
-            _sequence(primary_key=True),
-            Column("queue", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-            Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
-            Column("headers", CONTENT, nullable=False),
-            Column("body", CONTENT, nullable=False),
-            Column("expires", DUE),  # since version 2
-            Index("delayline_messages_order", "queue", "seq"),
-            sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
-        )
-
+        self.queued = _queued_table(metadata)
         #: Which prepared transactions are to be committed, and, as `log`, the table's own name.
         self.decisions = Table(
             "delayline_decisions",
@@ -121,6 +109,21 @@ class QueueTables:
         Who sleeps until when, where NOTIFY wakes; who has what, where the store's table has no column for it.
         """
         return self.all + {"postgresql": [self.sleeping], "mssql": [self.leases]}.get(dialect, [])
+
+
+def _queued_table(metadata: MetaData) -> Table:
+    return Table(
+        "delayline_messages",
+        metadata,
+        _sequence(primary_key=True),
+        Column("queue", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
+        Column("headers", CONTENT, nullable=False),
+        Column("body", CONTENT, nullable=False),
+        Column("expires", DUE),  # since version 2
+        Index("delayline_messages_order", "queue", "seq"),
+        sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
+    )
 
 
 @lru_cache(maxsize=64)

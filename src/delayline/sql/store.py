@@ -14,9 +14,9 @@ from delayline.message import in_utc
 from delayline.sql import setup
 from delayline.sql.journal import Journal
 from delayline.sql.looking import Lookout
+from delayline.sql.part import StorePart
 from delayline.sql.schema import in_order
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
-from delayline.sql.store_part import StorePart
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from sqlalchemy import inspect
 
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.sql import setup
+from delayline.sql.part import StorePart
 from delayline.sql.statements import check_size
-from delayline.sql.store_part import StorePart
 from delayline.sql.timeout_statements import TimeoutStatements
 from delayline.sql.timeout_tables import table_prefix, timeout_table
 

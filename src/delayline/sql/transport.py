@@ -17,21 +17,20 @@ from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.sql import setup
 from delayline.sql.database import Database
-from delayline.sql.schema import queue_tables
+from delayline.sql.part import SqlPart
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy import Connection, Table
 
     from delayline.callers import Caller
     from delayline.sql.dialect import Claims
-    from delayline.sql.transactions import JoinedTransaction, SqlTransaction
+    from delayline.sql.transactions import JoinedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
-    from delayline.sql.two_phase_transaction import TwoPhaseTransaction
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -42,7 +41,7 @@ ONE_SECOND: Final = timedelta(seconds=1)
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 
 
-class SqlTransport:
+class SqlTransport(SqlPart):
     """Moves messages between queues kept in a SQL database; `sqlite:///file.db` needs no server.
 
     poll_interval: how often a waiting receiver looks for messages by itself; wake-ups make it faster than that.
@@ -58,20 +57,12 @@ class SqlTransport:
         schema: str | None = None,
         two_phase: TwoPhaseCommit | None = None,
     ) -> None:
-        self._database = Database.at(url)
+        super().__init__(url, schema, two_phase)
         self._poll_interval = time_span("poll_interval", poll_interval)
-        self._schema = self._database.dialect.schema_of(schema)
-        self._tables = queue_tables(self._schema)
         self._statements = QueueStatements(self._tables, self._database.dialect)
         self._checked = False
-        self._two_phase = two_phase
         if two_phase is not None:
             two_phase.decide_in(self._database, self._schema)
-
-    @property
-    def transaction_domain(self) -> Hashable:
-        """The database, or what makes two of them one."""
-        return self._two_phase or self._database.domain
 
     @property
     def highest_transaction_mode(self) -> TransactionMode:
@@ -81,10 +72,6 @@ class SqlTransport:
     def keeps_queues_in(self, database: Database, schema: str | None) -> bool:
         """Tell whether the queues are in that schema of that database."""
         return self._database is database and self._schema == schema
-
-    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
-        """Return a transaction that a SqlDelayedMessageStore of the same domain can join."""
-        return (self._two_phase or self._database).transaction()
 
     async def join(self, caller: Caller) -> JoinedTransaction:
         """Return the caller's transaction as one that sending can be part of."""

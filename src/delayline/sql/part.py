@@ -1,4 +1,4 @@
-"""What everything that keeps waiting messages in a SQL database has in common: the database, and its transactions."""
+"""What the parts of an endpoint that work on a SQL database have in common: the database, and its transactions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 
 
-class StorePart:
-    """The database of a store or a timeout persister, alone or as the part of a two-phase commit that prepares."""
+class SqlPart:
+    """A database, alone or as one of the two of a two-phase commit."""
 
     def __init__(self, url: str, schema: str | None, two_phase: TwoPhaseCommit | None) -> None:
         self._database = Database.at(url)
@@ -30,6 +30,14 @@ class StorePart:
         """The database, or what makes two of them one."""
         return self._two_phase or self._database.domain
 
+    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
+        """Return a transaction that another part of the same domain can join."""
+        return (self._two_phase or self._database).transaction()
+
+
+class StorePart(SqlPart):
+    """The database of a store or a timeout persister, alone or as the part of a two-phase commit that prepares."""
+
     @property
     def locks_rows(self) -> bool:
         """True on servers; in SQLite a transaction locks the whole file."""
@@ -38,10 +46,6 @@ class StorePart:
     def clock(self) -> Clock:
         """Return the server's clock; for SQLite, which has none, this machine's."""
         return self._database.clock
-
-    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
-        """Return a transaction that a SqlTransport of the same domain can join."""
-        return (self._two_phase or self._database).transaction()
 
     def _take_part(self) -> None:
         """Join the two-phase commit, if there is one: last, when nothing else can be refused any more."""
