@@ -75,6 +75,8 @@ class SqlTransport(SqlPart):
 
     async def join(self, caller: Caller) -> JoinedTransaction:
         """Return the caller's transaction as one that sending can be part of."""
+        if not self._checked:  # for which a caller's connection does not do
+            await self._database.read(self._check)
         return await self._database.join(caller, self._tables.queued)
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:

@@ -130,7 +130,7 @@ class Postgresql(ServerDialect):
 
     def place(self, connection: Connection, table: Table) -> Place:
         """Return the server, the database and the table that the search path leads to."""
-        name = self.sql.identifier_preparer.format_table(table)
+        name = self.sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
         database, found, *server = run(connection, PLACE, name)[0]
         return Place(f"PostgreSQL database {database}", tuple(server), found)
 

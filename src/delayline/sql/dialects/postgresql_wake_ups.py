@@ -90,7 +90,7 @@ class Notifications:
     def knows(self, channel: str, schema: str | None) -> None:
         """Learn in which schema the tables behind a store's channel are."""
         table = queue_tables(schema).sleeping
-        self._sleeping[channel] = self._dialect.sql.identifier_preparer.format_table(table).replace("%", "%%")
+        self._sleeping[channel] = self._dialect.sql.identifier_preparer.format_table(table)
 
     def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
         """Let everybody know how long the poller that listens here is going to sleep; True when it was news."""

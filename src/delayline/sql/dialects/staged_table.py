@@ -81,8 +81,8 @@ class StagedTable(ABC):
         return [name for name in names if name.startswith(PREFIX)]
 
     def quoted(self, table: Table) -> str:
-        """Return the table's name, for a statement with parameters."""
-        return self.dialect.sql.identifier_preparer.format_table(table).replace("%", "%%")
+        """Return the table's name, for a statement with parameters: SQLAlchemy doubles each %."""
+        return self.dialect.sql.identifier_preparer.format_table(table)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Connection]:
