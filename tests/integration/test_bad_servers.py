@@ -265,3 +265,21 @@ async def test_names_that_are_too_long(postgresql_url: str) -> None:
         await store.store_many([delayed("ü" * 250), delayed(destination="ü" * 200)])
     finally:
         await store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "fits", "cut"),
+    [
+        ("postgresql://nobody@127.0.0.1:1/x", "ü" * 31 + "x", "ü" * 32),
+        ("mariadb://nobody@127.0.0.1:1/x", "x" * 64, "x" * 65),
+        ("mysql://nobody@127.0.0.1:1/x", "x" * 64, "x" * 65),
+    ],
+)
+async def test_table_names_that_would_be_cut_are_refused_unasked(url: str, fits: str, cut: str) -> None:
+    for verb in ("setup_infrastructure", "planned_infrastructure"):
+        with pytest.raises(ConfigurationError, match=r"longer than the 6[34] .* allows: give the endpoint a shorter"):
+            await getattr(SqlDelayedMessageStore(url), verb)(cut)
+        with pytest.raises(ConfigurationError, match=r"longer than the 6[34] "):
+            await getattr(SqlDelayedMessageStore(url, table_name=cut), verb)("sales")
+        with pytest.raises(BackendUnavailable):
+            await getattr(SqlDelayedMessageStore(url, table_name=fits), verb)("sales")

@@ -29,22 +29,26 @@ class WrongClock:
         monkeypatch.setattr(SystemClock, "now", lambda _: datetime.now(UTC) + self.off)
 
 
+@pytest.fixture(params=["postgresql", "mariadb"])
+def server_url(request: pytest.FixtureRequest) -> str:
+    """Provide an empty database on a server of either kind."""
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> WrongClock:
     return WrongClock(monkeypatch)
 
 
 @pytest.mark.parametrize("off", [HOUR, -HOUR, timedelta(days=4000)], ids=["ahead", "behind", "years ahead"])
-async def test_a_wrong_clock_makes_nothing_early_or_late(
-    postgresql_url: str, wrong: WrongClock, off: timedelta
-) -> None:
+async def test_a_wrong_clock_makes_nothing_early_or_late(server_url: str, wrong: WrongClock, off: timedelta) -> None:
     # Given a machine whose clock is wrong
     wrong.off = off
     handled: list[datetime] = []
     endpoint = Endpoint(
         "orders",
-        transport=SqlTransport(postgresql_url),
-        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(postgresql_url)),
+        transport=SqlTransport(server_url),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(server_url)),
     )
 
     @endpoint.handler

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.integration.wire_between import wire_to
 
 from delayline import Endpoint, StoredDelivery
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.dialects import postgresql_wake_ups
 from delayline.sql.dialects.postgresql_wake_ups import channel_name
 from delayline.testing import Signals
 
@@ -130,3 +132,20 @@ async def test_where_listening_ends_it_begins_again(postgresql_url: str, caplog:
             # Then what others store arrives all the same
             await send(postgresql_url, "0.1")
             await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
+
+
+async def test_where_notifications_stop_coming_without_a_word_it_looks_by_itself(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a poller asleep, whose listening connection goes deaf: it is open, and nothing comes
+    monkeypatch.setattr(postgresql_wake_ups, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(postgresql_wake_ups, "POLL_EVERY", 0.2)
+    async with wire_to(postgresql_url) as (wire, url):
+        with Signals() as signals:
+            async with endpoint_at(url):
+                await signals.wait_for(Event.SLEEPS)
+                await asyncio.sleep(1)  # the probes of a listener that hears well
+                assert wire.hold_answers_to(b"LISTEN") == 1
+                # When others store something, then it is found, though nobody has said so
+                await send(postgresql_url, "0.1")
+                await signals.wait_for(Event.HANDLED, timeout=PATIENCE)

@@ -244,18 +244,20 @@ def test_a_dry_run_of_an_upgrade(old: Path) -> None:
 
 
 async def test_what_a_dry_run_shows_is_what_is_needed(postgresql: PostgresqlServer, postgresql_url: str) -> None:
-    # Given the statements of a dry run, and another database
-    transport, store = SqlTransport(postgresql_url), SqlDelayedMessageStore(postgresql_url)
-    statements = [*await store.planned_infrastructure("sales"), *await transport.planned_infrastructure(["billing"])]
+    # Given the statements of a dry run, with names that drivers give a meaning to
+    transport = SqlTransport(postgresql_url)
+    store = SqlDelayedMessageStore(postgresql_url, table_name='50%% "off" %s', journal=True)
+    statements = [*await store.planned_infrastructure("sales"), *await transport.planned_infrastructure(["100%"])]
     with postgresql.administrator(postgresql_url.rsplit("/", 1)[1]) as connection:
         # When somebody who may runs them by hand
         for statement in dict.fromkeys(statements):
             connection.execute(statement.encode())
     # Then endpoints can start without the right to create
     await transport.start()
-    await transport.dispatch([operation("billing")])
+    await transport.dispatch([operation("100%")])
     await transport.stop()
     await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    await store.store(delayed())
     await store.close()
 
 

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
+class Line:
+    """One client's connection."""
+
+    def __init__(self) -> None:
+        self.said = bytearray()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+
 class Wire:
     """Forwards bytes both ways until told otherwise."""
 
@@ -18,6 +27,7 @@ class Wire:
         self._port = port
         self._writers: set[asyncio.StreamWriter] = set()
         self._forwarding: set[asyncio.Task[None]] = set()
+        self._lines: list[Line] = []
         self._answers = asyncio.Event()
         self._requests = asyncio.Event()
         self.connections = 0
@@ -26,6 +36,13 @@ class Wire:
     def hold_answers(self) -> None:
         """Keep from the client what the broker says."""
         self._answers.clear()
+
+    def hold_answers_to(self, said: bytes) -> int:
+        """Keep from the clients that have said this what the broker says; return how many there are."""
+        held = [line for line in self._lines if said in line.said]
+        for line in held:
+            line.answers.clear()
+        return len(held)
 
     def hold(self) -> None:
         """Let nothing through: both sides are alive and hear nothing."""
@@ -36,6 +53,8 @@ class Wire:
         """Forward again, what was held first."""
         self._answers.set()
         self._requests.set()
+        for line in self._lines:
+            line.answers.set()
 
     def cut(self) -> None:
         """Close every connection, and forget what was held."""
@@ -52,9 +71,11 @@ class Wire:
             writer.transport.abort()
             return
         self._writers |= {writer, to_broker}
+        line = Line()
+        self._lines.append(line)
         self._forwarding |= {
-            asyncio.create_task(_forward(reader, to_broker, self._requests)),
-            asyncio.create_task(_forward(from_broker, writer, self._answers)),
+            asyncio.create_task(_forward(reader, to_broker, [self._requests], line.said)),
+            asyncio.create_task(_forward(from_broker, writer, [self._answers, line.answers], bytearray())),
         }
 
     async def close(self) -> None:
@@ -65,10 +86,14 @@ class Wire:
             await asyncio.wait(self._forwarding)
 
 
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, open_gate: asyncio.Event) -> None:
+async def _forward(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gates: list[asyncio.Event], seen: bytearray
+) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
-            await open_gate.wait()
+            seen += data
+            for gate in gates:
+                await gate.wait()
             writer.write(data)
             await writer.drain()
     writer.close()

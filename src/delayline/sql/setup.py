@@ -79,7 +79,9 @@ def plan(connection: Connection, tables: QueueTables, *others: Table) -> list[Ex
 def texts(steps: list[Executable], dialect: Dialect) -> list[str]:
     """Return the SQL of the steps, for people."""
     compiled = [step.compile(dialect=dialect.sql, compile_kwargs={"literal_binds": True}) for step in steps]  # type: ignore[attr-defined]
-    return ["\n".join(line.rstrip() for line in str(one).strip().splitlines()).expandtabs(4) for one in compiled]
+    doubled = "%%" if dialect.sql.paramstyle in {"format", "pyformat"} else "%"  # which drivers halve, and nobody else
+    written = [str(one).replace(doubled, "%").strip().splitlines() for one in compiled]
+    return ["\n".join(line.rstrip() for line in lines).expandtabs(4) for lines in written]
 
 
 def check(connection: Connection, tables: QueueTables, *others: Table) -> None:
