@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, case, delete, func, insert, literal_column, null, select, update
+from sqlalchemy import bindparam, case, delete, exists, func, insert, literal_column, null, select, update
 
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
@@ -110,6 +110,10 @@ class QueueStatements:
         kept = select(columns.seq, columns.id, columns.headers, columns.body).order_by(columns.seq)
         page = kept.where(of_queue).limit(bindparam("number")).offset(bindparam("skip"))
         self.known = Prepared(select(queues.c.name).where(dialect.one_of(queues.c.name, "names")), sql, ["names"])
+        filled = exists().where(columns.queue == queues.c.name)
+        self.filled = Prepared(
+            select(queues.c.name).where(dialect.one_of(queues.c.name, "names"), filled), sql, ["names"]
+        )
         self.register = Prepared(dialect.insert_new(queues, "name"), sql, ["name"])
         expired = case((columns.expires <= dialect.in_seconds(0), literal_column("1")), else_=literal_column("0"))
         self.put = Prepared(insert(queued), sql, PUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -17,6 +16,7 @@ from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.idle_queues import IdleQueues
 from delayline.sql.part import SqlPart
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
@@ -44,7 +44,7 @@ PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 class SqlTransport(SqlPart):
     """Moves messages between queues kept in a SQL database; `sqlite:///file.db` needs no server.
 
-    poll_interval: how often a waiting receiver looks for messages by itself; wake-ups make it faster than that.
+    poll_interval: how often waiting receivers look for messages by themselves; wake-ups make it faster than that.
     schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
     two_phase: makes transactions with a store in another database one; its decisions are kept in this one.
     """
@@ -58,8 +58,9 @@ class SqlTransport(SqlPart):
         two_phase: TwoPhaseCommit | None = None,
     ) -> None:
         super().__init__(url, schema, two_phase)
-        self._poll_interval = time_span("poll_interval", poll_interval)
+        interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = QueueStatements(self._tables, self._database.dialect)
+        self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
         if two_phase is not None:
             two_phase.decide_in(self._database, self._schema)
@@ -119,7 +120,7 @@ class SqlTransport(SqlPart):
         """Return a receiver on the queue. Raises BackendUnusable for tables of an older delayline."""
         await self._database.read(self._check)
         await self._database.read(partial(self._statements.must_exist, queue=queue))
-        return SqlReceiver(self._database, self._statements, self._claims, queue, self._poll_interval)
+        return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle)
 
     async def queues(self) -> Sequence[str]:
         """Return the names of all queues, in order."""
@@ -245,13 +246,13 @@ class SqlReceiver:
     """Takes messages from one queue; the claims of a process that ends are free again at once."""
 
     def __init__(
-        self, database: Database, statements: QueueStatements, claims: Claims, queue: str, poll_interval: timedelta
+        self, database: Database, statements: QueueStatements, claims: Claims, queue: str, idle: IdleQueues
     ) -> None:
         self._database = database
         self._statements = statements
         self._queue = queue
         self._claims = claims
-        self._poll_interval = poll_interval.total_seconds()
+        self._idle = idle
         self._news = asyncio.Event()
         self._stopped = False
         self._unsubscribe = database.wake_ups.subscribe(queue_channel(queue), lambda _: self._news.set())
@@ -271,8 +272,7 @@ class SqlReceiver:
             if batch:
                 return batch
             if not expired:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._poll_interval)
+                await self._idle.wait(self._queue, self._news)
         return []
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
