@@ -26,6 +26,8 @@ from delayline.delayed.timeout_manager import TimeoutManagerDelivery
 from delayline.delayed.timeout_persister import (
     CountedTimeouts,
     DueTimeout,
+    LockedTimeouts,
+    LocksTimeouts,
     TakesTimeouts,
     Timeout,
     TimeoutCount,
@@ -120,6 +122,8 @@ __all__ = [
     "InvalidMessage",
     "JoinsCallers",
     "JournaledStore",
+    "LockedTimeouts",
+    "LocksTimeouts",
     "ManagedQueues",
     "ManagedStore",
     "MemoryDelayedMessageStore",

@@ -29,11 +29,14 @@ from delayline.testing import Fault, FaultyStore, FaultyTransport
 from delayline.testing.faults import Faulty
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
 
     from delayline import DelayedDelivery, DelayedMessageStore, Timeout, TimeoutsChunk, Transaction, Transport
+    from delayline.delayed.store import Forwarded
+    from delayline.delayed.timeout_persister import LockedTimeouts
     from delayline.pipeline import Handler, MessageContext
 
 Settings = dict[str, Any]
@@ -111,6 +114,16 @@ class FaultyTimeouts(SqlTimeoutPersister):
     async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
         return await self._faults._call("take", lambda: SqlTimeoutPersister.take(self, timeout_id, transaction))
 
+    async def lock_due(self, at: datetime, limit: int, **others: Any) -> LockedTimeouts:  # noqa: ANN401
+        return await self._faults._call("lock_due", lambda: SqlTimeoutPersister.lock_due(self, at, limit, **others))
+
+    async def forward_due(self, at: datetime, limit: int, **others: Any) -> Forwarded:  # noqa: ANN401
+        forward = SqlTimeoutPersister.forward_due
+        return await self._faults._call("forward_due", lambda: forward(self, at, limit, **others))
+
+    async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
+        return await self._faults._call("remove_many", lambda: SqlTimeoutPersister.remove_many(self, ids, transaction))
+
     async def next_chunk(self, at: datetime, limit: int, **others: Any) -> TimeoutsChunk:  # noqa: ANN401
         method = "next_chunk" if limit else "look"
         return await self._faults._call(method, lambda: SqlTimeoutPersister.next_chunk(self, at, limit, **others))
@@ -165,7 +178,7 @@ def note_dispatches(journal: Journal) -> None:
 
 def endpoint_of(settings: Settings, journal: Journal) -> Endpoint:
     transport = transport_at(settings["transport"], timedelta(seconds=settings.get("poll_interval", 1)))
-    if settings.get("faults"):
+    if settings.get("faults") and not settings.get("plain_transport"):
         transport = FaultyTransport(transport, *faults_of(settings, "transport"))
     endpoint = Endpoint(
         "orders",

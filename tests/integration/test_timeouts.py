@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import Text, create_engine, select, type_coerce
 from tests.cluster.harness import mariadb_at
 from tests.servers.postgresql import PostgresqlServer
 
@@ -21,6 +21,7 @@ from delayline import (
     Headers,
     Message,
     MessageContext,
+    Outcome,
     SqlTimeoutPersister,
     SqlTransport,
     StoredDelivery,
@@ -122,6 +123,7 @@ async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: p
         ("Sales.Eu", str(uuid.UUID(int=0)), b"", now + 2 * SECOND, '{"NServiceBus.MessageId":"soon"}'),
         ("Sales.Eu", None, None, now - SECOND, '{"NServiceBus.MessageId":"bare"}'),
         ("Sales.Eu", None, b"", now + timedelta(days=3000), '{"NServiceBus.MessageId":"far"}'),
+        ("Sales.Eu", None, b"", now - SECOND, '{"NServiceBus.MessageId":"nul","k":"a\\u0000b"}'),
         (None, None, b"lost?", now - SECOND, '{"NServiceBus.MessageId":"nowhere"}'),
     ]
     statements: list[tuple[str, Sequence[Any]]] = [(statement, ()) for statement in DDL[product]]
@@ -137,7 +139,8 @@ async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: p
     arrivals = Arrivals(endpoint)
     async with endpoint:
         # Then
-        assert await arrivals.number(3) == ["a1b2", "bare", "soon"]
+        assert await arrivals.number(4) == ["a1b2", "bare", "nul", "soon"]
+        assert next(message.headers["k"] for message, _ in arrivals.messages if message.id == "nul") == "a\0b"
         delivered = next(message for message, _ in arrivals.messages if message.id == "a1b2")
         assert (delivered.body, delivered.headers["Ключ 🔑"]) == (b"\x00body", "Größe")
         assert TimeoutHeaders.RELATED_TIMEOUT in delivered.headers
@@ -312,3 +315,54 @@ async def test_a_delayed_message_is_a_part_of_the_callers_transaction(tmp_path: 
         # Then
         assert await arrivals.number(1) == ["kept"]
     engine.dispose()
+
+
+@pytest.mark.parametrize("product", ["sqlite", "postgresql", "mariadb"])
+async def test_what_waits_is_listed_cancelled_and_rescheduled(
+    product: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    # Given messages that wait, one of them with an id that is a pattern, another one with a body of its saga's
+    url = timeouts_in(tmp_path) if product == "sqlite" else request.getfixturevalue(f"{product}_url")
+    delivery = TimeoutManagerDelivery(SqlTimeoutPersister(url))
+    endpoint = Endpoint("sales", transport=SqlTransport(url), delayed_delivery=delivery)
+    arrivals, saga, hostile = Arrivals(endpoint), str(uuid.uuid4()), 'ключ "%_\\'
+    async with endpoint:
+        day = timedelta(days=1)
+        await endpoint.send("sales", b"body", message_id="a", delay=day, headers={TimeoutHeaders.SAGA_ID: saga})
+        await endpoint.send("sales", b"", message_id=hostile, delay=2 * day)
+        await endpoint.send("error", b"", message_id="x", delay=3 * day)
+        await endpoint.send("sales", b"", message_id="abc", delay=4 * day)
+        async with asyncio.timeout(PATIENCE):
+            while len(waiting := await endpoint.delayed.pending()) < 4:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+        # Then they are listed with what the table knows
+        assert [(one.id, one.destination) for one in waiting] == [
+            ("a", "sales"),
+            (hostile, "sales"),
+            ("x", "error"),
+            ("abc", "sales"),
+        ]
+        assert waiting[0].message.headers[TimeoutHeaders.SAGA_ID] == saga
+        assert from_wire_time(waiting[0].message.headers[Headers.DELIVER_AT]) <= waiting[0].due
+        assert [one.id for one in await endpoint.delayed.pending(destination="sales", limit=1, offset=1)] == [hostile]
+        counts = await endpoint.delayed.count_by_due(timedelta(days=1000))
+        assert {(one.destination, one.count) for one in counts} == {("sales", 3), ("error", 1)}
+        # When one is cancelled by its id, one by its timeout's, and one is due sooner
+        [timeout_id] = [row[0] for row in await _ids_of(delivery, "x")]
+        outcomes = [await endpoint.delayed.cancel(one) for one in (hostile, timeout_id, timeout_id, "%")]
+        assert outcomes == [Outcome.DONE, Outcome.DONE, Outcome.NOT_PENDING, Outcome.NOT_PENDING]
+        assert await endpoint.delayed.reschedule("abc", datetime.now(UTC) + 2 * SECOND) is Outcome.DONE
+        # Then it comes in time, and the others do not
+        async with asyncio.timeout(8):
+            assert await arrivals.number(1) == ["abc"]
+        assert [one.id for one in await endpoint.delayed.pending()] == ["a"]
+
+
+async def _ids_of(delivery: TimeoutManagerDelivery, message_id: str) -> list[tuple[str]]:
+    """The timeouts of that message."""
+    persister = delivery.persister
+    assert isinstance(persister, SqlTimeoutPersister)
+    table = persister._statements.table
+    query = select(table.c.Id).where(type_coerce(table.c.Headers, Text).contains(f'"{message_id}"'))
+    rows = await persister._database.read(lambda connection: connection.execute(query).all())
+    return [(str(row[0]),) for row in rows]

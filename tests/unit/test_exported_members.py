@@ -39,6 +39,8 @@ PINNED = [
     "InvalidMessage",
     "JoinsCallers",
     "JournaledStore",
+    "LockedTimeouts",
+    "LocksTimeouts",
     "ManagedQueues",
     "ManagedStore",
     "MemoryDelayedMessageStore",

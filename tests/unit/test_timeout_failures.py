@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.unit.conftest import START, FaultyTransport
-from tests.unit.timeout_house import DISPATCHER, PAIRS, TIMEOUTS, TimeoutHouse, build_timeouts
+from tests.unit.timeout_house import ASKING, DISPATCHER, PAIRS, TIMEOUTS, TimeoutHouse, build_timeouts
 
 from delayline import BackendUnavailable, ConfigurationError, Headers, Message, QueueNotFound, TransactionMode
 from delayline.delayed.timeout_headers import TimeoutHeaders
@@ -29,6 +29,11 @@ def house(request: pytest.FixtureRequest, clock: ManualClock) -> TimeoutHouse:
     return build_timeouts(clock, **PAIRS[request.param])
 
 
+@pytest.fixture(params=list(ASKING))
+def asking(request: pytest.FixtureRequest, clock: ManualClock) -> TimeoutHouse:
+    return build_timeouts(clock, **ASKING[request.param])
+
+
 async def test_a_timeout_that_cannot_be_stored_goes_to_the_error_queue_after_five_attempts(house: TimeoutHouse) -> None:
     await house.start()
     house.faults.always("add", BOOM)
@@ -41,29 +46,29 @@ async def test_a_timeout_that_cannot_be_stored_goes_to_the_error_queue_after_fiv
 
 
 async def test_a_request_that_fails_five_times_goes_to_the_error_queue_and_the_timeout_stays(
-    house: TimeoutHouse,
+    asking: TimeoutHouse,
 ) -> None:
     # Given
-    await house.start()
-    await house.endpoint.send("out", b"body", message_id="m", delay=FIVE)
+    await asking.start()
+    await asking.endpoint.send("out", b"body", message_id="m", delay=FIVE)
     await settle()
-    house.faults.always("peek", BOOM)
+    asking.faults.always("peek", BOOM)
     # When it is due
-    await house.clock.advance(5)
+    await asking.clock.advance(5)
     # Then
-    assert house.faults.count("peek") == 5
-    failed = await house.one("error")
+    assert asking.faults.count("peek") == 5
+    failed = await asking.one("error")
     assert failed.headers[Headers.FAILED_QUEUE] == DISPATCHER
-    assert (await house.ids("out"), await house.waiting()) == ([], 1)
+    assert (await asking.ids("out"), await asking.waiting()) == ([], 1)
     # Then nobody asks for it again and again
-    await house.clock.advance(timedelta(minutes=10))
-    assert house.faults.count("peek") == 5
+    await asking.clock.advance(timedelta(minutes=10))
+    assert asking.faults.count("peek") == 5
     # When the request is retried from the error queue
-    house.faults.heal()
-    await house.put(DISPATCHER, failed)
+    asking.faults.heal()
+    await asking.put(DISPATCHER, failed)
     # Then
-    assert (await house.ids("out"), await house.waiting()) == (["m"], 0)
-    await house.endpoint.stop()
+    assert (await asking.ids("out"), await asking.waiting()) == (["m"], 0)
+    await asking.endpoint.stop()
 
 
 async def test_a_removal_that_fails_undoes_the_dispatch_where_both_are_one_transaction(clock: ManualClock) -> None:
@@ -207,17 +212,17 @@ async def test_what_was_stored_by_others_is_found_within_ten_seconds(clock: Manu
     await house.endpoint.stop()
 
 
-async def test_a_lost_request_is_made_again_within_a_minute(house: TimeoutHouse) -> None:
-    await house.start()
-    await house.delivery._satellites[1].stop()
-    await house.put(TIMEOUTS, house.expiring(after=5))
-    await house.clock.advance(5)
-    await house.transport.purge(DISPATCHER)
-    await house.clock.advance(59)
-    assert await house.ids(DISPATCHER) == []
-    await house.clock.advance(1)
-    assert len(await house.ids(DISPATCHER)) == 1
-    await house.endpoint.stop()
+async def test_a_lost_request_is_made_again_within_a_minute(asking: TimeoutHouse) -> None:
+    await asking.start()
+    await asking.delivery._satellites[1].stop()
+    await asking.put(TIMEOUTS, asking.expiring(after=5))
+    await asking.clock.advance(5)
+    await asking.transport.purge(DISPATCHER)
+    await asking.clock.advance(59)
+    assert await asking.ids(DISPATCHER) == []
+    await asking.clock.advance(1)
+    assert len(await asking.ids(DISPATCHER)) == 1
+    await asking.endpoint.stop()
 
 
 @pytest.mark.parametrize("mode", [TransactionMode.NONE, TransactionMode.RECEIVE_ONLY])
@@ -246,24 +251,24 @@ async def test_a_message_stored_twice_by_a_redelivery_waits_once(clock: ManualCl
     await house.endpoint.stop()
 
 
-async def test_a_request_that_cannot_be_sent_backs_off_by_itself(house: TimeoutHouse) -> None:
+async def test_a_request_that_cannot_be_sent_backs_off_by_itself(asking: TimeoutHouse) -> None:
     # Given a dispatcher's queue that takes nothing, twice
-    await house.start()
-    await house.put(TIMEOUTS, house.expiring(after=5))
+    await asking.start()
+    await asking.put(TIMEOUTS, asking.expiring(after=5))
     refused: list[str] = []
 
     def refuse(_: tuple[str, ...]) -> Exception | None:
-        if house.transport.sends_to != DISPATCHER or len(refused) == 2:
+        if asking.transport.sends_to != DISPATCHER or len(refused) == 2:
             return None
         refused.append(DISPATCHER)
         return BOOM
 
-    house.faults.on["dispatch"] = refuse
+    asking.faults.on["dispatch"] = refuse
     # When it is due
-    await house.clock.advance(timedelta(minutes=2, seconds=10))
+    await asking.clock.advance(timedelta(minutes=2, seconds=10))
     # Then it arrives all the same, and is nobody's error
-    assert (await house.ids("out"), await house.ids("error"), len(refused)) == (["m"], [], 2)
-    await house.endpoint.stop()
+    assert (await asking.ids("out"), await asking.ids("error"), len(refused)) == (["m"], [], 2)
+    await asking.endpoint.stop()
 
 
 async def test_a_send_is_told_that_the_timeouts_queue_is_gone(clock: ManualClock) -> None:
@@ -279,3 +284,48 @@ async def test_a_transport_that_cannot_join_says_so(clock: ManualClock) -> None:
     house = build_timeouts(clock)
     with pytest.raises(ConfigurationError, match="cannot take part in a caller's transaction"):
         await house.delivery.join(None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def direct(clock: ManualClock) -> TimeoutHouse:
+    return build_timeouts(clock, direct=True)
+
+
+async def test_on_the_short_way_five_attempts_back_off_and_delay_nobody(direct: TimeoutHouse) -> None:
+    # Given a queue that takes nothing
+    await direct.start()
+    tried: list[float] = []
+
+    def refuse(_: tuple[str, ...]) -> Exception | None:
+        if direct.transport.sends_to != "out":
+            return None
+        tried.append((direct.clock.now() - START).total_seconds())
+        return BOOM
+
+    direct.faults.on["dispatch"] = refuse
+    await direct.put(TIMEOUTS, direct.expiring("bad", after=5))
+    other = direct.expiring("good", after=5.5).with_headers({TimeoutHeaders.DESTINATION: "sales"})
+    await direct.put(TIMEOUTS, other)
+    # When both are due
+    await direct.clock.advance(30)
+    # Then the message itself is in the error queue, and a retry sends it where it was to go
+    assert tried == [5, 6, 8, 12, 20]
+    failed = await direct.one("error")
+    assert (failed.id, failed.headers[Headers.FAILED_QUEUE]) == ("bad", "out")
+    assert [(message.id, at) for message, at in direct.handled] == [("good", START + timedelta(seconds=5.5))]
+    assert (await direct.waiting(), await direct.ids(DISPATCHER)) == (0, [])
+    await direct.endpoint.stop()
+
+
+async def test_on_the_short_way_nobody_is_asked_and_both_happen_or_neither(direct: TimeoutHouse) -> None:
+    # Given a removal that fails once
+    await direct.start()
+    await direct.put(TIMEOUTS, direct.expiring(after=5))
+    direct.faults.on["remove_many"] = lambda _: BOOM if direct.faults.count("remove_many") == 1 else None
+    # When it is due
+    await direct.clock.advance(5)
+    assert (await direct.ids("out"), await direct.waiting()) == ([], 1)
+    await direct.clock.advance(2)
+    # Then it was sent once, without the dispatcher, which may be away
+    assert (await direct.ids("out"), await direct.waiting(), direct.faults.count("peek")) == (["m"], 0, 0)
+    await direct.endpoint.stop()

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.timeout_house import PAIRS, TIMEOUTS, TimeoutHouse, build_timeouts
+from tests.unit.timeout_house import ASKING, PAIRS, TIMEOUTS, TimeoutHouse, build_timeouts
 
 from delayline import BackendUnavailable
 from delayline.endpoint import log_and_stop
@@ -20,6 +20,11 @@ BOOM = RuntimeError("boom")
 DOWN = BackendUnavailable("the database does not answer")
 FIVE = timedelta(seconds=5)
 FETCHING_FAILED = "Repeated failures when fetching timeouts from storage, endpoint will be terminated."
+
+
+@pytest.fixture(params=list(ASKING))
+def asking(request: pytest.FixtureRequest, clock: ManualClock) -> TimeoutHouse:
+    return build_timeouts(clock, **ASKING[request.param])
 
 
 @pytest.fixture(params=list(PAIRS))
@@ -51,17 +56,17 @@ async def test_what_falls_due_in_an_outage_of_the_storage_needs_it_no_more(house
     await house.endpoint.stop()
 
 
-async def test_an_outage_while_dispatching_counts_against_no_message(house: TimeoutHouse) -> None:
-    await house.start()
-    await house.endpoint.send("out", b"body", message_id="m", delay=FIVE)
+async def test_an_outage_while_dispatching_counts_against_no_message(asking: TimeoutHouse) -> None:
+    await asking.start()
+    await asking.endpoint.send("out", b"body", message_id="m", delay=FIVE)
     await settle()
-    house.faults.always("peek", DOWN)
-    await house.clock.advance(30)
-    assert (await house.ids("error"), house.faults.count("peek") > 5) == ([], True)
-    house.faults.heal()
-    await house.clock.advance(1)
-    assert await house.ids("out") == ["m"]
-    await house.endpoint.stop()
+    asking.faults.always("peek", DOWN)
+    await asking.clock.advance(30)
+    assert (await asking.ids("error"), asking.faults.count("peek") > 5) == ([], True)
+    asking.faults.heal()
+    await asking.clock.advance(1)
+    assert await asking.ids("out") == ["m"]
+    await asking.endpoint.stop()
 
 
 async def test_an_outage_of_two_minutes_is_a_critical_error_with_the_documents_text(clock: ManualClock) -> None:
@@ -166,3 +171,19 @@ async def test_requests_wait_while_the_transport_is_down(house: TimeoutHouse) ->
     await house.clock.advance(2)
     assert await house.ids("out") == ["m"]
     await house.endpoint.stop()
+
+
+async def test_on_the_short_way_an_outage_counts_against_no_message(clock: ManualClock) -> None:
+    direct = build_timeouts(clock, direct=True)
+    await direct.start()
+    await direct.put(TIMEOUTS, direct.expiring(after=5))
+    direct.faults.always("lock_due", DOWN)
+    await direct.clock.advance(60)
+    direct.faults.heal()
+    direct.faults.always("dispatch", DOWN)
+    await direct.clock.advance(60)
+    assert (await direct.ids("out"), await direct.ids("error"), direct.critical) == ([], [], [])
+    direct.faults.heal()
+    await direct.clock.advance(10)
+    assert await direct.ids("out") == ["m"]
+    await direct.endpoint.stop()

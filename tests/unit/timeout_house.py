@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from delayline import Transaction
-    from delayline.delayed.timeout_persister import Timeout, TimeoutsChunk
+    from delayline.delayed.timeout_persister import LockedTimeouts, Timeout, TimeoutsChunk
     from delayline.memory.transaction import MemoryTransaction
     from delayline.pipeline import MessageContext
     from delayline.testing.clock import ManualClock
@@ -81,9 +81,27 @@ class FaultyPersister(MemoryTimeoutPersister):
         self.faults.check("take" if limit else "look")
         return await super().next_chunk(at, limit, hold_until=hold_until, transaction=transaction)
 
+    async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
+        self.faults.check("lock_due")
+        return await super().lock_due(at, limit, max_bytes=max_bytes, transaction=transaction)
+
+    async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
+        self.faults.check("remove_many")
+        return await super().remove_many(ids, transaction)
+
+    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        self.faults.check("set_aside")
+        await super().set_aside(ids, until, transaction)
+
     async def hold(self, ids: Sequence[str], until: datetime) -> None:
         self.faults.check("hold")
         await super().hold(ids, until)
+
+
+class AskingPersister(FaultyPersister):
+    """One that leaves every timeout to the dispatcher, as one of somebody's own may."""
+
+    lock_due = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -137,13 +155,14 @@ def build_timeouts(
     *,
     shared: bool = True,
     rows: bool = False,
+    direct: bool = False,
     transport: FaultyTransport | None = None,
     persister: FaultyPersister | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> TimeoutHouse:
     faults = Faults()
     transport = transport or FaultyTransport(faults)
-    persister = persister or FaultyPersister(faults, shared=shared, rows=rows)
+    persister = persister or (FaultyPersister if direct else AskingPersister)(faults, shared=shared, rows=rows)
     names = ("time_to_wait_before_triggering_critical_error", "concurrency", "batch_size", "polling")
     delivery = TimeoutManagerDelivery(persister, **{name: settings.pop(name) for name in names if name in settings})
     house = TimeoutHouse(clock, faults, transport, persister, delivery, None)  # type: ignore[arg-type]
@@ -153,9 +172,10 @@ def build_timeouts(
     return house
 
 
-#: The ways transport and persister can hang together.
-PAIRS: dict[str, dict[str, Any]] = {
+#: The ways transport and persister can hang together, where the dispatcher is asked.
+ASKING: dict[str, dict[str, Any]] = {
     "one transaction": {},
     "the persister's transaction": {"shared": False, "rows": True},
     "no transaction": {"shared": False},
 }
+PAIRS = ASKING | {"the short way": {"direct": True}}

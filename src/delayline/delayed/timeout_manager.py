@@ -1,7 +1,8 @@
 """The timeout manager: the oldest way of waiting, for transports that cannot delay and systems that already have one.
 
 A delayed message goes to `{endpoint}.Timeouts`; from there it is stored. When it expires, a request for it goes to
-`{endpoint}.TimeoutsDispatcher`; from there it is sent to its destination (seeds 003; reference 2).
+`{endpoint}.TimeoutsDispatcher`; from there it is sent to its destination (seeds 003; reference 2). Where queues and
+storage share transactions, an expired one is sent without that request.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from delayline.delayed.host import Satellite, satellite_queues
 from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.scope import scope_of
-from delayline.delayed.store import StoreClock, StoreInfrastructure, StoreTransactions
+from delayline.delayed.store import StoreClock, StoreInfrastructure, StoreTransactions, StoreWakeUps
+from delayline.delayed.timeout_direct import DirectTimeouts
 from delayline.delayed.timeout_headers import TRUE, TimeoutHeaders
-from delayline.delayed.timeout_persister import TimeoutStorage
+from delayline.delayed.timeout_persister import LocksTimeouts, TimeoutStorage
 from delayline.delayed.timeout_poll import ExpiredTimeouts, control_message
 from delayline.delayed.timeout_satellites import DispatchingSatellite, StoringSatellite
 from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
@@ -58,7 +60,7 @@ class TimeoutManagerDelivery:
     persister: where timeouts are kept: a SqlTimeoutPersister, a MemoryTimeoutPersister, or one of your own.
     time_to_wait_before_triggering_critical_error: how long the storage may be out of reach; zero or longer.
     concurrency: how many messages each satellite handles at once; 1 or more.
-    batch_size: how many expired timeouts are asked for at once; 1 or more.
+    batch_size: how many expired timeouts are sent, or asked for, at once; 1 or more.
     polling: False routes to the timeouts queue only and leaves the rest to other processes of the same endpoint.
     """
 
@@ -99,6 +101,11 @@ class TimeoutManagerDelivery:
     def clock(self) -> Clock | None:
         """The persister's own clock, or None where the machine's will do."""
         return self.persister.clock() if isinstance(self.persister, StoreClock) else None
+
+    @property
+    def store(self) -> TimeoutPersister:
+        """What `endpoint.delayed` looks into: the persister, where it is a ManagedStore."""
+        return self.persister
 
     @property
     def host(self) -> DeliveryHost:
@@ -238,13 +245,15 @@ class TimeoutManagerDelivery:
             self._set_up_later = False
         if isinstance(self.persister, TimeoutStorage):
             await self.persister.open(host.endpoint_name)
-        expired = ExpiredTimeouts(self.persister, self.dispatcher_queue, host.clock)
+        expired = self._expired()
         poller = self._new_poller(expired, fetching)
 
         def stored(due: datetime) -> None:
             expired.stored(due)
             poller.signal(due)
 
+        if isinstance(self.persister, StoreWakeUps):
+            self._closers.append(self.persister.on_stored(stored))
         satellites: list[Receiving] = []
         try:
             for one in self._new_satellites(stored):
@@ -273,7 +282,14 @@ class TimeoutManagerDelivery:
             Satellite(self.dispatcher_queue, dispatching, mode, self.concurrency),
         ]
 
-    def _new_poller(self, expired: ExpiredTimeouts, fetching: RepeatedFailuresOverTime) -> Poller:
+    def _expired(self) -> DirectTimeouts | ExpiredTimeouts:
+        """Return what expires: sent by the poller itself where one transaction can hold all of it."""
+        persister, queue, clock = self.persister, self.dispatcher_queue, self.host.clock
+        if scope_of(persister, self.host.transport).shared and isinstance(persister, LocksTimeouts):
+            return DirectTimeouts(persister, queue, clock)
+        return ExpiredTimeouts(persister, queue, clock)
+
+    def _new_poller(self, expired: DirectTimeouts | ExpiredTimeouts, fetching: RepeatedFailuresOverTime) -> Poller:
         host = self.host
         scope = scope_of(self.persister, host.transport)
         rate = FailureRate(
@@ -289,9 +305,9 @@ class TimeoutManagerDelivery:
             expired,
             host,
             mover=Mover(expired, host.transport, scope=scope, recovery=recovery, batch_bytes=BATCH_BYTES),
-            forwarding=None,
+            forwarding=expired if isinstance(expired, DirectTimeouts) and expired.forwards_to(host.transport) else None,
             fetch_breaker=fetching,
-            dispatch_breaker=self._breaker("TimeoutDispatch", "Failed to send requests to the timeout dispatcher"),
+            dispatch_breaker=self._breaker("TimeoutDispatch", "Failed to dispatch expired timeouts"),
             batch_size=self.batch_size,
             batch_bytes=BATCH_BYTES,
             maximum_sleep=min(MAXIMUM_SLEEP, max(timedelta(seconds=1), min(unnoticed, LONGEST_UNNOTICED))),

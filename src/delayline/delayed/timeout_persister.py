@@ -112,6 +112,36 @@ class TakesTimeouts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LockedTimeouts:
+    """What a transaction has locked."""
+
+    due: Sequence[Timeout]
+    """Those that are due and nobody's, earliest first."""
+    next_due: datetime | None
+    """When to look again, as in TimeoutsChunk; locked ones of others count."""
+
+
+@runtime_checkable
+class LocksTimeouts(Protocol):
+    """Capability: a transaction that sends expired timeouts, many at once, locks, removes or keeps them."""
+
+    async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
+        """Lock up to `limit` timeouts due not after `at`; those that others hold or have locked are passed over.
+
+        Stops before headers and bodies exceed `max_bytes` together, but gives at least one that is due.
+        """
+        ...
+
+    async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
+        """Delete timeouts that the transaction has locked and return how many there were."""
+        ...
+
+    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        """Hold timeouts that the transaction has locked until then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class TimeoutCount:
     """How many timeouts wait, and when the first and the last of them are due."""
 

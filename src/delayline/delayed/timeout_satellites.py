@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.circuit_breaker import first_of
 from delayline.delayed.timeout_headers import TimeoutHeaders
 from delayline.delayed.timeout_persister import NO_SAGA, TakesTimeouts, Timeout
-from delayline.delayed.timeout_poll import timeout_of
+from delayline.delayed.timeout_poll import as_sent, timeout_of
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import DelayedMessage, Headers, from_wire_time, to_wire_time
@@ -216,21 +216,11 @@ class DispatchingSatellite:
 
     async def _forward(self, timeout: Timeout, transaction: Transaction | None) -> None:
         try:
-            message = self._as_sent(timeout)
+            message = as_sent(timeout, self._host.clock.now())
         except CorruptHeaders as error:
             await self._forwarder.give_up(timeout.message, timeout.destination, error, transaction)
             return
         await self._forwarder.forward(message, timeout.destination, transaction)
-
-    def _as_sent(self, timeout: Timeout) -> Message:
-        message = timeout.message.logical
-        headers = {
-            Headers.TIME_SENT: to_wire_time(self._host.clock.now()),
-            TimeoutHeaders.RELATED_TIMEOUT: timeout.id,
-        }
-        if reply_to := message.headers.get(TimeoutHeaders.OLD_REPLY_TO):
-            headers[Headers.REPLY_TO] = reply_to
-        return message.with_headers(headers, without=(TimeoutHeaders.OLD_REPLY_TO,))
 
 
 def due_of(message: Message) -> datetime:

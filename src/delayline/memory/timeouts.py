@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.delayed.timeout_persister import DueTimeout, TimeoutCount, TimeoutsChunk
+from delayline.delayed.timeout_persister import DueTimeout, LockedTimeouts, TimeoutCount, TimeoutsChunk
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
 
 if TYPE_CHECKING:
@@ -87,6 +87,34 @@ class MemoryTimeoutPersister:
         self._holds |= dict.fromkeys(ids, hold_until)
         times = [*self._holds.values(), *(when for when, _ in free[len(due) :])]
         return TimeoutsChunk(due, min(times, default=None))
+
+    async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
+        """Lock what is due and free; what another transaction has is passed over."""
+        self._holds = {held: until for held, until in self._holds.items() if until > at}
+        free = sorted((one.due, one.id) for one in self._timeouts.values() if one.id not in self._holds)
+        due: list[Timeout] = []
+        for when, timeout_id in free:
+            timeout = self._timeouts[timeout_id]
+            max_bytes -= len(timeout.message.body) + len(timeout.message.encoded_headers)
+            if when > at or len(due) == limit or (due and max_bytes < 0):
+                break
+            if timeout_id not in self._locked:
+                due.append(timeout)
+        ids = {timeout.id for timeout in due}
+        self._locked |= ids
+        transaction.after_end(lambda: self._locked.difference_update(ids))
+        times = [*self._holds.values(), *(when for when, timeout_id in free if timeout_id not in ids)]
+        return LockedTimeouts(due, min(times, default=None))
+
+    async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
+        """Delete timeouts that are locked."""
+        in_memory(transaction).on_commit(lambda: self._delete(ids))
+        return sum(timeout_id in self._timeouts for timeout_id in ids)
+
+    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        """Hold timeouts that are locked."""
+        held = dict.fromkeys(ids, until)
+        in_memory(transaction).on_commit(lambda: self._holds.update(held))
 
     async def hold(self, ids: Sequence[str], until: datetime) -> None:
         """Hold until then what is held."""

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.message import Message
+    from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.prepared import Prepared
+    from delayline.sql.schema import QueueTables
 
 
 #: What was looked at, whether it is as it should be, and what it is.
@@ -212,6 +214,10 @@ class Dialect(Protocol):
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Run the insert for every row."""
+        ...
+
+    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
+        """Return how expired timeouts move inside the server, or None where they do not."""
         ...
 
     def begin(self, connection: Connection) -> None:

@@ -62,6 +62,18 @@ class Forwarding(Protocol):
         ...
 
 
+class TimeoutForwarding(Protocol):
+    """Moves the earliest expired timeouts of one table on a server, in a single statement."""
+
+    def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
+        """Move what has expired and say what became of it; `next_due` is when the next one does, or is free again.
+
+        Passed over is what needs more than moving: its queue does not exist, or its headers are for the dispatch.
+        at, until: the same instant, as holds and as due times are kept; sent: the same for the header.
+        """
+        ...
+
+
 class FileForwarding:
     """Moves the earliest due messages under SQLite's write lock: what is first when it looks is first when it moves."""
 

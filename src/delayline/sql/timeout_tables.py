@@ -100,6 +100,10 @@ class TimeoutTimes:
         """Return what the column keeps: never earlier than `due`."""
         return self._dialect.to_due(due) if self._rounded is None else self._rounded(due.astimezone(UTC))
 
+    def until(self, at: datetime) -> Any:  # noqa: ANN401 - as above
+        """Return what due times are compared with: nothing due after `at` is not after it."""
+        return self._dialect.to_until(at) if self._rounded is None else at.astimezone(UTC).replace(tzinfo=None)
+
     def read(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
         """Return the due time that the column keeps."""
         return kept.replace(tzinfo=UTC) if isinstance(kept, datetime) else self._dialect.from_due(kept)

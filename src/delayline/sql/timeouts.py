@@ -7,21 +7,29 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import inspect
 
+from delayline.checks import time_span
+from delayline.clock import from_microseconds, to_microseconds
+from delayline.delayed.store import Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
+from delayline.message import in_utc
 from delayline.sql import setup
 from delayline.sql.part import StorePart
-from delayline.sql.statements import check_size
+from delayline.sql.statements import check_size, queue_channel, store_channel
+from delayline.sql.timeout_management import TimeoutManagement
 from delayline.sql.timeout_statements import TimeoutStatements
 from delayline.sql.timeout_tables import table_prefix, timeout_table
+from delayline.sql.transport import SqlTransport
 
 if TYPE_CHECKING:
     import uuid
-    from collections.abc import Sequence
-    from datetime import datetime
+    from collections.abc import Callable, Sequence
+    from datetime import datetime, timedelta
 
     from sqlalchemy import Connection, Table
 
-    from delayline.delayed.timeout_persister import Timeout, TimeoutCount, TimeoutsChunk
+    from delayline.delayed.store import DueCount
+    from delayline.delayed.timeout_persister import LockedTimeouts, Timeout, TimeoutCount, TimeoutsChunk
+    from delayline.message import DelayedMessage
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
 
@@ -136,6 +144,32 @@ class SqlTimeoutPersister(StorePart):
         take = partial(statements.take, at=at, limit=limit, hold_until=hold_until)
         return await self._database.write(take, transaction)
 
+    async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
+        """Lock what is due and free."""
+        lock = partial(self._statements.lock_due, at=at, limit=limit, max_bytes=max_bytes)
+        return await self._database.write(lock, transaction)
+
+    async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
+        """Delete timeouts that are locked."""
+        return await self._database.write(partial(self._statements.remove_many, ids=ids), transaction)
+
+    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        """Hold timeouts that are locked."""
+        await self._database.write(partial(self._statements.set_aside, ids=ids, until=until), transaction)
+
+    def forwards_to(self, transport: object) -> bool:
+        """Tell whether expired timeouts can move to that transport's queues inside the database."""
+        here = isinstance(transport, SqlTransport) and transport.keeps_queues_in(self._database, self._schema)
+        return here and self._statements.forwards
+
+    async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
+        """Move expired timeouts to their queues inside the database."""
+        forward = partial(self._statements.forward, at=at, limit=limit, max_bytes=max_bytes)
+        moved = await self._database.write(forward, one_statement=True)
+        self._database.notify({queue_channel(name): 0 for name in moved.queues})
+        next_due = None if moved.next_due is None else self._database.dialect.from_due(moved.next_due)
+        return Forwarded(moved.number, next_due, moved.left)
+
     async def hold(self, ids: Sequence[str], until: datetime) -> None:
         """Hold until then what is held."""
         hold = partial(self._statements.hold, ids=ids, until=until)
@@ -144,6 +178,41 @@ class SqlTimeoutPersister(StorePart):
     async def count(self) -> TimeoutCount:
         """Return how many timeouts wait."""
         return await self._database.read(self._statements.count)
+
+    def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
+        """Call `callback` with the new due time of what was rescheduled, in whichever process."""
+        return self._database.wake_ups.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
+
+    async def cancel(self, message_id: str) -> Outcome:
+        """Delete a waiting message's timeouts, by its id or theirs; a request for one finds it gone."""
+        return await self._database.write(partial(self._management.cancel, message_id=message_id))
+
+    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+        """Give a waiting message's timeouts a new due time; too late when the dispatcher was asked for them."""
+        due = in_utc(due)
+        outcome = await self._database.write(partial(self._management.reschedule, message_id=message_id, due=due))
+        if outcome is Outcome.DONE:
+            await self._database.tell({self._channel: to_microseconds(due)}, None)
+        return outcome
+
+    async def pending(
+        self, *, destination: str | None = None, limit: int = 100, offset: int = 0
+    ) -> Sequence[DelayedMessage]:
+        """Return what the table holds, earliest due first; not yet what is still in the timeouts queue."""
+        page = partial(self._management.pending, destination=destination, limit=limit, offset=offset)
+        return await self._database.read(page)
+
+    async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
+        """Count what waits by bucket and destination."""
+        return await self._database.read(partial(self._management.count_by_due, bucket=time_span("bucket", bucket)))
+
+    @property
+    def _management(self) -> TimeoutManagement:
+        return TimeoutManagement(self._statements, self._database.dialect)
+
+    @property
+    def _channel(self) -> str:
+        return store_channel(self._statements.table)
 
     @property
     def _statements(self) -> TimeoutStatements:

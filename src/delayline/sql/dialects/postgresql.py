@@ -17,6 +17,7 @@ from delayline.sql.dialect import Place
 from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
 from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, remedy
+from delayline.sql.dialects.postgresql_timeouts import PostgresqlTimeouts
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.sql.dialects.postgresql_wake_ups import Notifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
@@ -203,6 +204,10 @@ class Postgresql(ServerDialect):
     def forwarding(self, statements: StoreStatements, tables: QueueTables) -> PostgresqlForwarding:
         """One statement."""
         return PostgresqlForwarding(statements, tables, self)
+
+    def timeout_forwarding(self, table: Table, tables: QueueTables) -> PostgresqlTimeouts:
+        """One statement."""
+        return PostgresqlTimeouts(table, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
         """Tell whether the server has gone, or this connection to it."""

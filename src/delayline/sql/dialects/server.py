@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Decides, Place, TwoPhase
+    from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.leases import Leases
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
@@ -118,6 +119,11 @@ class ServerDialect:
     def timeouts_table(self, name: str, schema: str | None) -> Table:
         """Return the logical table, with leases."""
         return timeouts_table(name, schema, leases=True)
+
+    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
+        """Not here."""
+        del table, tables
+        return None
 
     def leases(self, statements: StoreStatements, tables: QueueTables) -> Leases:
         """Leases in a column of the store's table."""

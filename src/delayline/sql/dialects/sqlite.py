@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding
+    from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.prepared import Prepared
+    from delayline.sql.schema import QueueTables
 
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
@@ -119,6 +121,11 @@ class Sqlite:
         self._claims = {}
         self.wake_ups.forked()
         self.wake_ups = WakeUps(self._directory)
+
+    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
+        """Not here."""
+        del table, tables
+        return None
 
     def claims(self, table: str) -> Claims:
         """Return the claims on one table's rows."""

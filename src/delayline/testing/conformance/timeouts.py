@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import pytest
 import pytest_asyncio
@@ -14,6 +14,7 @@ from delayline.delayed.store import StoreInfrastructure, StoreTransactions
 from delayline.delayed.timeout_persister import (
     NO_SAGA,
     CountedTimeouts,
+    LocksTimeouts,
     TakesTimeouts,
     Timeout,
     TimeoutCount,
@@ -35,6 +36,10 @@ SECOND: Final = timedelta(seconds=1)
 
 class InTransactions(TimeoutPersister, StoreTransactions, Protocol):
     """A persister that claims transactions."""
+
+
+class LockingTimeouts(InTransactions, LocksTimeouts, Protocol):
+    """A persister that claims transactions which send what has expired."""
 
 
 class RolledBack(Exception):
@@ -63,7 +68,7 @@ async def opened(persister: TimeoutPersister, endpoint_name: str = ENDPOINT) -> 
 
 
 async def closed(persister: TimeoutPersister) -> None:
-    """Close the persister if it can be closed."""
+    """Close it if it can be closed."""
     if isinstance(persister, TimeoutStorage):
         await persister.close()
 
@@ -85,7 +90,6 @@ class TimeoutPersisterConformance:
     """What makes a class a timeout persister: subclass it, override `make_persister`, run pytest."""
 
     pytestmark = pytest.mark.asyncio
-
     #: Set it where a second persister over the same storage sees what the first one has kept.
     durable: bool = False
     #: The steps in which due times are kept; they are rounded up.
@@ -108,6 +112,13 @@ class TimeoutPersisterConformance:
         if not isinstance(persister, StoreTransactions):
             pytest.skip("not claimed: StoreTransactions")
         return persister
+
+    @pytest.fixture
+    def locking(self, transactional: InTransactions) -> LockingTimeouts:
+        """Provide an open persister whose transactions lock what has expired."""
+        if not isinstance(transactional, LocksTimeouts):
+            pytest.skip("not claimed: LocksTimeouts")
+        return cast("LockingTimeouts", transactional)
 
     async def test_what_was_added_is_given_back_as_it_was(self, persister: TimeoutPersister) -> None:
         """Headers, body, destination, saga and due time; the time rounded up where the storage is coarser."""
@@ -136,15 +147,10 @@ class TimeoutPersisterConformance:
         assert found is not None
         assert (found.due, found.destination) == (AT, "billing")
 
-    async def test_peek_removes_nothing_and_finds_nothing_where_nothing_is(self, persister: TimeoutPersister) -> None:
-        """Twice the same answer."""
+    async def test_peek_removes_nothing_and_remove_succeeds_once(self, persister: TimeoutPersister) -> None:
+        """The same answer as often as one looks; True, then False."""
         await persister.add(a_timeout())
         assert [await persister.peek(a_timeout().id) is not None for _ in range(2)] == [True, True]
-        assert await persister.peek(a_timeout(2).id) is None
-
-    async def test_remove_succeeds_once(self, persister: TimeoutPersister) -> None:
-        """True, then False."""
-        await persister.add(a_timeout())
         assert [await persister.remove(a_timeout().id) for _ in range(2)] == [True, False]
         assert await persister.peek(a_timeout().id) is None
 
@@ -328,3 +334,67 @@ class TimeoutPersisterConformance:
                 return await transactional.remove(a_timeout().id, transaction)
 
         assert sorted(await asyncio.gather(*(dispatch() for _ in range(4)))) == [False, False, False, True]
+
+    async def test_what_expired_is_locked_earliest_first_and_removed(self, locking: LockingTimeouts) -> None:
+        """As much as there is room for, but one at least; what is held stays out of it, and so does what is not due."""
+        for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, -1), (5, 7), (6, -400_000_000)):
+            await locking.add(a_timeout(number, AT + seconds * SECOND, body=bytes(range(256)) * 4))
+        assert await taken(locking, AT, 1, hold=timedelta(hours=1)) == [a_timeout(6).id]
+        for limit, room, wanted, left in (
+            (2, 1 << 20, (2, 3), AT - SECOND),
+            (9, 1, (4,), AT),
+            (9, 1500, (1,), AT + 7 * SECOND),
+        ):
+            async with locking.transaction() as transaction:
+                locked = await locking.lock_due(AT, limit, max_bytes=room, transaction=transaction)
+                ids = [one.id for one in locked.due]
+                assert (ids, locked.next_due) == ([a_timeout(number).id for number in wanted], left)
+                assert (locked.due[0].destination, locked.due[0].message.headers) == ("billing", AWKWARD_HEADERS)
+                assert len(locked.due[0].message.body) == 1024
+                assert await locking.remove_many(ids, transaction) == len(ids)
+        async with locking.transaction() as transaction:
+            locked = await locking.lock_due(AT, 9, max_bytes=1 << 20, transaction=transaction)
+        assert (list(locked.due), locked.next_due) == ([], AT + 7 * SECOND)
+
+    async def test_what_was_locked_is_free_after_a_rollback_or_set_aside(self, locking: LockingTimeouts) -> None:
+        """Set aside it is held, even where it was held before and forgotten; a rollback forgets that too."""
+        await locking.add(a_timeout())
+        await taken(locking, AT, hold=SECOND)
+
+        async def lock(at: datetime, *, aside_until: datetime, fails: bool = False) -> int:
+            async with locking.transaction() as transaction:
+                locked = await locking.lock_due(at, 9, max_bytes=1 << 20, transaction=transaction)
+                await locking.set_aside([one.id for one in locked.due], aside_until, transaction)
+                if fails:
+                    raise RolledBack
+            return len(locked.due)
+
+        later = AT + MINUTE
+        with pytest.raises(RolledBack):
+            await lock(AT + SECOND, aside_until=later, fails=True)
+        assert await lock(AT + SECOND, aside_until=later) == 1
+        assert await lock(later - SECOND, aside_until=later) == 0
+        assert (await locking.next_chunk(AT, 0, hold_until=AT)).next_due == later
+        assert await taken(locking, later) == [a_timeout().id]
+
+    async def test_transactions_share_what_expired(self, locking: LockingTimeouts, tmp_path: Path) -> None:
+        """None of it is given to two of them, and none is left."""
+        for number in range(60):
+            await locking.add(a_timeout(number, AT))
+        found: list[str] = []
+
+        async def send(persister: LockingTimeouts) -> None:
+            async with persister.transaction() as transaction:
+                locked = await persister.lock_due(AT, 5, max_bytes=1 << 20, transaction=transaction)
+                await asyncio.sleep(0)
+                ids = [one.id for one in locked.due]
+                assert await persister.remove_many(ids, transaction) == len(ids)
+                found.extend(ids)
+
+        others = [await opened(await self.make_persister(tmp_path)) for _ in range(3)] if self.durable else []
+        for _ in range(12):
+            await asyncio.gather(*(send(cast("LockingTimeouts", one)) for one in [locking, *others]))
+        for other in others:
+            await closed(other)
+        assert sorted(found) == sorted(a_timeout(number).id for number in range(60))
+        assert (await locking.next_chunk(AT, 0, hold_until=AT)).next_due is None
