@@ -17,8 +17,10 @@ from delayline import (
     Endpoint,
     Headers,
     Message,
+    SqlDelayedMessageStore,
     SqlTimeoutPersister,
     SqlTransport,
+    StoredDelivery,
     Timeout,
     TimeoutManagerDelivery,
 )
@@ -27,7 +29,7 @@ from delayline.message import to_wire_time
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from delayline import MessageContext
+    from delayline import DelayedDelivery, MessageContext
 
 RATE = 200  # messages a second
 SECONDS = 20
@@ -41,7 +43,7 @@ def endpoint_on(url: str) -> Endpoint:
 
 
 async def pg_timeouts(folder: Path) -> Figures:
-    """4 000 timeouts stored before, due 5 ms apart, through the dispatcher to a handler of the same process."""
+    """4 000 timeouts stored before, due 5 ms apart, to a handler of the same process."""
     del folder
     number = RATE * SECONDS
     with postgresql() as [url]:
@@ -72,22 +74,34 @@ async def pg_timeouts_whole(folder: Path) -> Figures:
 
 
 async def pg_timeouts_rest(folder: Path) -> Figures:
-    """A timeout manager and a receiver, nothing due for a year, watched for 20 s."""
+    """A timeout manager and a receiver, nothing due for a year, watched for 20 s; then the same with a store."""
     del folder
-    with postgresql() as [url], psycopg.connect(url, autocommit=True) as watch:
-        endpoint = endpoint_on(url)
-        endpoint.handler(_ignore)
+    with postgresql() as [url]:
+        share, number = await _at_rest(url, TimeoutManagerDelivery(SqlTimeoutPersister(url)))
+        stored_share, stored = await _at_rest(url, StoredDelivery(SqlDelayedMessageStore(url)))
+    return {
+        "share of one core %": share,
+        "statements a minute": number,
+        "share with a store %": stored_share,
+        "statements a minute with a store": stored,
+        "times a store's": number / stored,
+    }
+
+
+async def _at_rest(url: str, delivery: DelayedDelivery) -> tuple[float, float]:
+    """Return which share of a core an endpoint with nothing to do takes, and how many statements a minute it runs."""
+    endpoint = Endpoint(NAME, transport=SqlTransport(url), delayed_delivery=delivery, concurrency=16)
+    endpoint.handler(_ignore)
+    with psycopg.connect(url, autocommit=True) as watch:
         async with endpoint:
             await endpoint.send(NAME, BODY, delay=timedelta(days=365))
-            await asyncio.sleep(2)
+            await asyncio.sleep(5)
             before = _transactions(watch)
             cpu, started = time.process_time(), time.perf_counter()
             await asyncio.sleep(SECONDS)
             seconds = time.perf_counter() - started
-            return {
-                "share of one core %": (time.process_time() - cpu) / seconds * 100,
-                "statements a minute": (_transactions(watch) - before) / seconds * 60,
-            }
+            share = (time.process_time() - cpu) / seconds * 100
+            return share, (_transactions(watch) - before) / seconds * 60
 
 
 async def _fill(url: str, dues: list[datetime]) -> None:

@@ -35,6 +35,7 @@ from delayline.delayed.timeout_persister import (
     TimeoutsChunk,
     TimeoutStorage,
 )
+from delayline.delayed.timeout_routing import ExternalTimeoutManager
 from delayline.endpoint import Endpoint
 from delayline.errors import (
     BackendUnavailable,
@@ -114,6 +115,7 @@ __all__ = [
     "DuplicateMessage",
     "Endpoint",
     "Event",
+    "ExternalTimeoutManager",
     "Forwarded",
     "ForwardingStore",
     "Guarantee",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,8 +10,8 @@ import pytest
 from tests.cli.conftest import URL, Ran
 from tests.integration.cold_rows import hold
 
-from delayline import TransactionMode
-from delayline.sql import TwoTierStore
+from delayline import Message, Timeout, TransactionMode
+from delayline.sql import SqlTimeoutPersister, TwoTierStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,3 +130,37 @@ def test_both_tiers_are_seen_and_changed_where_there_is_a_cold_one(
     assert ids(three("pending", "--json")) == ["y", "c", "z", "b"]
     assert three("cancel", "x").code == 1
     assert three("pending", "--url", "memory:").code == 2
+
+
+def test_what_is_left_in_an_old_timeout_manager_is_listed_and_changed(
+    ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = ready("pending", "--timeouts")
+    assert (refused.code, "timeouts_url" in refused.err) == (2, True)
+    # Given two timeouts that .NET, or the endpoint before, has left
+    monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", URL)
+    assert ready("setup").code == 0
+    asyncio.run(leave_timeouts("first", "second"))
+    assert ids(ready("pending", "--json")) == []
+    assert ids(ready("pending", "--json", "--timeouts")) == ["first", "second"]
+    assert ready("pending", "--json", "--timeouts", "--count", "--bucket", "9d").document["total"] == 2
+    # When one is cancelled, and the other one due sooner
+    assert ready("cancel", "first", "gone", "--timeouts", "--json").document["outcomes"] == {
+        "first": "done",
+        "gone": "not pending",
+    }
+    assert ready("reschedule", "second", "--delay", "1h", "--timeouts").code == 0
+    # Then
+    [second] = ready("pending", "--json", "--timeouts").document["pending"]
+    assert second["id"] == "second"
+    assert datetime.fromisoformat(second["due"]) < datetime.now(UTC) + timedelta(hours=2)
+
+
+async def leave_timeouts(*names: str) -> None:
+    persister = SqlTimeoutPersister(URL)
+    await persister.open("sales")
+    for days, name in enumerate(names, start=1):
+        message = Message(name, {"NServiceBus.MessageId": name}, b"")
+        due = datetime.now(UTC) + timedelta(days=days)
+        await persister.add(Timeout(str(uuid.uuid4()), message, "billing", due))
+    await persister.close()

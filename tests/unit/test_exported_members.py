@@ -31,6 +31,7 @@ PINNED = [
     "DuplicateMessage",
     "Endpoint",
     "Event",
+    "ExternalTimeoutManager",
     "Forwarded",
     "ForwardingStore",
     "Guarantee",

@@ -10,7 +10,21 @@ import pytest
 from tests.unit.conftest import START
 from tests.unit.timeout_house import DISPATCHER, PAIRS, TIMEOUTS, TimeoutHouse, build_timeouts
 
-from delayline import ConfigurationError, Endpoint, Headers, InvalidMessage, Message, NotStarted, TimeoutManagerDelivery
+from delayline import (
+    ConfigurationError,
+    Endpoint,
+    ExternalTimeoutManager,
+    Guarantee,
+    Headers,
+    InvalidMessage,
+    Message,
+    NotStarted,
+    QueueNotFound,
+    Recoverability,
+    TimeoutManagerDelivery,
+    TransactionMode,
+    UnsupportedTransactionMode,
+)
 from delayline.delayed.timeout_headers import TimeoutHeaders
 from delayline.memory import MemoryTimeoutPersister, MemoryTransport
 from delayline.message import to_wire_time
@@ -309,4 +323,68 @@ def test_a_name_that_leaves_no_room_for_the_satellites_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="shorter name"):
         Endpoint(
             "s" * 190, transport=MemoryTransport(), delayed_delivery=TimeoutManagerDelivery(MemoryTimeoutPersister())
+        )
+
+
+async def test_an_external_timeout_manager_keeps_what_is_deferred_and_what_is_retried_later(clock: ManualClock) -> None:
+    # Given a timeout manager of one endpoint, and another endpoint that uses it
+    house = build_timeouts(clock)
+    await house.start()
+    endpoint = Endpoint(
+        "crm",
+        transport=house.transport,
+        delayed_delivery=ExternalTimeoutManager(TIMEOUTS),
+        recoverability=Recoverability(immediate_retries=0, delayed_retries=1),
+        clock=clock,
+    )
+    attempts: list[float] = []
+
+    @endpoint.handler
+    async def handle(message: Message, context: object) -> None:
+        attempts.append((clock.now() - START).total_seconds())
+        if len(attempts) == 1:
+            raise ValueError("not yet")
+
+    async with endpoint:
+        assert endpoint.guarantee is Guarantee.AT_LEAST_ONCE
+        # When it defers a message whose handler fails at first
+        await endpoint.send("crm", b"body", message_id="m", delay=FIVE)
+        await settle()
+        [timeout] = house.persister._timeouts.values()
+        assert (timeout.destination, timeout.due) == ("crm", START + FIVE)
+        assert timeout.message.headers[TimeoutHeaders.EXPIRE] == to_wire_time(START + FIVE)
+        await clock.advance(5)
+        # Then the delayed retry is there as well, and comes
+        assert (attempts, await house.waiting()) == ([5.0], 1)
+        await clock.advance(60)
+        assert (len(attempts), await house.waiting(), await house.ids("error")) == (2, 0, [])
+        # And a saga's timeouts are cleared from afar; what may expire, or cannot be listed, is refused
+        await house.put(TIMEOUTS, house.expiring(after=500, **{TimeoutHeaders.SAGA_ID: str(SAGA)}))
+        assert isinstance(endpoint.delayed_delivery, ExternalTimeoutManager)
+        await endpoint.delayed_delivery.clear_timeouts(SAGA)
+        await settle()
+        assert await house.waiting() == 0
+        with pytest.raises(InvalidMessage, match="TimeToBeReceived set is not supported"):
+            await endpoint.send("crm", b"", delay=FIVE, headers={Headers.TIME_TO_BE_RECEIVED: "00:05:00"})
+        with pytest.raises(ConfigurationError, match="ExternalTimeoutManager cannot list"):
+            _ = endpoint.delayed
+    await house.endpoint.stop()
+
+
+async def test_an_external_timeout_manager_that_is_not_there_is_said(clock: ManualClock) -> None:
+    delivery = ExternalTimeoutManager("nobody.Timeouts")
+    async with Endpoint("crm", transport=MemoryTransport(), delayed_delivery=delivery, clock=clock) as endpoint:
+        with pytest.raises(QueueNotFound, match=r"nobody\.Timeouts"):
+            await endpoint.send("crm", b"", delay=FIVE)
+        await endpoint.send("crm", b"", deliver_at=START - FIVE)
+    with pytest.raises(NotStarted, match="not started"):
+        await delivery.defer(None, START)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="'billing' one of its own"):
+        Endpoint("billing", transport=MemoryTransport(), delayed_delivery=delivery)
+    with pytest.raises(UnsupportedTransactionMode):
+        Endpoint(
+            "crm",
+            transport=MemoryTransport(),
+            delayed_delivery=ExternalTimeoutManager("q"),
+            transaction_mode=TransactionMode.TRANSACTION_SCOPE,
         )

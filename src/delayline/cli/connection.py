@@ -6,7 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from delayline.config import endpoint_from, in_memory, must_exist, store_from, transport_from
-from delayline.delayed.store import ClosableStore
+from delayline.delayed.store import ClosableStore, managed
+from delayline.draining import persister_at
 from delayline.errors import ConfigurationError
 from delayline.transaction import TransactionMode
 from delayline.transport import ManagedQueues
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from delayline.config import Settings
-    from delayline.delayed.store import DelayedMessageStore
+    from delayline.delayed.store import DelayedMessageStore, ManagedStore
     from delayline.endpoint import Endpoint
     from delayline.transport import Transport
 
@@ -42,6 +43,24 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     finally:
         if isinstance(store, ClosableStore):
             await store.close()
+
+
+@contextlib.asynccontextmanager
+async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[ManagedStore]:
+    """Open what keeps the endpoint's waiting messages: its store, or the old timeout manager's table."""
+    if not timeouts:
+        async with open_store(settings) as store:
+            yield managed(store)
+        return
+    if settings.timeouts_url is None:
+        raise ConfigurationError("no timeouts_url is set: say where the old timeout manager's timeouts are")
+    must_exist(settings.timeouts_url)
+    persister = persister_at(settings.timeouts_url)
+    await persister.open(settings.named_endpoint)
+    try:
+        yield persister
+    finally:
+        await persister.close()
 
 
 @contextlib.asynccontextmanager

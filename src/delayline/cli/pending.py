@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delayline.cli.connection import open_store
+from delayline.cli.connection import open_waiting
 from delayline.cli.due import delay_given, due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.cli.screen import bar, size
-from delayline.delayed.store import Outcome, managed
+from delayline.delayed.store import Outcome
 from delayline.outgoing import due_time
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DueCount
     from delayline.message import DelayedMessage
 
+timeouts_option = click.option(
+    "--timeouts", is_flag=True, help="Of the old timeout manager at timeouts_url, not of the store."
+)
 MEANING = {
     Outcome.DONE: "done",
     Outcome.DISPATCHING: "too late: it is being sent now",
@@ -40,30 +43,38 @@ MEANING = {
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many to list at most.")
 @click.option("--count", "counting", is_flag=True, help="Count by due time and destination instead.")
 @click.option("--bucket", callback=delay_given, default="1h", show_default=True, help="Width of a due time bucket.")
+@timeouts_option
 @settings_options(*PLACES)
 @json_option
 def pending(
-    settings: Settings, screen: Screen, destination: str | None, limit: int, counting: bool, bucket: timedelta
+    settings: Settings,
+    screen: Screen,
+    destination: str | None,
+    limit: int,
+    counting: bool,
+    bucket: timedelta,
+    timeouts: bool,
 ) -> None:
     """List the messages that wait, earliest due first."""
     if counting:
         if bucket <= timedelta(0):
             raise click.BadParameter("must be longer than zero", param_hint="--bucket")
-        _show_counts(screen, asyncio.run(_counts(settings, bucket)), destination)
+        _show_counts(screen, asyncio.run(_counts(settings, bucket, timeouts=timeouts)), destination)
     else:
-        _show_messages(screen, asyncio.run(_messages(settings, destination, limit)), limit)
+        _show_messages(screen, asyncio.run(_messages(settings, destination, limit, timeouts=timeouts)), limit)
 
 
 @click.command(epilog=examples("delayline cancel 0197a1c5-7e52-7d3e-b7a6-0242ac120002 --endpoint sales"))
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@timeouts_option
 @settings_options(*PLACES)
 @json_option
-def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...]) -> None:
+def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...], timeouts: bool) -> None:
     """Cancel messages that wait. Exit code 1 when any could not be cancelled."""
 
     async def work() -> dict[str, Outcome]:
-        async with open_store(settings) as store:
-            return {message_id: await managed(store).cancel(message_id) for message_id in ids}
+        async with open_waiting(settings, timeouts=timeouts) as store:
+            return {message_id: await store.cancel(message_id) for message_id in ids}
 
     _tell_outcomes(screen, asyncio.run(work()), "cancelled")
 
@@ -76,10 +87,16 @@ def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...]) -> None:
 )
 @click.argument("message_id", metavar="ID")
 @due_options
+@timeouts_option
 @settings_options(*PLACES)
 @json_option
 def reschedule(
-    settings: Settings, screen: Screen, message_id: str, delay: timedelta | None, deliver_at: datetime | None
+    settings: Settings,
+    screen: Screen,
+    message_id: str,
+    delay: timedelta | None,
+    deliver_at: datetime | None,
+    timeouts: bool,
 ) -> None:
     """Give a message that waits another due time. Exit code 1 when it could not be done."""
     if (delay is None) == (deliver_at is None):
@@ -88,20 +105,22 @@ def reschedule(
     due = in_the_future(due_time(now, delay, deliver_at) or now, now)
 
     async def work() -> Outcome:
-        async with open_store(settings) as store:
-            return await managed(store).reschedule(message_id, due)
+        async with open_waiting(settings, timeouts=timeouts) as store:
+            return await store.reschedule(message_id, due)
 
     _tell_outcomes(screen, {message_id: asyncio.run(work())}, f"due {local(due)}, {relative(due, now)}")
 
 
-async def _messages(settings: Settings, destination: str | None, limit: int) -> Sequence[DelayedMessage]:
-    async with open_store(settings) as store:
-        return await managed(store).pending(destination=destination, limit=limit)
+async def _messages(
+    settings: Settings, destination: str | None, limit: int, *, timeouts: bool
+) -> Sequence[DelayedMessage]:
+    async with open_waiting(settings, timeouts=timeouts) as store:
+        return await store.pending(destination=destination, limit=limit)
 
 
-async def _counts(settings: Settings, bucket: timedelta) -> Sequence[DueCount]:
-    async with open_store(settings) as store:
-        return await managed(store).count_by_due(bucket)
+async def _counts(settings: Settings, bucket: timedelta, *, timeouts: bool) -> Sequence[DueCount]:
+    async with open_waiting(settings, timeouts=timeouts) as store:
+        return await store.count_by_due(bucket)
 
 
 def _show_messages(screen: Screen, messages: Sequence[DelayedMessage], limit: int) -> None:

@@ -12,7 +12,6 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from delayline.callers import JoinsCallers
 from delayline.checks import whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
 from delayline.delayed.batch import Mover
@@ -22,13 +21,13 @@ from delayline.delayed.recovery import Recovery
 from delayline.delayed.scope import scope_of
 from delayline.delayed.store import StoreClock, StoreInfrastructure, StoreTransactions, StoreWakeUps
 from delayline.delayed.timeout_direct import DirectTimeouts
-from delayline.delayed.timeout_headers import TRUE, TimeoutHeaders
 from delayline.delayed.timeout_persister import LocksTimeouts, TimeoutStorage
-from delayline.delayed.timeout_poll import ExpiredTimeouts, control_message
+from delayline.delayed.timeout_poll import ExpiredTimeouts
+from delayline.delayed.timeout_routing import joined, send, to_clear, to_timeouts_queue
 from delayline.delayed.timeout_satellites import DispatchingSatellite, StoringSatellite
-from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
+from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.events import Event, emit
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, to_wire_time
+from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.transaction import strongest_mode
 from delayline.transport import TransportOperation
 
@@ -185,12 +184,7 @@ class TimeoutManagerDelivery:
 
     async def join(self, caller: Caller) -> Transaction:
         """Return the caller's transaction as one that deferring, which is a send, can be part of."""
-        transport = self.host.transport
-        if isinstance(transport, JoinsCallers):
-            return await transport.join(caller)
-        raise ConfigurationError(
-            f"{type(transport).__name__} cannot take part in a caller's transaction: send without transaction="
-        )
+        return await joined(self.host.transport, caller)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Send the operation to the timeouts queue; what is due already goes straight to its destination.
@@ -200,27 +194,12 @@ class TimeoutManagerDelivery:
         if not self._started:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
         if due > self.host.clock.now():
-            message = operation.message
-            if Headers.TIME_TO_BE_RECEIVED in message.headers:
-                raise InvalidMessage(
-                    "Postponed delivery of messages with TimeToBeReceived set is not supported. Remove the header "
-                    f"{Headers.TIME_TO_BE_RECEIVED} to postpone message {message.id!r}."
-                )
-            routed = {TimeoutHeaders.DESTINATION: operation.destination, TimeoutHeaders.EXPIRE: to_wire_time(due)}
-            operation = TransportOperation(message.with_headers(routed), self.timeouts_queue)
-        await self._send(operation, transaction)
+            operation = to_timeouts_queue(operation.message, operation.destination, due, self.timeouts_queue)
+        await send(self.host.transport, operation, transaction)
 
     async def clear_timeouts(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> None:
         """Have every timeout deleted that carries this id in its `NServiceBus.SagaId` header."""
-        headers = {TimeoutHeaders.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TRUE}
-        request = control_message(self.host.clock.now(), headers)
-        await self._send(TransportOperation(request, self.timeouts_queue), transaction)
-
-    async def _send(self, operation: TransportOperation, transaction: Transaction | None) -> None:
-        try:
-            await self.host.transport.dispatch([operation], transaction)
-        except DispatchFailed as failed:
-            raise failed.failures[0] from failed
+        await send(self.host.transport, to_clear(saga_id, self.host.clock.now(), self.timeouts_queue), transaction)
 
     async def _begin_later(self, error: Exception, fetching: RepeatedFailuresOverTime) -> None:
         """Try again each second, as a poller does whose storage is out of reach."""

@@ -1,0 +1,127 @@
+"""The way to a timeout manager: the own one, or another endpoint's, which then keeps the messages (reference 2.7)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delayline.callers import JoinsCallers
+from delayline.delayed.timeout_headers import TRUE, TimeoutHeaders
+from delayline.delayed.timeout_poll import control_message
+from delayline.errors import ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
+from delayline.message import Headers, to_wire_time
+from delayline.outgoing import check_endpoint_name
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    import uuid
+    from datetime import datetime
+
+    from delayline.callers import Caller
+    from delayline.delayed.host import DeliveryHost
+    from delayline.message import Message
+    from delayline.transaction import Transaction
+    from delayline.transport import Transport
+
+
+def to_timeouts_queue(message: Message, destination: str, due: datetime, queue: str) -> TransportOperation:
+    """Return the message on its way to a timeout manager's queue.
+
+    Raises InvalidMessage for a message that may expire: nobody would know while it waits.
+    """
+    if Headers.TIME_TO_BE_RECEIVED in message.headers:
+        raise InvalidMessage(
+            "Postponed delivery of messages with TimeToBeReceived set is not supported. Remove the header "
+            f"{Headers.TIME_TO_BE_RECEIVED} to postpone message {message.id!r}."
+        )
+    routed = {TimeoutHeaders.DESTINATION: destination, TimeoutHeaders.EXPIRE: to_wire_time(due)}
+    return TransportOperation(message.with_headers(routed), queue)
+
+
+def to_clear(saga_id: uuid.UUID, now: datetime, queue: str) -> TransportOperation:
+    """Return the request to delete a saga's timeouts."""
+    headers = {TimeoutHeaders.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TRUE}
+    return TransportOperation(control_message(now, headers), queue)
+
+
+async def send(transport: Transport, operation: TransportOperation, transaction: Transaction | None) -> None:
+    """Send one message; a failure of its own is raised as it is."""
+    try:
+        await transport.dispatch([operation], transaction)
+    except DispatchFailed as failed:
+        raise failed.failures[0] from failed
+
+
+async def joined(transport: Transport, caller: Caller) -> Transaction:
+    """Return the caller's transaction as one that deferring, which is a send, can be part of."""
+    if isinstance(transport, JoinsCallers):
+        return await transport.join(caller)
+    raise ConfigurationError(
+        f"{type(transport).__name__} cannot take part in a caller's transaction: send without transaction="
+    )
+
+
+class ExternalTimeoutManager:
+    """Delayed delivery by the timeout manager of another endpoint: `UseExternalTimeoutManager` of NServiceBus.
+
+    address: the queue that it takes timeouts from, such as `billing.Timeouts`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = check_endpoint_name(address)
+        self._host: DeliveryHost | None = None
+        self._started = False
+
+    @property
+    def transaction_domain(self) -> None:
+        """None: what becomes of a message there is not in this endpoint's hands."""
+
+    @property
+    def clock(self) -> None:
+        """None: due times are this machine's."""
+
+    def bind(self, host: DeliveryHost) -> None:
+        """Belong to that endpoint. Raises ConfigurationError for another one's delivery."""
+        if self._host is not None and self._host.endpoint_name != host.endpoint_name:
+            raise ConfigurationError(
+                f"this ExternalTimeoutManager belongs to endpoint {self._host.endpoint_name!r}; "
+                f"give endpoint {host.endpoint_name!r} one of its own"
+            )
+        self._host = host
+
+    async def setup_infrastructure(self) -> None:
+        """Create nothing: the queue belongs to somebody else."""
+
+    async def start(self) -> None:
+        """Be ready."""
+        self._started = True
+
+    async def stop(self) -> None:
+        """Defer no more."""
+        self._started = False
+
+    async def join(self, caller: Caller) -> Transaction:
+        """Return the caller's transaction as one that deferring can be part of."""
+        return await joined(self._bound.transport, caller)
+
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        """Send the operation to the timeout manager; what is due already goes straight to its destination.
+
+        Raises QueueNotFound where its queue is not there, and InvalidMessage for a message that may expire.
+        """
+        if not self._started:
+            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
+        if due > self._bound.clock.now():
+            operation = to_timeouts_queue(operation.message, operation.destination, due, self.address)
+        await send(self._bound.transport, operation, transaction)
+
+    async def clear_timeouts(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> None:
+        """Have every timeout deleted that carries this id in its `NServiceBus.SagaId` header."""
+        await send(self._bound.transport, to_clear(saga_id, self._bound.clock.now(), self.address), transaction)
+
+    @property
+    def _bound(self) -> DeliveryHost:
+        if self._host is None:
+            raise NotStarted(
+                "this ExternalTimeoutManager belongs to no endpoint yet: pass it to Endpoint(delayed_delivery=...)"
+            )
+        return self._host
