@@ -7,11 +7,13 @@ import random
 import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.cluster.harness import PATIENCE, eventually, new_seed
 from tests.cluster.test_steps import IN_HANDLER, POLLER_ONE_FILE, POLLER_TWO_FILES, RECEIVER_ONE_FILE, waits_or_left
+from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline import SqlDelayedMessageStore, TransactionMode
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from tests.cluster.harness import Cluster
 
 MESSAGES = 220
-BURST = 10_000
+HALF = 5_000  # of what falls due around a crash and a restart
 HAVOC = 2.0
 
 
@@ -37,10 +39,14 @@ def two(postgresql: PostgresqlServer) -> Iterator[list[str]]:
         postgresql.drop_database(url)
 
 
-@pytest.fixture
-def crashing() -> Iterator[PostgresqlServer]:
-    """Provide a server of one's own, to be crashed."""
-    server = PostgresqlServer(settings=["fsync=off"])
+@pytest.fixture(params=["postgresql", "mariadb"])
+def crashing(request: pytest.FixtureRequest) -> Iterator[PostgresqlServer | MariadbServer]:
+    """Provide a server of one's own of either kind, to be crashed."""
+    server: PostgresqlServer | MariadbServer
+    if request.param == "postgresql":
+        server = PostgresqlServer(settings=["fsync=off"])
+    else:
+        server = MariadbServer(settings=["innodb_flush_log_at_trx_commit=2"])
     yield server
     server.close()
 
@@ -158,27 +164,35 @@ def test_connections_ended_at_random(
 
 @pytest.mark.slow
 def test_the_server_crashes_while_thousands_fall_due(
-    make_cluster: Callable[..., Cluster], crashing: PostgresqlServer
+    make_cluster: Callable[..., Cluster], crashing: PostgresqlServer | MariadbServer
 ) -> None:
     # Given pollers and a receiver
     cluster = make_cluster(databases=[crashing.new_database()])
     for role in ("poller", "poller", "receiver"):
         cluster.start(role, batch_size=200)
     cluster.running(3)
-    for stored, mode in ((0, "immediate"), (BURST // 2, "fast")):
+    ends = crashes(crashing)
+    for number, end in enumerate(ends):
         # When thousands of messages fall due together, and the server crashes in the middle of it, or is restarted
-        store_many(cluster, range(stored, stored + BURST // 2), seconds=0.3)
-        eventually(lambda: len(cluster.stored()) < BURST // 2 - 200, "some to move")
-        crashing.stop(mode)
+        store_many(cluster, range(number * HALF, number * HALF + HALF), seconds=0.3)
+        eventually(lambda: len(cluster.stored()) < HALF - 200, "some to move")
+        end()
         time.sleep(0.3)
         crashing.start()
         eventually(lambda: not cluster.stored(), "all to leave the store", 60)
     # Then every one of them has moved once, and the processes have gone on by themselves
     assert all(not worker.ended() for worker in cluster.workers)
     arrived = cluster.arrived()
-    assert len(arrived) == BURST
+    assert len(arrived) == len(ends) * HALF
     assert max(arrived.values()) == 1
     assert cluster.early() == []
+
+
+def crashes(server: PostgresqlServer | MariadbServer) -> list[Callable[[], None]]:
+    """Return how to end the server: the hard way, and where that is quick, in order."""
+    if isinstance(server, PostgresqlServer):
+        return [partial(server.stop, "immediate"), partial(server.stop, "fast")]
+    return [server.kill]
 
 
 def store_many(cluster: Cluster, numbers: range, *, seconds: float) -> None:

@@ -38,7 +38,7 @@ async def everything_works(url: str, other_url: str, schema: str | None, due: da
         while await other.next_due() is None:  # noqa: ASYNC110 - the other's snapshot
             await asyncio.sleep(0.01)
         told.clear()
-        await store.store_many([delayed(f"m{number}", due, destination=TABLE) for number in range(60)])
+        await store.store_many([delayed(f"m{number}", due, destination=TABLE) for number in range(100)])
         async with asyncio.timeout(PATIENCE):
             await told.wait()
         stop()
@@ -48,10 +48,10 @@ async def everything_works(url: str, other_url: str, schema: str | None, due: da
             await asyncio.to_thread(staging.create)
             attempt = await asyncio.to_thread(staging.write, [staged("m0", f"new {on_conflict}")])
             await asyncio.to_thread(staging.commit, [attempt], on_conflict=on_conflict)
-        assert len(await store.pending()) == 63
+        assert len(await store.pending(limit=200)) == 103
         # When they are due, then they are in their queue
-        moved = await store.forward_due(LATER, 100, max_bytes=1 << 20)
-        assert (moved.number, await transport.count(TABLE)) == (63, 63)
+        moved = await store.forward_due(LATER, 200, max_bytes=1 << 20)
+        assert (moved.number, await transport.count(TABLE)) == (103, 103)
         assert await store.pending() == []
     finally:
         await transport.stop()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
-MANY = 5 * LEAST
+MANY = 2 * LEAST
 #: Adds up how many rows each command has brought.
 COUNTED = """
 CREATE TABLE commands (way text, rows int);

@@ -18,7 +18,7 @@ from delayline.clock import to_microseconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LEAST: Final = 50  # rows; fewer are inserted as fast in the time that its round trips take
+LEAST: Final = 100  # rows; fewer are inserted as fast in the time that its round trips take
 PART: Final = 64  # rows that are sent at once, so that the server takes some while the next are written
 HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 END: Final = b"\xff\xff"
