@@ -22,12 +22,13 @@ ENDPOINT: Final = "sales"
 
 
 class StoreAt:
-    """The store of the endpoint `sales` at a URL, set up."""
+    """The store of an endpoint at a URL, set up."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, endpoint: str = ENDPOINT) -> None:
         self.url = url
-        asyncio.run(SqlDelayedMessageStore(url).setup_infrastructure(ENDPOINT))
-        self.options = {"url": url, "endpoint": ENDPOINT}
+        self.endpoint = endpoint
+        asyncio.run(SqlDelayedMessageStore(url).setup_infrastructure(endpoint))
+        self.options = {"url": url, "endpoint": endpoint}
 
     def messages(self) -> list[DelayedMessage]:
         """Return what waits."""
@@ -63,7 +64,7 @@ class StoreAt:
 
         async def opened() -> Any:  # noqa: ANN401
             store = SqlDelayedMessageStore(self.url)
-            await store.initialize(ENDPOINT, TransactionMode.RECEIVE_ONLY)
+            await store.initialize(self.endpoint, TransactionMode.RECEIVE_ONLY)
             try:
                 return await work(store)
             finally:

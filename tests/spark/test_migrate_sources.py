@@ -11,6 +11,7 @@ from sqlalchemy import text
 from tests.spark.legacy import LATER
 from tests.spark.stores import DUE, ENDPOINT, StoreAt
 
+from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.migration import Migration, Plan, source_at, target_at
 from delayline.migration.verify import verify
 from delayline.sql.staging import blocking
@@ -115,8 +116,12 @@ def test_delayline_stores_move_from_product_to_product(
     assert verify(source, target, spark).ok
 
 
+def failing(*_: object) -> None:
+    raise BackendUnavailable("on purpose")
+
+
 def test_scheduled_jobs_of_procrastinate_become_messages(
-    spark: SparkSession, postgresql_url: str, mariadb_url: str
+    spark: SparkSession, postgresql_url: str, mariadb_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     procrastinate = pytest.importorskip("procrastinate")
 
@@ -138,8 +143,24 @@ def test_scheduled_jobs_of_procrastinate_become_messages(
     ids = asyncio.run(schedule())
     source, store = source_at("procrastinate", postgresql_url), StoreAt(mariadb_url)
 
+    def jobs() -> list[Any]:
+        with psycopg.connect(postgresql_url) as connection:
+            return connection.execute("SELECT * FROM procrastinate_jobs ORDER BY id").fetchall()
+
+    # When they are aside, and the migration is aborted, then they are jobs as they were
+    before = jobs()
+    migration = Migration(Plan(source, target_at(store.url), [ENDPOINT]))
+    with monkeypatch.context() as patched:
+        patched.setattr(Migration, "_deliver", failing)
+        with pytest.raises(BackendUnavailable):
+            migration.run(spark)
+    assert [job[0] for job in jobs()] == ids[2:]
+    restored = migration.abort().progress
+    assert restored is not None
+    assert (restored.restored, jobs()) == (2, before)
+
     # When they are moved
-    outcome = Migration(Plan(source, target_at(store.url), [ENDPOINT])).run(spark)
+    outcome = migration.run(spark)
 
     # Then the first is a message, and the others are jobs still
     [message] = store.messages()
@@ -151,4 +172,8 @@ def test_scheduled_jobs_of_procrastinate_become_messages(
     ]
     with psycopg.connect(postgresql_url) as connection:
         left = connection.execute("SELECT id, status::text, lock FROM procrastinate_jobs ORDER BY id").fetchall()
+        connection.execute("ALTER TABLE procrastinate_jobs DROP COLUMN abort_requested CASCADE")
     assert left == [(ids[1], "todo", "one"), (ids[2], "todo", None)]
+    # and a schema of another version is left alone
+    with pytest.raises(BackendUnusable, match="of an unknown version: it has no column 'abort_requested'"):
+        migration.run(spark)

@@ -57,7 +57,7 @@ class Table:
         """Yield the messages due not after `at`, earliest first, over as many pages as there are."""
         key = latest_due(at)
         query = f"PartitionKey le '{key.partition}' and RowKey le '{key.row}'"
-        async for entity in self._query(query, min(at_least, LARGEST_PAGE)):
+        async for entity in self.query(query, min(at_least, LARGEST_PAGE)):
             yield entity
 
     async def waiting(
@@ -66,7 +66,7 @@ class Table:
         """Yield all messages, earliest first, or only those whose columns have these values."""
         only = only or {}
         query = " and ".join([f"PartitionKey lt '{BEHIND_DIGITS}'", *(f"{name} eq @{name}" for name in only)])
-        async for entity in self._query(query, min(at_least, LARGEST_PAGE), parameters=only, select=columns):
+        async for entity in self.query(query, min(at_least, LARGEST_PAGE), parameters=only, select=columns):
             yield entity
 
     async def get(self, key: Key) -> Any | None:  # noqa: ANN401 - an entity, its etag in its metadata
@@ -80,15 +80,15 @@ class Table:
 
     async def create_each(self, entities: Sequence[Entity]) -> list[bool]:
         """Insert entities; False for one whose key is there already."""
-        return await self._change_each([("create", entity) for entity in entities])
+        return await self.change_each([("create", entity) for entity in entities])
 
     async def delete_each(self, keys: Sequence[Key]) -> list[bool]:
         """Delete entities; False for one that was gone."""
-        return await self._change_each([("delete", _keys(key)) for key in keys])
+        return await self.change_each([("delete", _keys(key)) for key in keys])
 
     async def put_each(self, entities: Sequence[Entity]) -> list[bool]:
         """Insert entities, in the place of those that are there."""
-        return await self._change_each([("upsert", entity, {"mode": UpdateMode.REPLACE}) for entity in entities])
+        return await self.change_each([("upsert", entity, {"mode": UpdateMode.REPLACE}) for entity in entities])
 
     async def merge(self, key: Key, values: Entity) -> bool:
         """Change columns of an entity; False when it was gone."""
@@ -116,7 +116,8 @@ class Table:
                     return False
         return True
 
-    async def _change_each(self, operations: Sequence[Operation]) -> list[bool]:
+    async def change_each(self, operations: Sequence[Operation]) -> list[bool]:
+        """Run operations, in as few transactions as there can be; False for one whose entity was not as expected."""
         answers = [False] * len(operations)
 
         async def change(positions: Sequence[int]) -> None:
@@ -129,9 +130,10 @@ class Table:
         await _all(change(chunk) for chunk in _chunks(operations))
         return answers
 
-    async def _query(
+    async def query(
         self, query: str, page: int, *, parameters: Mapping[str, str] | None = None, select: list[str] | None = None
     ) -> AsyncIterator[Entity]:
+        """Yield the entities that the query finds, so many to a page."""
         found = self._client.query_entities(
             query, parameters=dict(parameters or {}), results_per_page=page, select=select
         )

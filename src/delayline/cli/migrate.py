@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from delayline.cli.due import INSTANTS, instant_given
-from delayline.cli.options import FAILED, Command, Commands, examples, json_option
+from delayline.cli.migrate_options import on_a_source, planned, report_option, to_a_target
+from delayline.cli.options import FAILED, Commands, examples, json_option
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import datetime
 
     from pyspark.sql import SparkSession
 
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
     from delayline.migration.source import TableSource
     from delayline.migration.verify import Verified
 
-SOURCE_VARIABLE: Final = "DELAYLINE_MIGRATE_SOURCE"
-TARGET_VARIABLE: Final = "DELAYLINE_MIGRATE_TARGET"
-KINDS: Final = ("nservicebus-sql", "nhibernate", "delayline", "procrastinate")
 SHOWN: Final = 10
 FROM_TO: Final = "--from nservicebus-sql --source postgresql://db/nsb --target amqp://broker"
 FROM: Final = "--from nservicebus-sql"
@@ -46,83 +41,6 @@ def migrate() -> None:
     Rows are taken aside in the source, delivered, confirmed and then marked, batch by batch. Whatever stops a run,
     resume it or abort it. Needs delayline[spark].
     """
-
-
-def on_a_source(command: Command) -> Command:
-    """Give a command `source`."""
-
-    @functools.wraps(command)
-    def with_source(*args: object, kind: str, source_url: str, schema: str | None, **arguments: Any) -> Any:  # noqa: ANN401 - click's
-        from delayline.migration import source_at
-
-        return command(*args, source=source_at(kind, source_url, schema=schema), **arguments)
-
-    where = f"The database to empty. [{SOURCE_VARIABLE}]"
-    url = click.option("--source", "source_url", required=True, metavar="URL", help=where, envvar=SOURCE_VARIABLE)
-    kind = click.option(
-        "--from", "kind", required=True, type=click.Choice(KINDS), help="What kind of tables the source has."
-    )
-    schema = click.option("--schema", metavar="NAME", help="Where the source's tables are; the user's own if left out.")
-    decorated: Command = kind(url(schema(with_source)))
-    return decorated
-
-
-def to_a_target(command: Command) -> Command:
-    """Give a command `target_url` and `target_schema`."""
-    text = f"Where messages go: an amqp: URL, a database with delayline's stores, or noop. [{TARGET_VARIABLE}]"
-    url = click.option("--target", "target_url", required=True, metavar="URL", help=text, envvar=TARGET_VARIABLE)
-    schema = click.option("--target-schema", metavar="NAME", help="Where the target's tables are.")
-    decorated: Command = url(schema(command))
-    return decorated
-
-
-def planned(command: Command) -> Command:
-    """Give a command `plan`: source, target, whose rows, which, and how many at a time."""
-
-    @functools.wraps(command)
-    def with_plan(
-        *args: object,
-        source: TableSource,
-        target_url: str,
-        target_schema: str | None,
-        endpoints: Sequence[str],
-        every: bool,
-        cutoff: datetime | None,
-        batch_size: int,
-        **arguments: Any,  # noqa: ANN401 - click's
-    ) -> Any:  # noqa: ANN401 - click's
-        from delayline.migration import Plan, target_at
-
-        if every == bool(endpoints):
-            raise ConfigurationError("say whose messages: --endpoint NAME, once or more often, or --all-endpoints")
-        target = target_at(target_url, schema=target_schema)
-        chosen = None if every else tuple(endpoints)
-        return command(*args, plan=Plan(source, target, chosen, cutoff, batch_size), **arguments)
-
-    options = (
-        click.option("--endpoint", "endpoints", multiple=True, metavar="NAME", help="Whose messages; may be repeated."),
-        click.option("--all-endpoints", "every", is_flag=True, help="Everybody's."),
-        click.option(
-            "--cutoff", callback=instant_given, metavar="TIME", help=f"Only what is due then or later: {INSTANTS}."
-        ),
-        click.option(
-            "--batch-size",
-            type=click.IntRange(1),
-            default=1000,
-            show_default=True,
-            help="Rows delivered, confirmed and marked together.",
-        ),
-    )
-    decorated: Command = with_plan
-    for option in reversed(options):
-        decorated = option(decorated)
-    return on_a_source(to_a_target(decorated))
-
-
-def report_option(command: Command) -> Command:
-    """Give a command `report`, a file for people."""
-    text = "Write a page about it to this file."
-    return click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)(command)
 
 
 def _spark() -> SparkSession:
@@ -205,8 +123,12 @@ def abort(screen: Screen, plan: Plan) -> None:
     outcome = _migration(plan, None).abort()
     progress = outcome.progress
     restored, marked = (progress.restored, progress.marked) if progress is not None else (0, 0)
-    screen.tell(f"migration {outcome.run} is aborted: {restored} given back, {marked} had moved", "green")
-    screen.document({"run": outcome.run, "restored": restored, "moved": marked})
+    aborted = (
+        f"migration {outcome.run} is aborted" if outcome.run else "no migration had begun, and what was taken is back"
+    )
+    screen.tell(f"{aborted}: {restored} given back, {marked} had moved", "green")
+    screen.document({"run": outcome.run, "restored": restored, "moved": marked, "left": outcome.left})
+    _tell_left(screen, plan, outcome)
 
 
 @migrate.command(
@@ -256,7 +178,7 @@ def history(screen: Screen, source: TableSource) -> None:
     if rows:
         screen.table(("run", "state", "endpoints", "target", "started (UTC)"), rows)
     else:
-        screen.tell(f"nothing was ever moved from {source.dialect}")
+        screen.tell(f"nothing was ever moved from {source}")
     screen.document({"runs": [_run_document(one) for one in runs]})
 
 
@@ -310,6 +232,8 @@ class _shown:  # noqa: N801 - read as a verb
 
 def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
     for one in found:
+        if one.unseen:
+            screen.tell(f"{one.unseen} of the messages were counted only: what follows tells of the others")
         times = "" if one.first is None or one.last is None else f", due {one.first:%Y-%m-%d %H:%M:%S} to "
         last = "" if one.last is None else f"{one.last:%Y-%m-%d %H:%M:%S} UTC"
         screen.tell(f"{one.endpoint}: {one.rows} messages{times}{last}, {one.overdue} overdue", "bold")
@@ -358,14 +282,21 @@ def _tell(screen: Screen, plan: Plan, outcome: Outcome, report: Path | None) -> 
         screen.tell(f"{text} (migration {outcome.run})", "red" if aside else "green")
     screen.document(
         {"run": outcome.run, "state": str(outcome.state), "rows": rows, "moved": moved, "set_aside": aside,
-         "seconds": outcome.seconds, "reasons": dict(outcome.reasons)}
+         "seconds": outcome.seconds, "left": outcome.left, "reasons": dict(outcome.reasons)}
     )  # fmt: skip
     if report is not None:
         from delayline.migration.report import page
 
         report.write_text(page(plan, outcome), encoding="utf-8")
         screen.tell(f"the report is in {report}")
+    _tell_left(screen, plan, outcome)
     if outcome.reasons:
+        click.get_current_context().exit(FAILED)
+
+
+def _tell_left(screen: Screen, plan: Plan, outcome: Outcome) -> None:
+    if outcome.left:
+        screen.tell(f"✗ {outcome.left} could not go back to {plan.source}: abort again when it is well", "red")
         click.get_current_context().exit(FAILED)
 
 

@@ -13,6 +13,8 @@ from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
 from delayline.migration.source import chosen
+from delayline.migration.taken import TakenSource, Which
+from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
 from delayline.migration.work import LOOKED, Look
 from delayline.spark.failures import in_plain_words
@@ -32,6 +34,7 @@ BATCH_SIZE: Final = 1000
 WAVE_ROWS: Final = 100_000
 ALL: Final = "*"
 ANY_SIZE: Final = 1 << 40
+TOO_FAR: Final = "it is due later than {} can hold it"
 #: Spans of due time that a look is cut into, for each core.
 SPANS: Final = 2
 
@@ -63,7 +66,7 @@ class Plan:
         """Everything that a resumed run must have in common with the one that was begun; no secrets."""
         return {
             "from": self.source.kind,
-            "source": str(self.source.dialect),
+            "source": str(self.source),
             "schema": self.source.schema or "",
             "to": NOOP if self.target is None else self.target.kind,
             "target": NOOP if self.target is None else str(self.target),
@@ -99,6 +102,8 @@ class EndpointPreview:
     """Why none of it could move."""
     unmovable: list[tuple[str, int, str | None]] = field(default_factory=list)
     """Why some rows could not, how many, and the id of one."""
+    unseen: int = 0
+    """How many of the rows were counted only: nothing else here tells of them."""
 
     @property
     def left_behind(self) -> int:
@@ -111,9 +116,33 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
 
     bodies: read everything, as a run does. Raises DelaylineError where source or target cannot be looked at.
     """
-    plan.source.dialect.must_exist()
+    if isinstance(plan.source, TakenSource):
+        return preview_taken(plan, plan.source, spark, bodies=bodies)
+    plan.source.must_exist()
     parts = parts_of(plan)
     return [_preview(plan, part, spark, bodies=bodies) for part in parts]
+
+
+def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodies: bool) -> list[EndpointPreview]:
+    """Return what waits in a place that is no table, as `preview` does."""
+    target, now = plan.target, datetime.now(UTC)
+    longest = None if target is None else target.longest
+    largest = ANY_SIZE if target is None else target.largest_message
+    bounds = Bounds(now, None if longest is None else now + longest, largest, bodies)
+    tally = source.looked_at(Which(plan.endpoints, plan.cutoff), bounds, spark)
+    found: list[EndpointPreview] = []
+    for endpoint, counts in sorted(tally.endpoints.items()):
+        shown = EndpointPreview(
+            endpoint, counts.rows + counts.unseen, counts.first, counts.last, counts.overdue, counts.before_cutoff,
+            counts.destinations.most_common(), unseen=counts.unseen,
+        )  # fmt: skip
+        if target is not None:
+            _ask_the_target(target, shown)
+        if counts.too_far:
+            shown.unmovable.append((TOO_FAR.format(target), counts.too_far, None))
+        shown.unmovable += [(why, number, counts.examples[why]) for why, number in counts.reasons.most_common()]
+        found.append(shown)
+    return found
 
 
 def parts_of(plan: Plan) -> list[Part]:
@@ -163,7 +192,7 @@ def _preview(plan: Plan, part: Part, spark: SparkSession, *, bodies: bool) -> En
     if plan.target is not None:
         _ask_the_target(plan.target, shown)
         if too_far:
-            shown.unmovable.append((f"it is due later than {plan.target} can hold it", too_far, None))
+            shown.unmovable.append((TOO_FAR.format(plan.target), too_far, None))
     if shown.rows:
         _, reasons = looked_through(plan, part, spark, bodies=bodies, first=shown.first, last=shown.last)
         shown.unmovable += reasons

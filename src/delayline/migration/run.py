@@ -13,6 +13,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineEr
 from delayline.migration.holding import give_back, hold, make_room, remove_room
 from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState
 from delayline.migration.plan import parts_of, preview, waits
+from delayline.migration.taken import TakenSource
 from delayline.migration.work import ATTEMPTS, Delivery
 from delayline.spark.failures import in_plain_words
 from delayline.sql.staging import Attempt, blocking
@@ -41,11 +42,13 @@ class Outcome:
     reasons: Sequence[tuple[str, int]]
     """Why rows were set aside, and how many."""
     seconds: float = 0.0
+    left: int = 0
+    """What was taken from a place that is no table and could not go back to it: it waits beside the journal."""
 
     @property
     def complete(self) -> bool:
         """Whether everything has moved."""
-        return self.state is RunState.COMPLETED and not self.reasons
+        return self.state is RunState.COMPLETED and not self.reasons and not self.left
 
 
 class Migration:
@@ -67,27 +70,23 @@ class Migration:
         Raises ConfigurationError where a migration is not finished, BackendUnusable for a target that is not ready:
         then nothing was changed. Any other error leaves a run to resume or to abort.
         """
-        self._source.dialect.must_exist()
+        self._source.must_exist()
         target = self.plan.target
         if target is None:
             return self._read_only(spark)
-        parts = [part for part in parts_of(self.plan) if waits(self.plan, part)]
-        names = [target.endpoint_named(part.endpoint) for part in parts]
+        if isinstance(self._source, TakenSource):  # which is emptied before its endpoints are known
+            for endpoint in self.plan.endpoints or ():
+                target.endpoint_named(endpoint)
         with self._turn():
             self._nothing_else_open()
-            if not parts:
-                return Outcome("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
+            self._source.take_in(self.plan.endpoints, self.plan.cutoff, spark)
             run = Run(_new_name(), RunState.PREPARING, self.plan.parameters, datetime.now(UTC), None)
-            rooms = [f"delayline_held_{run.name}_{number}" for number in range(len(parts))]
-            self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
-            for room in rooms:
-                self._write(partial(make_room, source=self._source, name=room))
-            held = [
-                HeldPart(number, part, name, room, 0, 0)
-                for number, (part, name, room) in enumerate(zip(parts, names, rooms, strict=True))
-            ]
             try:
-                self._write(lambda connection: self._hold(connection, run, held))
+                held = self._parts_for(target, run)
+                if not held:
+                    self._source.put_back()
+                    return Outcome("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
+                self._prepare(run, held)
             except DelaylineError:
                 with contextlib.suppress(DelaylineError):  # then the next run does so
                     self._give_up(run)
@@ -109,14 +108,35 @@ class Migration:
     def abort(self) -> Outcome:
         """Give back to the source what has not reached the target, as it was. Raises ConfigurationError for no run."""
         with self._turn():
-            run = self._open_run()
+            try:
+                run = self._open_run()
+            except ConfigurationError:
+                if not self._read(self._source.number_kept):
+                    raise
+                return Outcome("", RunState.ABORTED, None, [], left=self._source.put_back())  # no run had begun
             self.plan.must_match(run.parameters)
             if run.state is RunState.PREPARING:
                 return self._give_up(run)
             for part in self._read(partial(self._journal.list_parts, run=run.name)):
                 self._settle(run, part)
             self._write(lambda connection: self._end(connection, run, RunState.ABORTED))
-            return self._outcome(run.name, RunState.ABORTED)
+            return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
+
+    def _parts_for(self, target: Target, run: Run) -> list[HeldPart]:
+        """Return what there is to move, with a name for the table that each part is to be held in."""
+        parts = [part for part in parts_of(self.plan) if waits(self.plan, part)]
+        names = [target.endpoint_named(part.endpoint) for part in parts]
+        return [
+            HeldPart(number, part, name, f"delayline_held_{run.name}_{number}", 0, 0)
+            for number, (part, name) in enumerate(zip(parts, names, strict=True))
+        ]
+
+    def _prepare(self, run: Run, held: Sequence[HeldPart]) -> None:
+        """Write down that the run begins, and take its rows aside."""
+        self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
+        for one in held:
+            self._write(partial(make_room, source=self._source, name=one.held))
+        self._write(lambda connection: self._hold(connection, run, held))
 
     def _move(self, run: Run, target: Target, spark: SparkSession) -> Outcome:
         began = datetime.now(UTC)
@@ -128,7 +148,7 @@ class Migration:
         self._tell(run)
         self._write(lambda connection: self._end(connection, run, RunState.COMPLETED))
         seconds = (datetime.now(UTC) - began).total_seconds()
-        return self._outcome(run.name, RunState.COMPLETED, seconds)
+        return self._outcome(run.name, RunState.COMPLETED, seconds, left=self._source.put_back())
 
     def _waves(self, run: Run, part: HeldPart) -> Iterator[tuple[int, list[int]]]:
         """Yield the batches to go, in the waves that they were in from the beginning."""
@@ -198,7 +218,7 @@ class Migration:
         for room in rooms:
             self._write(partial(remove_room, source=self._source, name=room))
         self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
-        return self._outcome(run.name, RunState.ABORTED)
+        return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
 
     def _nothing_else_open(self) -> None:
         for run in self._read(self._journal.list_runs):
@@ -206,14 +226,14 @@ class Migration:
                 self._give_up(run)
             elif run.state is RunState.RUNNING:
                 raise ConfigurationError(
-                    f"migration {run.name} of {self._source.dialect} is not finished: resume it, or abort it first"
+                    f"migration {run.name} of {self._source} is not finished: resume it, or abort it first"
                 )
 
     def _open_run(self) -> Run:
         for run in self._read(self._journal.list_runs):
             if run.state in (RunState.PREPARING, RunState.RUNNING):
                 return run
-        raise ConfigurationError(f"there is no unfinished migration in {self._source.dialect}")
+        raise ConfigurationError(f"there is no unfinished migration in {self._source}")
 
     def _read_only(self, spark: SparkSession) -> Outcome:
         """Read everything as a run would, and leave everything as it is."""
@@ -225,13 +245,13 @@ class Migration:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Be the only one that works on the migrations of this source; it ends with the process."""
-        self._source.dialect.must_exist()
+        self._source.must_exist()
         blocking(self._database.open())
         try:
             claims = self._database.claims(TURN)
             if not claims.take([THE_TURN], 1):
                 raise ConfigurationError(
-                    f"another process is working on a migration of {self._source.dialect}: wait until it has ended"
+                    f"another process is working on a migration of {self._source}: wait until it has ended"
                 )
             try:
                 self._write(self._journal.set_up)
@@ -242,9 +262,9 @@ class Migration:
         finally:
             blocking(self._database.close())
 
-    def _outcome(self, run: str, state: RunState, seconds: float = 0.0) -> Outcome:
+    def _outcome(self, run: str, state: RunState, seconds: float = 0.0, left: int = 0) -> Outcome:
         progress = self._read(partial(self._journal.progress, run=run))
-        return Outcome(run, state, progress, self._read(partial(self._journal.reasons, run=run)), seconds)
+        return Outcome(run, state, progress, self._read(partial(self._journal.reasons, run=run)), seconds, left)
 
     def _tell(self, run: Run) -> None:
         if self._progress is not None:

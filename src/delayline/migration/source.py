@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import pyarrow as pa
+    from pyspark.sql import SparkSession
     from sqlalchemy import ColumnElement, Connection
 
     from delayline.sql.dialect import Dialect
@@ -70,6 +71,40 @@ class TableSource(ABC):
     def dialect(self) -> Dialect:
         """The database's."""
         return self.database.dialect
+
+    def __str__(self) -> str:
+        """Return the database, without secrets."""
+        return str(self.dialect)
+
+    def must_exist(self) -> None:
+        """Raise BackendUnusable where there is no database yet and connecting would make an empty one."""
+        self.dialect.must_exist()
+
+    def take_in(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
+        """Do nothing: what waits in a table is there already."""
+        del endpoints, cutoff, spark
+
+    def put_back(self) -> int:
+        """Do nothing, and return that nothing was left over."""
+        return 0
+
+    def name_column(self, table: Table) -> ColumnElement[Any]:
+        """Return what people are told of a row, so that they find its message."""
+        return table.c[self.key]
+
+    def shown_name(self, kept: Any) -> str:  # noqa: ANN401 - what the driver gives
+        """Return the name as people read it."""
+        return str(kept)
+
+    def number_kept(self, connection: Connection) -> int:
+        """Return how many messages were taken from where they were and did not move yet: none of a table's."""
+        del connection
+        return 0
+
+    def doubtful(self, connection: Connection, name: str) -> list[str]:
+        """Return the ids of rows in a held table that may be where they came from as well: none of a table's are."""
+        del connection, name
+        return []
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_kept")}
@@ -174,6 +209,6 @@ def chosen(source: TableSource, parts: Sequence[Part], endpoints: Sequence[str] 
         mine = [part for part in parts if source.names(part, endpoint)]
         if not mine:
             known = ", ".join(repr(part.endpoint) for part in parts) or "none at all"
-            raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source.dialect}; there are: {known}")
+            raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source}; there are: {known}")
         found += [Part(endpoint, part.table, part.owner) for part in mine]
     return found

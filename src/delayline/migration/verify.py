@@ -94,7 +94,7 @@ class Sent:
 
 def runs_of(source: TableSource) -> list[Run]:
     """Return all migrations of a source, the last one first; changes nothing."""
-    source.dialect.must_exist()
+    source.must_exist()
     journal = Journal(source.dialect, source.schema)
     return blocking(source.database.look(journal.list_runs))
 
@@ -106,7 +106,7 @@ def run_named(source: TableSource, name: str | None) -> Run:
         if name in (None, run.name):
             return run
     known = ", ".join(run.name for run in runs) or "none"
-    raise ConfigurationError(f"there is no migration {name or 'at all'} in {source.dialect}; there are: {known}")
+    raise ConfigurationError(f"there is no migration {name or 'at all'} in {source}; there are: {known}")
 
 
 def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str | None = None) -> Verified:
@@ -132,6 +132,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
         look = partial(_in_source, source=source, journal=journal, run=found, part=part)
         doubled += blocking(source.database.look(look))
         aside += blocking(source.database.look(partial(_aside_of_marked, journal=journal, run=found.name, part=part)))
+        repeatable += blocking(source.database.look(partial(source.doubtful, name=part.held)))
         if not target.exactly_once:
             repeatable += _ids(source, journal, found, part)
         there = target.waiting(part.target, spark)
@@ -183,9 +184,9 @@ def _in_source(connection: Connection, *, source: TableSource, journal: Journal,
     held, table = source.held(part.held), source.table(part.part.table)
     marked = select(journal.batches.c.batch).where(journal.batches_in(run.name, part.number, [BatchState.MARKED.value]))
     aside = select(journal.aside.c.number).where(journal.asides_of(run.name, part.number))
-    query = select(held.c[source.key]).join(table, held.c[source.key] == table.c[source.key])
+    query = select(source.name_column(held)).join(table, held.c[source.key] == table.c[source.key])
     query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(aside)).limit(SHOWN)
-    return [str(one) for one in connection.execute(query).scalars()]
+    return [source.shown_name(one) for one in connection.execute(query).scalars()]
 
 
 def _aside_of_marked(connection: Connection, *, journal: Journal, run: str, part: HeldPart) -> int:
@@ -201,8 +202,8 @@ def _ids(source: TableSource, journal: Journal, run: Run, part: HeldPart) -> lis
     def look(connection: Connection) -> list[str]:
         found: list[str] = []
         for batch in journal.repeated(connection, run.name, part.number):
-            query = select(held.c[source.key]).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
-            found += [str(one) for one in connection.execute(query).scalars()]
+            query = select(source.name_column(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
+            found += [source.shown_name(one) for one in connection.execute(query).scalars()]
         return found
 
     return blocking(source.database.look(look))

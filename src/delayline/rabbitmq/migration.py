@@ -7,26 +7,24 @@ rounded up. What cannot be moved is kept apart, in a queue beside the levels, wi
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
-from delayline.errors import BackendUnusable, ConfigurationError, InvalidMessage
+from delayline.errors import ConfigurationError, InvalidMessage
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import LOST, BrokerConnection, NothingThere
+from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delay_levels import LEVELS, seconds_until
 from delayline.rabbitmq.due_times import Unmovable, Waiting, waiting
-from delayline.rabbitmq.frames import ExchangeDeclare
 from delayline.rabbitmq.kept_apart import KeptApart, Unmoved, carried, content, headers_of
+from delayline.rabbitmq.level_reading import batches, channel_of, must_have_levels
 from delayline.rabbitmq.properties import unchanged
 from delayline.rabbitmq.publisher import Publication, Publisher
 from delayline.rabbitmq.reach import Reach
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from aiormq.abc import DeliveredMessage
     from aiormq.channel import Channel
@@ -40,8 +38,6 @@ BATCH: Final = 200
 SAMPLE: Final = 1000
 """Messages of each level that a dry run looks at; brokers from version 4 count how often each was looked at."""
 Going = tuple["DeliveredMessage", Waiting]
-SILENCE: Final = 1.0  # seconds without a message, before the level is counted again
-PATIENCE: Final = 30  # such silences, while others seem to hold what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +136,7 @@ class Move:
 
     async def _open(self) -> None:
         for end, connection in zip(self._ends, (self._source, self._target), strict=True):
-            await _must_have_levels(end, connection)
+            await must_have_levels(end.infrastructure, end.address, connection)
         if not self._dry_run:
             await self._publisher.open()
             await self._apart.open()
@@ -154,34 +150,13 @@ class Move:
         self._progress(level, 0, found)
         if not found:
             return
-        async with self._channel() as channel:
+        async with channel_of(self._source) as channel:
             await self._consume(channel, queue, report)
 
-    @contextlib.asynccontextmanager
-    async def _channel(self) -> AsyncIterator[Channel]:
-        """Provide a channel; what it took and did not acknowledge is back where it was after that."""
-        channel = await self._source.channel()
-        try:
-            with self._source.explained():
-                yield channel
-        finally:
-            with contextlib.suppress(*LOST):
-                await channel.close()
-
     async def _consume(self, channel: Channel, queue: str, report: LevelReport) -> None:
-        inbox: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
         wanted = min(report.found, SAMPLE) if self._dry_run else report.found
-        await channel.basic_qos(prefetch_count=SAMPLE if self._dry_run else 2 * BATCH)
-        await channel.basic_consume(queue, inbox.put)
-        done = silences = 0
-        while done < wanted and silences < PATIENCE:
-            batch = await _next(inbox, min(BATCH, wanted - done))
-            if not batch:
-                silences += 1
-                if not await count(channel, queue):
-                    return
-                continue
-            silences = 0
+        ahead, done = SAMPLE if self._dry_run else 2 * BATCH, 0
+        async for batch in batches(channel, queue, wanted, size=BATCH, ahead=ahead):
             await self._move(channel, batch, report)
             done += len(batch)
             self._progress(report.level, done, report.found)
@@ -234,7 +209,7 @@ class Move:
 
     async def _move_again(self) -> None:
         """Move what an earlier run kept apart for lack of a destination that is there now."""
-        async with self._channel() as channel:
+        async with channel_of(self._source) as channel:
             async for delivered, found in self._apart.movable(channel):
                 if await self._reach.includes(found.destination):
                     for error in (await self._publisher.publish([self._publication(delivered, found)])).values():
@@ -242,35 +217,6 @@ class Move:
                     await channel.basic_ack(delivered.delivery_tag or 0)
                     self.report.again += 1
                     self.report.destinations[found.destination] += 1
-
-
-async def _must_have_levels(end: Levels, connection: BrokerConnection) -> None:
-    """Raise BackendUnusable where they are not complete."""
-    levels = end.infrastructure
-
-    async def look(channel: Channel) -> None:
-        await channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True))
-        for queue in levels.queues:
-            await count(channel, queue.name)
-
-    try:
-        await connection.run(look)
-    except NothingThere as error:
-        raise BackendUnusable(
-            f"there are no complete delay levels {levels.prefix}* at {end.address}: {error}. "
-            "Create them with: delayline rabbitmq create"
-        ) from error
-
-
-async def _next(inbox: asyncio.Queue[DeliveredMessage], limit: int) -> list[DeliveredMessage]:
-    """Return what has come, at least one message unless it stays silent."""
-    try:
-        batch = [await asyncio.wait_for(inbox.get(), SILENCE)]
-    except TimeoutError:
-        return []
-    while len(batch) < limit and not inbox.empty():
-        batch.append(inbox.get_nowait())
-    return batch
 
 
 def _place(levels: Levels) -> tuple[str, int, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import ConfigurationError
@@ -12,14 +13,33 @@ from delayline.migration.sources.procrastinate import Procrastinate
 
 if TYPE_CHECKING:
     from delayline.migration.source import TableSource
+    from delayline.migration.taken import TakenSource
 
-KINDS: Final[dict[str, type[TableSource]]] = {
+TABLES: Final[dict[str, type[TableSource]]] = {
     one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate)
 }
+#: Places that are no tables; loaded when one is named, as each needs an extra of its own.
+PLACES: Final = {"rabbitmq-levels": "RabbitmqLevels", "azure-storage": "AzureStorage", "ravendb": "RavenDb"}
 
 
-def source_at(kind: str, url: str, *, schema: str | None = None) -> TableSource:
-    """Return the source of that kind. Raises ConfigurationError for another one."""
-    if kind not in KINDS:
-        raise ConfigurationError(f"no source of kind {kind!r}: choose from {', '.join(KINDS)}")
-    return KINDS[kind](url, schema=schema)
+def source_at(
+    kind: str, url: str, *, schema: str | None = None, journal: str | None = None, **names: str
+) -> TableSource:
+    """Return the source of that kind. Raises ConfigurationError for another one.
+
+    journal: the URL of the database that keeps the journal of a source which is no database; others keep their own.
+    names: `table` and `container`, of Azure Storage.
+    """
+    if names and kind != "azure-storage":
+        raise ConfigurationError(f"only a source of kind 'azure-storage' has a {' and a '.join(names)} to name")
+    if kind in TABLES:
+        if journal is not None:
+            raise ConfigurationError(f"the journal of a source of kind {kind!r} is in its own database: leave it out")
+        return TABLES[kind](url, schema=schema)
+    if kind not in PLACES:
+        raise ConfigurationError(f"no source of kind {kind!r}: choose from {', '.join([*TABLES, *PLACES])}")
+    if journal is None:
+        raise ConfigurationError(f"a source of kind {kind!r} needs a database for the journal: name it with --journal")
+    module = import_module(f"{__name__}.{kind.replace('-', '_')}")
+    place: type[TakenSource] = getattr(module, PLACES[kind])
+    return place(url, journal, schema=schema, **names)

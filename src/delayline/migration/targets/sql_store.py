@@ -165,7 +165,7 @@ class StoreSession:
     async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
         """Stage the messages whose destinations have a queue, and whose ids do not wait there already."""
         refused = self._wave.refused(messages)
-        kept = messages if not refused else messages.take([n for n in range(messages.num_rows) if n not in refused])
+        kept = messages if not refused else messages.filter([n not in refused for n in range(messages.num_rows)])
         if kept.num_rows:
             self._waiting.append(kept)
         if sum(batch.nbytes for batch in self._waiting) > STAGED_AT_ONCE:

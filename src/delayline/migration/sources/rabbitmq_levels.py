@@ -1,0 +1,230 @@
+"""RabbitMQ's delay levels, v1 and v2: what waits in their 28 queues, taken from the highest to the lowest."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import uuid
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from delayline.clock import SystemClock
+from delayline.errors import ConfigurationError, CorruptHeaders, InvalidMessage
+from delayline.message import Headers, Message
+from delayline.migration.taken import IN_DOUBT, SURE, Taken, TakenSource, Which
+from delayline.migration.tally import Bounds, Tally
+from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.delay_levels import LEVELS, parse, remaining, seconds_until
+from delayline.rabbitmq.due_times import Unmovable, waiting
+from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.kept_apart import carried, headers_of
+from delayline.rabbitmq.level_reading import batches, channel_of, must_have_levels
+from delayline.rabbitmq.properties import message_from, unchanged
+from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from aiormq.abc import DeliveredMessage
+    from aiormq.channel import Channel
+    from pyspark.sql import SparkSession
+    from sqlalchemy import Connection
+
+NAME: Final = "delayline migrate"
+#: Messages that are kept together and then acknowledged; so many may be in doubt after a crash.
+BATCH: Final = 200
+#: Messages of each level that a look takes, and gives back; brokers from version 4 count how often each was taken.
+SAMPLE: Final = 1000
+
+
+class RabbitmqLevels(TakenSource):
+    """The delay levels of one virtual host, v2, or what ?delays= in the URL says. They belong to nobody.
+
+    The endpoint that is named is the one in whose store the messages are to wait; where each goes is its own affair.
+    """
+
+    kind: ClassVar[str] = "rabbitmq-levels"
+
+    def __init__(self, place: str, journal: str, *, schema: str | None = None) -> None:
+        super().__init__(place, journal, schema=schema)
+        self.address = BrokerAddress.parse(place)
+        self.levels = DelayInfrastructure.named(self.address.delays)
+
+    def __str__(self) -> str:
+        return f"{self.levels.prefix}.* at {self.address}"
+
+    async def take(self, which: Which, spark: SparkSession) -> None:
+        """Take all levels; a message that is due meanwhile is left to the broker, or taken at a lower level.
+
+        Raises ConfigurationError for another number of endpoints than one, and for a cutoff: levels are emptied whole.
+        """
+        del spark
+        endpoint = _the_endpoint(which)
+        doubts = await self.database.write(partial(self._begin, endpoint=endpoint))
+        async with self._connected() as connection:
+            for level in reversed(range(LEVELS)):
+                await self._drain(connection, level, endpoint, doubts)
+
+    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+        """Publish each for what is left of its time now; returns once the broker has confirmed."""
+        await self.database.write(partial(self.set_state, keys=[one.key for one in rows], state=IN_DOUBT))
+        publisher = Publisher(self.address, connection_name=NAME)
+        await publisher.open()
+        try:
+            refused = await publisher.publish([self._publication(one) for one in rows])
+        finally:
+            await publisher.close()
+        return {rows[position].key: str(error) for position, error in refused.items()}
+
+    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+        """Count all messages, and look at a thousand of each level: they are taken and given back for that."""
+        del spark
+        endpoint, tally = _the_endpoint(which), Tally()
+
+        async def look() -> None:
+            async with self._connected() as connection:
+                for level in reversed(range(LEVELS)):
+                    queue = self.levels.level(level)
+                    found = await connection.run(partial(count, queue=queue))
+                    async with channel_of(connection) as channel:
+                        seen = 0
+                        async for some in batches(channel, queue, min(found, SAMPLE), size=SAMPLE, ahead=SAMPLE):
+                            tally.add([_taken(one, level, endpoint) for one in some], which, bounds)
+                            seen += len(some)
+                    tally.of(endpoint).unseen += max(0, found - seen)
+
+        blocking(look())
+        return tally
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[BrokerConnection]:
+        connection = BrokerConnection(self.address, NAME)
+        try:
+            await must_have_levels(self.levels, self.address, connection)
+            yield connection
+        finally:
+            await connection.close()
+
+    def _begin(self, connection: Connection, *, endpoint: str) -> Counter[str]:
+        """Have what is kept already belong to the endpoint; return what may be in a level as well."""
+        connection.execute(self.kept.update().values(endpoint=endpoint))
+        query = self.kept.select().with_only_columns(self.kept.c[self.key]).where(self.kept.c.state == IN_DOUBT)
+        return Counter(_digest_in(key) for key in connection.execute(query).scalars())
+
+    async def _drain(self, connection: BrokerConnection, level: int, endpoint: str, doubts: Counter[str]) -> None:
+        queue = self.levels.level(level)
+        found = await connection.run(partial(count, queue=queue))
+        if not found:
+            return
+        async with channel_of(connection) as channel:
+            async for some in batches(channel, queue, found, size=BATCH, ahead=2 * BATCH):
+                new, known = _apart([_taken(one, level, endpoint) for one in some], doubts)
+                await self.database.write(partial(self._keep_new, rows=new))
+                await self._acknowledge(channel, queue, some)
+                await self.database.write(partial(self._settle, new=new, known=known))
+
+    async def _acknowledge(self, channel: Channel, queue: str, some: Sequence[DeliveredMessage]) -> None:
+        """Let the broker forget them; it has when it answers the question that follows."""
+        await channel.basic_ack(some[-1].delivery_tag or 0, multiple=True)
+        await count(channel, queue)
+
+    def _keep_new(self, connection: Connection, *, rows: Sequence[Taken]) -> None:
+        """Keep messages under ids of their own: one event that failed at two endpoints waits twice with one id."""
+        ids = {one.id.encode("utf-8", "replace") for one in rows if one.id}
+        taken = {bytes(one).decode("utf-8", "replace") for one in self.among(connection, "id", ids)}
+        named: list[Taken] = []
+        for row in rows:
+            name = row.id
+            for other in (f"{row.id}/{row.destination}", f"{row.id}/{row.key}"):
+                if name in taken:
+                    name = other
+            taken.add(name or "")
+            named.append(replace(row, id=name, state=IN_DOUBT))
+        self.keep(connection, named)
+
+    def _settle(self, connection: Connection, *, new: Sequence[Taken], known: Sequence[Taken]) -> None:
+        """Take note that the broker has forgotten these."""
+        self.set_state(connection, [one.key for one in new], SURE)
+        again = self.kept.update().where(self.kept.c.state == IN_DOUBT).values(state=SURE)
+        for one in known:
+            connection.execute(again.where(self.kept.c[self.key].startswith(_digest_in(one.key))))
+
+    def _publication(self, one: Taken) -> Publication:
+        """Return the message as it came, with a delay for the rest of its time; where it lay, if it has none."""
+        original = json.loads(one.original or b"{}")
+        properties = base64.b64decode(original["properties"])
+        message = Message(one.id or "", {}, one.body or b"")
+        parsed = parse(original["routing_key"])
+        if parsed is None or one.due is None:
+            return Publication(message, "", self.levels.level(original["level"]), properties=properties)
+        exchange, key = self.levels.route(seconds_until(one.due, SystemClock().now()), parsed[1])
+        return Publication(message, exchange, key, properties=properties)
+
+
+def _the_endpoint(which: Which) -> str:
+    if which.cutoff is not None:
+        raise ConfigurationError("delay levels are emptied whole: leave out --cutoff")
+    if which.endpoints is None or len(which.endpoints) != 1:
+        raise ConfigurationError(
+            "delay levels belong to no endpoint: name one with --endpoint, the one in whose store the messages are to "
+            "wait; each keeps its own destination"
+        )
+    return which.endpoints[0]
+
+
+def _taken(delivered: DeliveredMessage, level: int, endpoint: str) -> Taken:
+    """Return a message of a level as it is kept: what it says, when it is due, and all of AMQP's that it came with."""
+    routing_key, now, why = delivered.routing_key or "", datetime.now(UTC), None
+    properties = unchanged(carried(delivered))
+    parsed = parse(routing_key)
+    destination = None if parsed is None else parsed[1]
+    left = 1 << level if parsed is None else remaining(parsed[0], level)
+    due = now + timedelta(seconds=left)
+    try:
+        found = waiting(routing_key, headers_of(delivered), level, now)
+        destination, due = found.destination, found.due
+    except Unmovable as error:
+        why = str(error)
+    name, headers, broken = _content(delivered)
+    body = bytes(delivered.body)
+    digest = hashlib.sha256(b"\0".join([routing_key.encode("utf-8", "surrogatepass"), properties, body])).hexdigest()
+    original: dict[str, Any] = {
+        "level": level, "routing_key": routing_key, "properties": base64.b64encode(properties).decode(),
+    }  # fmt: skip
+    key = f"{digest}-{uuid.uuid4().hex}"
+    kept = json.dumps(original).encode()
+    return Taken(key, endpoint, name, destination, due, headers, body, why or broken, kept)
+
+
+def _content(delivered: DeliveredMessage) -> tuple[str | None, str | None, str | None]:
+    """Return the message's id, its headers, and why they cannot be read."""
+    name = str(delivered.header.properties.message_id or "") or None
+    try:
+        message = message_from(delivered)
+        headers = {Headers.MESSAGE_ID: message.id, **message.headers}
+        return message.id, json.dumps(headers, ensure_ascii=False), None
+    except (InvalidMessage, CorruptHeaders) as error:
+        return name, None, str(error)
+
+
+def _apart(rows: Sequence[Taken], doubts: Counter[str]) -> tuple[list[Taken], list[Taken]]:
+    """Return what is new, and what is kept already, from a time when its acknowledgement was cut off."""
+    new: list[Taken] = []
+    known: list[Taken] = []
+    for row in rows:
+        digest = _digest_in(row.key)
+        (known if doubts[digest] else new).append(row)
+        doubts[digest] -= bool(doubts[digest])
+    return new, known
+
+
+def _digest_in(key: str) -> str:
+    return key.partition("-")[0]

@@ -1,0 +1,217 @@
+"""Timeouts of RavenDB persistence, from export files of its databases, versions 3 and later (reference 3.3)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import glob
+import json
+import pickle
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import pyarrow as pa
+from sqlalchemy import select
+
+from delayline.errors import ConfigurationError
+from delayline.migration.journal import BatchState, Journal
+from delayline.migration.source import BATCH, NUMBER
+from delayline.migration.sources.ravendb_file import documents
+from delayline.migration.taken import PAGE, Taken, TakenSource, Which, key_of
+from delayline.migration.tally import Bounds, Tally
+from delayline.spark.failures import in_plain_words
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pyspark.sql import SparkSession
+    from sqlalchemy import Connection
+
+    from delayline.migration.journal import HeldPart
+
+OWNER: Final = "OwningTimeoutManager"
+FIELDS: Final = frozenset({OWNER, "Destination", "Time"})
+#: What .NET's migration tool puts before the owner of timeouts that it is moving, and has moved.
+HIDDEN: Final = "__hidden__"
+MIGRATED: Final = "__migrated__"
+PICKLED: Final = "pickled BINARY"
+PICKLED_SCHEMA: Final = pa.schema([("pickled", pa.binary())])
+NOBODY: Final = "(no endpoint)"
+NO_OWNER: Final = "it names no endpoint: it moves with the one that --endpoint names"
+IN_THE_HAND: Final = "another tool was moving it when the file was written: abort that, and export again"
+
+
+class RavenDb(TakenSource):
+    """Timeouts in export files, `*` and `?` in the path standing for several. Each task of Spark's reads a file.
+
+    A file stays as it is: the journal knows what has moved, and no run moves that again. What names no endpoint belongs
+    to the one that is named, as RavenDB's own endpoints have it; where all are moved, it stays.
+    """
+
+    kind: ClassVar[str] = "ravendb"
+
+    def __str__(self) -> str:
+        return f"RavenDB's export {self.place}"
+
+    @property
+    def files(self) -> list[str]:
+        """The files. Raises ConfigurationError for none."""
+        found = [self.place] if Path(self.place).is_file() else sorted(glob.glob(self.place))  # noqa: PTH207 - anywhere
+        if not found:
+            raise ConfigurationError(
+                f"there is no file {self.place}: give the path of what RavenDB's smuggler has written"
+            )
+        return [str(Path(one).absolute()) for one in found]
+
+    async def take(self, which: Which, spark: SparkSession) -> None:
+        """Have tasks copy the timeouts into the table beside the journal."""
+        moved = await self.database.read(self._moved)
+        _on_each(self.files, spark, Copy(self, which, moved).of)
+
+    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+        """Do nothing: a file keeps what it has."""
+        del rows
+        return {}
+
+    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+        """Read the files in tasks, which add up what is in them."""
+        moved = blocking(self.database.look(self._moved))
+        total = Tally()
+        for one in _on_each(self.files, spark, Copy(self, which, moved, bounds).of):
+            total.merge(one)
+        return total
+
+    def _moved(self, connection: Connection) -> list[tuple[str, HeldPart]]:
+        """Return runs of this source, and what they held: some of it has moved."""
+        journal = Journal(self.dialect, self.schema)
+        runs = [one.name for one in journal.list_runs(connection) if one.parameters.get("source") == str(self)]
+        return [(run, part) for run in runs for part in journal.list_parts(connection, run)]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What tasks do with a file: copy what is asked for, or, with bounds, count it. Pickled to them."""
+
+    source: RavenDb
+    which: Which
+    moved: Sequence[tuple[str, HeldPart]]
+    bounds: Bounds | None = None
+
+    def of(self, path: str) -> Tally:
+        """Copy, or count, one file's."""
+        return blocking(self._of(Path(path)))
+
+    async def _of(self, path: Path) -> Tally:
+        tally, database = Tally(), self.source.database
+        if self.bounds is not None:
+            for rows in self._pieces(path):
+                new = await database.look(partial(self._new, rows=rows))
+                tally.add(new, self.which, self.bounds)
+            return tally
+        await database.open()
+        try:
+            for rows in self._pieces(path):
+                some = [one for one in rows if self.which.includes(one.due)]
+                new = await database.read(partial(self._new, rows=some))
+                await database.write(partial(self.source.keep, rows=new))
+        finally:
+            await database.close()
+        return tally
+
+    def _pieces(self, path: Path) -> Iterator[list[Taken]]:
+        piece: list[Taken] = []
+        for document in documents(path):
+            if not document.keys() >= FIELDS:
+                continue
+            one = self._asked_for(_taken(document))
+            if one is not None:
+                piece.append(one)
+            if len(piece) == PAGE:
+                yield piece
+                piece = []
+        yield piece
+
+    def _asked_for(self, one: Taken) -> Taken | None:
+        named = self.which.endpoints
+        if one.endpoint:
+            return one if not one.endpoint.startswith(MIGRATED) and self.which.names(one.endpoint) else None
+        if named is None:
+            return None if self.bounds is None else replace(one, endpoint=NOBODY, why=NO_OWNER)
+        return replace(one, endpoint=named[0]) if len(named) == 1 else None
+
+    def _new(self, connection: Connection, *, rows: Sequence[Taken]) -> list[Taken]:
+        """Return those that no run has moved."""
+        source, keys = self.source, [one.key for one in rows]
+        journal = Journal(source.dialect, source.schema)
+        gone: set[str] = set()
+        for run, part in self.moved:
+            held = source.held(part.held)
+            marked = select(journal.batches.c.batch).where(
+                journal.batches_in(run, part.number, [BatchState.MARKED.value])
+            )
+            aside = select(journal.aside.c.number).where(journal.asides_of(run, part.number))
+            query = select(held.c[source.key]).where(
+                held.c[source.key].in_(keys), held.c[BATCH].in_(marked), held.c[NUMBER].not_in(aside)
+            )
+            gone.update(connection.execute(query).scalars())
+        return [one for one in rows if one.key not in gone]
+
+
+def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Tally]) -> list[Tally]:
+    """Run the work on each file, in a task of its own."""
+
+    def through(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for some in numbers:
+            for number in some.column(0).to_pylist():
+                yield pa.RecordBatch.from_pylist([{"pickled": pickle.dumps(work(files[number]))}], PICKLED_SCHEMA)
+
+    with in_plain_words():
+        found = spark.range(0, len(files), 1, len(files)).mapInArrow(through, PICKLED).toArrow()
+    return [pickle.loads(one) for one in found.column(0).to_pylist()]  # noqa: S301 - our own tasks'
+
+
+def _taken(document: Mapping[str, Any]) -> Taken:
+    metadata = document.get("@metadata") or {}
+    name = str(metadata.get("@id") or document.get("Id") or "")
+    owner = str(document.get(OWNER) or "")
+    why = None
+    if owner.startswith(HIDDEN):
+        owner, why = owner.removeprefix(HIDDEN), IN_THE_HAND
+    headers = document.get("Headers")
+    if isinstance(headers, dict):
+        headers = {key: value for key, value in headers.items() if value is not None}
+    body = None
+    try:
+        body = base64.b64decode(document.get("State") or "", validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        why = why or "its State is not base64"
+    due = _due(document.get("Time"))
+    if due is None:
+        why = why or f"its Time {str(document.get('Time'))[:40]!r} is none"
+    text = None if not headers else json.dumps(headers, ensure_ascii=False)
+    return Taken(key_of(name), owner, name, _destination(document.get("Destination")), due, text, body, why)
+
+
+def _destination(value: Any) -> str | None:  # noqa: ANN401 - JSON
+    """Return the destination, as version 1 of the persistence wrote it too."""
+    if isinstance(value, dict):
+        return f"{value.get('Queue')}@{value.get('Machine')}" if value.get("Machine") else value.get("Queue")
+    return None if value is None else str(value)
+
+
+def _due(value: Any) -> datetime | None:  # noqa: ANN401 - JSON
+    """Return the time, in UTC, rounded up to a microsecond: .NET writes a tenth of one."""
+    if not isinstance(value, str):
+        return None
+    whole, dot, rest = value.partition(".")
+    fraction = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    try:
+        due = datetime.fromisoformat(f"{whole}{dot}{fraction[:6].ljust(6, '0') if dot else ''}{rest[len(fraction) :]}")
+        due = due.replace(tzinfo=UTC) if due.tzinfo is None else due.astimezone(UTC)
+        return due + timedelta(microseconds=1) if fraction[6:].strip("0") else due
+    except (ValueError, OverflowError):
+        return None

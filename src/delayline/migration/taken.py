@@ -1,0 +1,310 @@
+"""What is no table: messages are taken from their place into a table beside the journal, and from there they move.
+
+A message is in that table, for good, before it leaves its place, and leaves the table once the target has it. What
+does not move goes back to its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+from sqlalchemy import Column, Integer, and_, delete, func, inspect, null, or_, select, update
+from sqlalchemy.schema import CreateTable
+
+from delayline.migration.rows import record_batch
+from delayline.migration.source import Part, TableSource
+from delayline.sql.schema import CONTENT, DUE, text
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+    from datetime import datetime
+
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+    from sqlalchemy import ColumnElement, Connection, Table
+
+    from delayline.migration.tally import Bounds, Tally
+
+KEY: Final = 200
+ENDPOINT: Final = 250
+#: Of a message that has left its place, and of one that may be there as well.
+SURE: Final = 1
+IN_DOUBT: Final = 0
+#: Keys that are asked for in one statement.
+AT_ONCE: Final = 1000
+#: Messages, with their bodies, that are in memory at once.
+PAGE: Final = 200
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A message as it is kept beside the journal."""
+
+    key: str
+    """What names it in its place."""
+    endpoint: str
+    id: str | None
+    destination: str | None
+    due: datetime | None
+    headers: str | None
+    body: bytes | None
+    why: str | None = None
+    """Why it can be no message, where its place says so."""
+    original: bytes | None = None
+    """What its place needs to take it back."""
+    state: int = SURE
+
+    def __post_init__(self) -> None:
+        """Have names that every database takes: half a character, or none at all, becomes a question mark."""
+        for name in ("key", "endpoint", "id", "destination", "why"):
+            value = getattr(self, name)
+            if value is not None and not value.isascii():
+                object.__setattr__(self, name, value.encode("utf-8", "replace").decode())
+        object.__setattr__(self, "endpoint", self.endpoint.replace("\0", "?"))
+
+
+class Which(NamedTuple):
+    """What is asked for of a place."""
+
+    endpoints: Sequence[str] | None
+    """As the user calls them, None for all."""
+    cutoff: datetime | None
+    """Only what is due then or later."""
+
+    def names(self, endpoint: str) -> bool:
+        """Tell whether the endpoint is one of them."""
+        return self.endpoints is None or endpoint.casefold() in {one.casefold() for one in self.endpoints}
+
+    def includes(self, due: datetime | None) -> bool:
+        """Tell whether what is due then is asked for; what has no time that can be read is."""
+        return self.cutoff is None or due is None or due >= self.cutoff
+
+
+class TakenSource(TableSource):
+    """A place that is no database. journal: the URL of the database that keeps what is taken from it, and the journal.
+
+    Works on it are one at a time, as `Migration` has them.
+    """
+
+    key: ClassVar[str] = "taken"
+    due: ClassVar[str] = "due"
+    owner: ClassVar[str | None] = "endpoint"
+    outside: ClassVar[str] = "it is due before the cutoff"
+
+    def __init__(self, place: str, journal: str, *, schema: str | None = None) -> None:
+        super().__init__(journal, schema=schema)
+        self.place = place
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Return what it is and where, without secrets."""
+
+    @abstractmethod
+    async def take(self, which: Which, spark: SparkSession) -> None:
+        """Take everything that is asked for, each message kept before it leaves its place. The journal is open.
+
+        Called again after whatever stopped it, it goes on.
+        """
+
+    @abstractmethod
+    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+        """Put messages back to their place; return why some could not go, by their keys."""
+
+    @abstractmethod
+    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+        """Return what a run would take; changes nothing."""
+
+    def take_in(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
+        """Take from the place what is to move."""
+
+        async def run() -> None:
+            await self.database.write(self._make)
+            await self.take(Which(endpoints, cutoff), spark)
+
+        self._opened(run)
+
+    def put_back(self) -> int:
+        """Put everything that did not move back to its place; return how many could not, and stay where they are."""
+        if not blocking(self.database.look(self.there)):
+            return 0
+        failed: int = self._opened(self._put_back)
+        return failed
+
+    def must_exist(self) -> None:
+        """Do nothing: the journal's tables are made where they are missing."""
+
+    def columns(self) -> list[Column[Any]]:
+        """Return the columns of what is kept."""
+        return [
+            Column(self.key, text(KEY), primary_key=True),
+            Column("endpoint", text(ENDPOINT), nullable=False),
+            *(Column(name, CONTENT) for name in ("id", "destination")),
+            Column("due", DUE),
+            *(Column(name, CONTENT) for name in ("headers", "body", "why", "original")),
+            Column("state", Integer, nullable=False),
+        ]
+
+    @property
+    def kept(self) -> Table:
+        """The table beside the journal: one for each place."""
+        digest = hashlib.sha1(str(self).encode(), usedforsecurity=False).hexdigest()[:12]
+        return self.table(f"delayline_taken_{digest}")
+
+    def there(self, connection: Connection) -> bool:
+        """Tell whether anything was ever taken."""
+        return inspect(connection).has_table(self.kept.name, schema=self.schema)
+
+    def parts(self, connection: Connection) -> list[Part]:
+        """Return a part for each endpoint whose messages were taken."""
+        if not self.there(connection):
+            return []
+        endpoint = self.kept.c.endpoint
+        names = connection.execute(select(endpoint).distinct()).scalars()
+        return [Part(name, self.kept.name, name) for name in sorted(names)]
+
+    def check_columns(self, connection: Connection, name: str) -> None:
+        """Do nothing: the table is delayline's own."""
+
+    def movable(self, part: Part, cutoff: datetime | None) -> ColumnElement[bool]:
+        """Return the part's rows, those without a time too: they are named with their reason, and go back."""
+        due = self.kept.c.due
+        later = and_(True) if cutoff is None else or_(due.is_(None), due >= self.kept_due(cutoff))
+        return and_(self.owned(part), later)
+
+    def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
+        """Return what the column keeps."""
+        return self.dialect.to_due(due)
+
+    def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
+        """Return the instant."""
+        return self.dialect.from_due(kept)
+
+    def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
+        """Return what makes a message, and why it can be none."""
+        columns = table.c
+        body = columns.body if bodies else null()
+        return columns.id, columns.destination, columns.due, columns.headers, body, columns.why
+
+    def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+        """Return the messages as they were taken."""
+        read = self.read_due
+        return record_batch(
+            (_text(row[0]), _text(row[1]), None if row[2] is None else read(row[2]), _text(row[3]), row[4],
+             _text(row[5]))
+            for row in rows
+        )  # fmt: skip
+
+    def keep(self, connection: Connection, rows: Sequence[Taken]) -> None:
+        """Keep messages; one whose key is kept already stays as it is."""
+        if rows:
+            connection.execute(self.dialect.insert_new(self.kept, self.key), [self._row(one) for one in rows])
+
+    def forget(self, connection: Connection, keys: Sequence[str]) -> None:
+        """Delete messages that are back where they were."""
+        for some in _pieces(keys):
+            connection.execute(delete(self.kept).where(self.kept.c[self.key].in_(some)))
+
+    def set_state(self, connection: Connection, keys: Sequence[str], state: int) -> None:
+        """Say whether messages have left their place for good."""
+        for some in _pieces(keys):
+            connection.execute(update(self.kept).where(self.kept.c[self.key].in_(some)).values(state=state))
+
+    def among(self, connection: Connection, column: str, values: Iterable[Any]) -> set[Any]:
+        """Return which of the values the column of what is kept has."""
+        found = self.kept.c[column]
+        return {
+            one if isinstance(one, str) else bytes(one)
+            for some in _pieces(list(values))
+            for one in connection.execute(select(found).where(found.in_(some))).scalars()
+        }
+
+    def doubtful(self, connection: Connection, name: str) -> list[str]:
+        """Return the ids of rows in a held table of which their place may have kept, or sent on, a copy."""
+        columns = self.held(name).c
+        found = connection.execute(select(columns.id, columns[self.key]).where(columns.state == IN_DOUBT))
+        return [_text(one) or key for one, key in found]
+
+    def name_column(self, table: Table) -> ColumnElement[Any]:
+        """Return the ids of the messages."""
+        return table.c.id
+
+    def shown_name(self, kept: Any) -> str:  # noqa: ANN401 - what the driver gives
+        """Return the id; empty for none."""
+        return _text(kept) or ""
+
+    def number_kept(self, connection: Connection) -> int:
+        """Return how many messages are kept, and neither back nor on their way."""
+        if not self.there(connection):
+            return 0
+        return int(connection.execute(select(func.count()).select_from(self.kept)).scalar_one())
+
+    async def _put_back(self) -> int:
+        last, failed = "", 0
+        while rows := await self.database.read(partial(self._kept_rows, after=last)):
+            last = rows[-1].key
+            refused = await self.take_back(rows)
+            failed += len(refused)
+            gone = [one.key for one in rows if one.key not in refused]
+            await self.database.write(partial(self.forget, keys=gone))
+        return failed
+
+    def _kept_rows(self, connection: Connection, after: str) -> list[Taken]:
+        columns = self.kept.c
+        query = select(self.kept).where(columns[self.key] > after).order_by(columns[self.key]).limit(PAGE)
+        return [self._taken(tuple(row)) for row in connection.execute(query)]
+
+    def _row(self, one: Taken) -> dict[str, Any]:
+        due = None if one.due is None else self.kept_due(one.due)
+        contents = {name: _bytes(getattr(one, name)) for name in ("id", "destination", "headers", "why")}
+        return {
+            self.key: one.key, "endpoint": one.endpoint, "due": due, "body": one.body, "original": one.original,
+            "state": one.state, **contents,
+        }  # fmt: skip
+
+    def _taken(self, row: tuple[Any, ...]) -> Taken:
+        key, endpoint, *texts = row
+        one, destination, due, headers, body, why, original, state = texts
+        return Taken(
+            key, endpoint, _text(one), _text(destination), None if due is None else self.read_due(due), _text(headers),
+            None if body is None else bytes(body), _text(why), None if original is None else bytes(original), state,
+        )  # fmt: skip
+
+    def _make(self, connection: Connection) -> None:
+        with self.dialect.setting_up(connection):
+            if not self.there(connection):
+                self.dialect.make(connection, CreateTable(self.kept))
+
+    def _opened(self, work: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns
+        async def run() -> Any:  # noqa: ANN401
+            await self.database.open()
+            try:
+                return await work()
+            finally:
+                await self.database.close()
+
+        return blocking(run())
+
+
+def key_of(name: str) -> str:
+    """Return the name, or where it is too long for a key what stands for it."""
+    if len(name) <= KEY and name.isprintable():
+        return name
+    return "~" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _pieces(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for first in range(0, len(values), AT_ONCE):
+        yield values[first : first + AT_ONCE]
+
+
+def _bytes(value: str | None) -> bytes | None:
+    return None if value is None else value.encode("utf-8", "replace")
+
+
+def _text(value: Any) -> str | None:  # noqa: ANN401 - what the driver gives
+    return None if value is None else bytes(value).decode("utf-8", "replace")

@@ -1,0 +1,102 @@
+"""What a look at messages adds up to: how many, when, where to, and what is wrong with some. Made of counts alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delayline.migration.rows import reasons_of, record_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from datetime import datetime
+
+    from delayline.migration.taken import Taken, Which
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What messages are held against."""
+
+    now: datetime
+    latest: datetime | None
+    """The last due time that the target takes, None where it takes any."""
+    largest: int
+    """Bytes that headers and body may have together."""
+    bodies: bool
+    """Whether to read everything, as a run does."""
+
+
+@dataclass
+class Counts:
+    """What one endpoint's messages add up to."""
+
+    rows: int = 0
+    first: datetime | None = None
+    last: datetime | None = None
+    overdue: int = 0
+    before_cutoff: int = 0
+    too_far: int = 0
+    destinations: Counter[str | None] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str | None] = field(default_factory=dict)
+    unseen: int = 0
+    """How many more there are, that were not looked at."""
+
+    def span(self, first: datetime | None, last: datetime | None) -> None:
+        """Take note of due times."""
+        self.first = min((one for one in (self.first, first) if one is not None), default=None)
+        self.last = max((one for one in (self.last, last) if one is not None), default=None)
+
+
+class Tally:
+    """Counts for each endpoint. Tasks send theirs to the driver, which adds them up."""
+
+    def __init__(self) -> None:
+        self.endpoints: dict[str, Counts] = {}
+
+    def of(self, endpoint: str) -> Counts:
+        """Return an endpoint's counts."""
+        return self.endpoints.setdefault(endpoint, Counts())
+
+    def add(self, rows: Iterable[Taken], which: Which, bounds: Bounds) -> None:
+        """Count messages in that are asked for, and how many are due before."""
+        mine: dict[str, list[Taken]] = {}
+        for one in rows:
+            if which.includes(one.due):
+                mine.setdefault(one.endpoint, []).append(one)
+            else:
+                self.of(one.endpoint).before_cutoff += 1
+        for endpoint, some in mine.items():
+            _count(self.of(endpoint), some, bounds)
+
+    def merge(self, other: Tally) -> None:
+        """Add another one's counts."""
+        for endpoint, theirs in other.endpoints.items():
+            counts = self.of(endpoint)
+            counts.span(theirs.first, theirs.last)
+            for name in ("rows", "overdue", "before_cutoff", "too_far", "unseen"):
+                setattr(counts, name, getattr(counts, name) + getattr(theirs, name))
+            counts.destinations += theirs.destinations
+            counts.reasons += theirs.reasons
+            counts.examples = theirs.examples | counts.examples
+
+
+def _count(counts: Counts, rows: Sequence[Taken], bounds: Bounds) -> None:
+    times = [one.due for one in rows if one.due is not None]
+    counts.rows += len(rows)
+    counts.overdue += sum(due < bounds.now for due in times)
+    if bounds.latest is not None:
+        counts.too_far += sum(due > bounds.latest for due in times)
+    counts.span(min(times, default=None), max(times, default=None))
+    counts.destinations.update(one.destination for one in rows)
+    messages = record_batch((one.id, one.destination, one.due, one.headers, one.body, one.why) for one in rows)
+    reasons: pa.Array = reasons_of(messages, largest=bounds.largest)
+    for place in pc.indices_nonzero(pc.is_valid(reasons)).to_pylist():
+        reason = reasons[place].as_py()
+        counts.reasons[reason] += 1
+        counts.examples.setdefault(reason, rows[place].id or rows[place].key)

@@ -1,0 +1,87 @@
+"""Taking what waits in delay levels, batch by batch: what is not acknowledged is back where it was afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import BackendUnusable
+from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.connection import LOST, BrokerConnection, NothingThere
+from delayline.rabbitmq.frames import ExchangeDeclare
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiormq.abc import DeliveredMessage
+    from aiormq.channel import Channel
+
+    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+SILENCE: Final = 1.0  # seconds without a message, before the level is counted again
+PATIENCE: Final = 30  # such silences, while others seem to hold what is left
+
+
+async def must_have_levels(levels: DelayInfrastructure, address: BrokerAddress, connection: BrokerConnection) -> None:
+    """Raise BackendUnusable where they are not complete."""
+
+    async def look(channel: Channel) -> None:
+        await channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True))
+        for queue in levels.queues:
+            await count(channel, queue.name)
+
+    try:
+        await connection.run(look)
+    except NothingThere as error:
+        raise BackendUnusable(
+            f"there are no complete delay levels {levels.prefix}* at {address}: {error}. "
+            "Create them with: delayline rabbitmq create"
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def channel_of(connection: BrokerConnection) -> AsyncIterator[Channel]:
+    """Provide a channel; what it took and did not acknowledge is back where it was after that."""
+    channel = await connection.channel()
+    try:
+        with connection.explained():
+            yield channel
+    finally:
+        with contextlib.suppress(*LOST):
+            await channel.close()
+
+
+async def batches(
+    channel: Channel, queue: str, wanted: int, *, size: int, ahead: int
+) -> AsyncIterator[list[DeliveredMessage]]:
+    """Yield that many messages of the queue, in batches of `size` at most; fewer where the rest has left it.
+
+    ahead: how many the broker sends that are not acknowledged yet.
+    """
+    inbox: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
+    await channel.basic_qos(prefetch_count=ahead)
+    await channel.basic_consume(queue, inbox.put)
+    done = silences = 0
+    while done < wanted and silences < PATIENCE:
+        batch = await _next(inbox, min(size, wanted - done))
+        if not batch:
+            silences += 1
+            if not await count(channel, queue):
+                return
+            continue
+        silences = 0
+        yield batch
+        done += len(batch)
+
+
+async def _next(inbox: asyncio.Queue[DeliveredMessage], limit: int) -> list[DeliveredMessage]:
+    """Return what has come, at least one message unless it stays silent."""
+    try:
+        batch = [await asyncio.wait_for(inbox.get(), SILENCE)]
+    except TimeoutError:
+        return []
+    while len(batch) < limit and not inbox.empty():
+        batch.append(inbox.get_nowait())
+    return batch

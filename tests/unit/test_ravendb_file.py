@@ -1,0 +1,81 @@
+"""RavenDB's export files are read document by document, whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayline.errors import BackendUnusable
+from delayline.migration.sources import ravendb_file
+from delayline.migration.sources.ravendb_file import documents
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Version 3 has its indexes first; version 4 has attachments between documents, whatever bytes they are made of.
+OLD = b'{"Indexes": [{"name": "a", "definition": {"Map": "from d in docs [\\"}\\""}}],"Docs":[ {"a": "}\\\\"} , {}]}'
+NEW = (
+    b'\xef\xbb\xbf{"BuildVersion":40047,"DatabaseRecord":{"x":[1,[2]]},"Docs":[{"@metadata":{"@export-type":"Attachment"},"Hash":"h",'
+    b'"Size":5,"Tag":"t"}"]}\xff{,{"b": "[{\xc3\x9f", "c": [{"d": null}], "e": -1.5e3, "f": true}],"Tombstones":[]}'
+)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_documents_of_both_shapes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, packed: bool
+) -> None:
+    monkeypatch.setattr(ravendb_file, "CHUNK", chunk)
+    path = tmp_path / "dump"
+    for content, expected in (
+        (OLD, [{"a": "}\\"}, {}]),
+        (NEW, [{"b": "[{ß", "c": [{"d": None}], "e": -1500.0, "f": True}]),
+        (b'{"Docs":[]}', []),
+    ):
+        path.write_bytes(gzip.compress(content) if packed else content)
+        assert list(documents(path)) == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[]", b"{}", b'{"Docs":{}}', b'{"Docs":[{}', b'{"Docs":[{"a": "}', b'{"Docs":[1]}', b"PK\x03\x04zip",
+        gzip.compress(OLD)[:-12], gzip.compress(OLD)[:20],
+        b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":9}abc]}', b"\x1f\x8b" + bytes(40),
+    ],
+)  # fmt: skip
+def test_what_is_no_whole_export_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "dump"
+    path.write_bytes(content)
+    with pytest.raises(BackendUnusable, match="dump is no whole export"):
+        list(documents(path))
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnusable, match=r"cannot read .*none: No such file"):
+        list(documents(tmp_path / "none"))
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a file whose documents take 8 MB
+    monkeypatch.setattr(ravendb_file, "CHUNK", 1 << 16)
+    path = tmp_path / "dump"
+    document = json.dumps({"State": "x" * 2000, "@metadata": {"@id": "TimeoutDatas/1"}}).encode()
+    with gzip.open(path, "wb", compresslevel=1) as file, io.BufferedWriter(file, 1 << 20) as out:
+        out.write(b'{"Docs":[' + document)
+        for _ in range(4000):
+            out.write(b"," + document)
+        out.write(b"]}")
+    # When it is read
+    tracemalloc.start()
+    number = sum(1 for _ in documents(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Then a few chunks were in memory
+    assert number == 4001
+    assert peak < 12 * ravendb_file.CHUNK
