@@ -1,4 +1,7 @@
-"""The SQL room on PostgreSQL keeps every promise: in one database, and with store and queues in two."""
+"""The SQL room on PostgreSQL keeps every promise: in one database, and in one transaction over two.
+
+The other layouts run what failures tell apart: their whole suites run on SQLite, where they take a tenth of the time.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -9,6 +12,7 @@ from tests.servers.postgresql import PostgresqlServer
 
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
+from delayline.testing.conformance.delivery_failures import DeliveryFailures
 from delayline.testing.conformance.messages import ENDPOINT
 
 
@@ -39,7 +43,7 @@ class TestPostgresqlDelivery(OnPostgresql, DeliveryConformance):
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
-class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryConformance):
+class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryFailures):
     """The store in one database, the queues in another: no common transaction, so the lower modes only."""
 
     @pytest.fixture(autouse=True)
@@ -66,7 +70,7 @@ class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, DeliveryConformance):
         return SqlTransport(self.second, two_phase=both), SqlDelayedMessageStore(self.url, two_phase=both)
 
 
-class TestPostgresqlSixVerbDelivery(OnPostgresql, DeliveryConformance):
+class TestPostgresqlSixVerbDelivery(OnPostgresql, DeliveryFailures):
     """The least of stores, on a server: one message at a time, locked by a transaction of the store's own."""
 
     burst = 100
