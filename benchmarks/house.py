@@ -129,10 +129,10 @@ async def lateness(place: Path | str, *, number: int, gap: timedelta, prefix: st
             done.set()
 
     endpoint.handler(handle)
-    async with store_on(place) as store:
-        start = datetime.now(UTC) + timedelta(seconds=2 + number / 20_000)
-        await fill(store, prefix, (start + gap * position for position in range(number)), NAME)
     async with endpoint:
+        async with store_on(place) as store:
+            start = datetime.now(UTC) + timedelta(seconds=2 + number / 20_000)
+            await fill(store, prefix, (start + gap * position for position in range(number)), NAME)
         await asyncio.wait_for(done.wait(), 120)
     late.sort()
     return {
