@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from delayline.sql import dialect
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -99,6 +100,10 @@ class Server(dialect.Dialect, Protocol):
 
     def inserts(self, database: ServerDatabase) -> Inserts | None:
         """Return the short way for single messages; None where there is no other than the ordinary one."""
+        ...
+
+    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
+        """Insert many rows by one statement that commits by itself; False for another way, and nothing was done."""
         ...
 
     def wake_ups(self, database: ServerDatabase) -> WakeUps:

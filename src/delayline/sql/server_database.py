@@ -100,7 +100,10 @@ class ServerDatabase(Database):
         self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
     ) -> None:
         """Insert the rows; a single one the short way, where there is one that is free."""
-        short = self._inserts if transaction is None and len(rows) == 1 else None
+        if transaction is None and len(rows) > 1:
+            await self.run(partial(self._insert_many, statement, rows))
+            return
+        short = self._inserts if transaction is None else None
         if short is None or not await short.insert(statement, rows[0]):
             await super().insert(statement, rows, transaction)
 
@@ -167,6 +170,13 @@ class ServerDatabase(Database):
         whole = work if one_statement else partial(self._in_transaction, work)
         whole = partial(self._again_after_deadlocks, whole)
         return await self.run(lambda: self._own_session().run(whole, commits=one_statement))
+
+    def _insert_many(self, statement: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        session, dialect = self._own_session(), self.dialect
+        at_once = partial(dialect.inserts_at_once, insert=statement, rows=rows)
+        if not session.run(partial(self._again_after_deadlocks, at_once), commits=True):
+            whole = partial(self._in_transaction, partial(dialect.insert_rows, insert=statement, rows=rows))
+            session.run(partial(self._again_after_deadlocks, whole))
 
     def _again_after_deadlocks(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         """Run work that is a transaction of its own; what a deadlock has undone as a whole is simply done again."""

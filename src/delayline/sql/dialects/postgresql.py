@@ -165,12 +165,14 @@ class Postgresql(ServerDialect):
             insert.change(connection, *rows[0])
             return
         driver = getattr(connection.connection, "driver_connection", None)  # of a caller's there are only cursors
-        if driver is not None and self._copies.copied(driver, insert.sql, rows):
-            return
         many = _from_arrays(insert.sql)
         with driver.pipeline() if driver and len(rows) > PART else contextlib.nullcontext():
             for first in range(0, len(rows), PART):
                 run(connection, many, *map(list, zip(*rows[first : first + PART], strict=True)))
+
+    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
+        """Copy the rows, where their ids are new."""
+        return self._copies.copied(_driver(connection), insert.sql, rows)
 
     def rollback(self, connection: Connection) -> None:
         """Roll back; a connection that is lost has been rolled back by the server."""

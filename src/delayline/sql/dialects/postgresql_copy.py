@@ -49,7 +49,7 @@ class Copies:
         self._held_off: dict[str, int] = {}
 
     def copied(self, driver: psycopg.Connection[Any], insert: str, rows: Sequence[tuple[Any, ...]]) -> bool:
-        """Copy the rows in the transaction that is open; False when they have to be inserted, and nothing was done."""
+        """Copy the rows and commit; False when they have to be inserted, and nothing was done."""
         if len(rows) < LEAST or driver.info.encoding != "utf-8":
             return False
         statement = copy_statement(insert)
@@ -57,14 +57,11 @@ class Copies:
         if statement is None or left:
             self._held_off[insert] = max(0, left - 1)
             return False
-        driver.execute("SAVEPOINT delayline_copy")
         try:
             copy(driver, statement, rows)
         except TRY_OTHERWISE:
-            driver.execute("ROLLBACK TO SAVEPOINT delayline_copy")
             self._held_off[insert] = HELD_OFF
             return False
-        driver.execute("RELEASE SAVEPOINT delayline_copy")
         return True
 
 

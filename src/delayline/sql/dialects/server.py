@@ -197,6 +197,11 @@ class ServerDialect:
         """Insert every row."""
         insert.change_many(connection, rows)
 
+    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
+        """Decline: they are inserted in a transaction."""
+        del connection, insert, rows
+        return False
+
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""
         run(connection, self.BEGIN)
