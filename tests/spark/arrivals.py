@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline import Endpoint, Message, MessageContext
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 PATIENCE: Final = 90
+#: How late a message may be on a machine that does much else.
+LATE: Final = timedelta(seconds=20)
 
 
 class Arrival(NamedTuple):
@@ -23,6 +25,12 @@ class Arrival(NamedTuple):
     at: datetime
     body: bytes
     headers: Mapping[str, str]
+    since: datetime
+    """From when on the endpoint has run."""
+
+    def on_time(self, due: datetime) -> bool:
+        """Tell whether it came when it was due, or as soon as there was somebody to take it; never before."""
+        return due <= self.at < max(due, self.since) + LATE
 
 
 def arrivals_at(
@@ -37,12 +45,13 @@ def arrivals_at(
 
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
-            found.append(Arrival(datetime.now(UTC), message.body, message.headers))
+            found.append(Arrival(datetime.now(UTC), message.body, message.headers, since))
             if len(found) == number:
                 enough.set()
 
         await endpoint.setup()
         await asyncio.to_thread(work)
+        since = datetime.now(UTC)
         async with endpoint:
             await asyncio.wait_for(enough.wait(), PATIENCE)
         return found
