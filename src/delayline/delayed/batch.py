@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from delayline.delayed.ahead import Ahead, Fetched
 from delayline.delayed.scope import savepoint, spoilt
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed
 from delayline.events import Event, emit
@@ -44,16 +46,27 @@ class Mover:
 
     What was sent, but is not known to be removed, is remembered; until it is removed nothing else may be moved
     (reference H7).
+    looks_ahead: fetch the next batch while a full one is sent and removed. Only where the two have no transaction in
+    common, so that what was sent is confirmed before it is removed, and the next batch is sent after that as ever.
     """
 
     def __init__(
-        self, store: PolledStore, transport: Transport, *, scope: Scope, recovery: Recovery, batch_bytes: int
+        self,
+        store: PolledStore,
+        transport: Transport,
+        *,
+        scope: Scope,
+        recovery: Recovery,
+        batch_bytes: int,
+        looks_ahead: bool = False,
     ) -> None:
         self._store = store
         self._transport = transport
         self._scope = scope
         self._recovery = recovery
         self._batch_bytes = batch_bytes
+        self._looks_ahead = looks_ahead and not scope.shared
+        self._ahead = Ahead()
         self._unremoved: list[DelayedMessage] = []
         self._unreleased: list[DelayedMessage] = []
 
@@ -67,13 +80,25 @@ class Mover:
 
         An error with nothing in `batch` is the fetch's. Any other has undone all but what is `unremoved`.
         """
-        async with self._scope.open() as transaction:
-            due = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
-            batch.messages = due
-            if due:
-                emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(due), messages=due)
-                await self._forward(batch, transaction)
+        async with await self._next(now, limit) as fetched:
+            batch.messages = fetched.messages
+            if batch.messages:
+                if self._looks_ahead and limit > 1 and len(batch.messages) == limit:
+                    self._ahead.begin(self._fetch(now, limit))
+                await self._forward(batch, fetched.transaction)
         self._unremoved = []
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next batch is fetched already, or being fetched."""
+        return bool(self._ahead)
+
+    async def give_back_ahead(self) -> None:
+        """Leave what was fetched ahead to the store, or, without a transaction, to the next `release`."""
+        fetched = await self._ahead.take()
+        if fetched is not None:
+            await fetched.undo()
+            self._unreleased += fetched.messages if self._scope.begin is None else ()
 
     async def recover(self, batch: Batch, error: Exception) -> None:
         """Deal with a batch of one, for whose failure its transaction was rolled back."""
@@ -101,6 +126,21 @@ class Mover:
         if self._unreleased:
             await self._store.release_many(self._unreleased)
             self._unreleased = []
+
+    async def _next(self, now: datetime, limit: int) -> Fetched:
+        fetched = await self._ahead.take()
+        if fetched is not None and not fetched.messages:
+            await fetched.undo()  # there may be some by now
+            fetched = None
+        return fetched or await self._fetch(now, limit)
+
+    async def _fetch(self, now: datetime, limit: int) -> Fetched:
+        async with contextlib.AsyncExitStack() as holds:
+            transaction = await holds.enter_async_context(self._scope.open())
+            due = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
+            if due:
+                emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(due), messages=due)
+            return Fetched(due, transaction, holds.pop_all())
 
     async def _forward(self, batch: Batch, transaction: Transaction | None) -> None:
         operations = [TransportOperation(_as_sent(message.message), message.destination) for message in batch.messages]

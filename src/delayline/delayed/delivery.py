@@ -15,6 +15,7 @@ from delayline.delayed.poller import Poller
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.scope import scope_between
 from delayline.delayed.store import (
+    BatchStore,
     ClosableStore,
     ForwardingStore,
     StoreClock,
@@ -237,7 +238,14 @@ class StoredDelivery:
         return Poller(
             batches,
             host,
-            mover=Mover(batches, host.transport, scope=scope, recovery=recovery, batch_bytes=self.batch_bytes),
+            mover=Mover(
+                batches,
+                host.transport,
+                scope=scope,
+                recovery=recovery,
+                batch_bytes=self.batch_bytes,
+                looks_ahead=isinstance(self.store, BatchStore),
+            ),
             forwarding=self._forwarding(scope),
             fetch_breaker=self._breaker("DelayedMessageFetch", "Failed to fetch due delayed messages from the storage"),
             dispatch_breaker=self._breaker(

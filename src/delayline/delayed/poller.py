@@ -94,10 +94,13 @@ class Poller:
                 await self._poll()
             except Exception as error:
                 await self._fetch_failed(error)
+        await self._give_back_ahead()
         await self._remove_sent()
 
     async def _poll(self) -> None:
         if not await self._remove_sent():
+            return
+        if self._mover.is_ahead and await self._dispatch_due(self._clock.now()):
             return
         looked, self._looked_ahead = self._looked_ahead, None
         due = await self._store.next_due() if looked is None else looked.next_due
@@ -128,6 +131,8 @@ class Poller:
         self._fetch_breaker.success()
         if batch.sent:
             self._dispatch_breaker.success()
+        if batch.kept or batch.trouble is not None or self._isolating:
+            await self._give_back_ahead()
         await self._release(batch.kept)
         if batch.trouble is not None:
             await self._pause(self._dispatch_breaker.failure(batch.trouble))
@@ -196,6 +201,14 @@ class Poller:
         emit(logger, logging.ERROR, Event.DISPATCH_FAILED, "Failure during polling: %s", error, exception=error)
         if isinstance(error, StorageFull):
             self._isolating = size
+
+    async def _give_back_ahead(self) -> None:
+        """Hold nothing that is not to be sent next."""
+        try:
+            await self._mover.give_back_ahead()
+            await self._mover.release(())
+        except Exception as error:
+            await self._fetch_failed(error)
 
     async def _release(self, messages: Sequence[DelayedMessage]) -> None:
         try:

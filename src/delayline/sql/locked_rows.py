@@ -80,6 +80,8 @@ class LockedRows:
         database.wake_ups.knows(self._channel, statements.table.schema)
         self._leased: set[str] = set()
         self._watermark = Watermark()
+        self._held: list[datetime] = []
+        """The earliest due time of each transaction with messages of ours: undone, they wait again."""
 
     async def fetch(
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
@@ -89,6 +91,10 @@ class LockedRows:
         messages = await self._database.write(fetch, transaction)
         if transaction is None:
             self._leased.update(message.id for message in messages)
+        elif messages:
+            first = messages[0].due
+            self._held.append(first)
+            transaction.after_end(lambda: self._held.remove(first))
         return messages
 
     async def next_due(self) -> Any:  # noqa: ANN401 - what the due column keeps
@@ -170,7 +176,7 @@ class LockedRows:
 
     def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
         """Lock due rows from the watermark on; it rises by what was found, as their locks keep everybody else off."""
-        locks = self._locks
+        locks, held = self._locks, list(self._held)
         rows = self._from_watermark(
             lambda since: (
                 locks.due.rows(connection, until, limit)
@@ -179,7 +185,7 @@ class LockedRows:
             )
         )
         if rows:
-            self._watermark.reached(self._from_due(rows[0][2]))
+            self._watermark.reached(min([self._from_due(rows[0][2]), *held]))
         return rows
 
     def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
