@@ -19,6 +19,8 @@ from delayline.header_xml import from_xml, is_xml
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from delayline.header_template import HeaderTemplate
+
 #: What a message may carry before it is encoded: bytes as they are, str as UTF-8, anything else as JSON.
 Body = bytes | str | dict[str, Any] | list[Any] | int | float | bool | None
 
@@ -26,6 +28,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encod
 
 MAXIMUM_ID_LENGTH: Final = 250  # reference 1.12: Id nvarchar(250)
 MAXIMUM_DESTINATION_LENGTH: Final = 200  # reference 1.12: Destination nvarchar(200)
+TEXTS: Final = frozenset([str])
 TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,7}))?")
 WIRE_TIME_LENGTH: Final = 28  # reference 1.6: .NET accepts no other
 
@@ -70,13 +73,15 @@ class Message:
     never parsed, and one whose stored headers are damaged can still be moved, whole, to the error queue.
     """
 
-    __slots__ = ("_encoded", "_headers", "body", "id")
+    __slots__ = ("_encoded", "_headers", "_template", "_values", "body", "id")
+    _values: tuple[str, ...]
 
     def __init__(self, id: str, headers: Mapping[str, str], body: bytes) -> None:
         self.id = id
         self.body = body
         self._headers: Mapping[str, str] | None = headers
         self._encoded: bytes | None = None
+        self._template: HeaderTemplate | None = None
 
     @classmethod
     def from_encoded(cls, id: str, encoded_headers: bytes, body: bytes) -> Message:
@@ -87,22 +92,39 @@ class Message:
         message = cls.__new__(cls)
         message.id = id
         message.body = body
-        message._headers = None
+        message._headers = message._template = None
         message._encoded = encoded_headers
+        return message
+
+    @classmethod
+    def from_template(cls, id: str, template: HeaderTemplate, values: tuple[str, ...], body: bytes) -> Message:
+        """Return a message whose headers the template makes of the values, on first use."""
+        message = cls.__new__(cls)
+        message.id = id
+        message.body = body
+        message._headers = message._encoded = None
+        message._template = template
+        message._values = values
         return message
 
     @property
     def headers(self) -> Mapping[str, str]:
         """The headers, read only. Raises CorruptHeaders when the stored bytes cannot be read."""
         if self._headers is None:
-            self._headers = decode_headers(self._encoded or b"", self.id)
+            self._headers = (
+                decode_headers(self._encoded or b"", self.id)
+                if self._template is None
+                else self._template.headers(self._values)
+            )
         return MappingProxyType(self._headers) if isinstance(self._headers, dict) else self._headers
 
     @property
     def encoded_headers(self) -> bytes:
         """The headers as UTF-8 JSON: what stores and queues keep, opaque to them. Damaged ones are as they were."""
         if self._encoded is None:
-            self._encoded = encode_headers(self._headers or {})
+            self._encoded = (
+                encode_headers(self._headers or {}) if self._template is None else self._template.encoded(self._values)
+            )
         elif is_xml(self._encoded):
             with contextlib.suppress(CorruptHeaders):
                 self._encoded = encode_headers(self.headers)
@@ -191,6 +213,8 @@ def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {error}") from error
     if not isinstance(headers, dict):
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {type(headers).__name__}, not an object")
+    if TEXTS.issuperset(map(type, headers.values())):
+        return headers
     return {name: "" if value is None else str(value) for name, value in headers.items()}
 
 

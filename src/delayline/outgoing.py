@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
+from delayline.header_template import HeaderTemplate
 from delayline.message import (
     MAXIMUM_DESTINATION_LENGTH,
     MAXIMUM_ID_LENGTH,
@@ -15,7 +16,6 @@ from delayline.message import (
     Headers,
     Message,
     encode_body,
-    encode_headers,
     from_time_span,
     in_utc,
     new_message_id,
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 HeaderMap = Mapping[str, str]
 NO_DELAY: Final = timedelta(0)
+SENT: Final = (
+    Headers.MESSAGE_ID,
+    Headers.CORRELATION_ID,
+    Headers.CONVERSATION_ID,
+    Headers.CONTENT_TYPE,
+    Headers.TIME_SENT,
+    Headers.DELIVER_AT,
+)
 COPIES: Final = uuid.UUID("5b7a1d5e-3f0c-4c7e-9d1e-8a6f0b2c4d10")
 
 
@@ -45,14 +53,8 @@ class Composer:
     def __init__(self, endpoint_name: str, clock: Clock, *, reply_to: str | None) -> None:
         self._clock = clock
         self._fixed = fixed_headers(endpoint_name, reply_to)
-        now = self._clock.now()
-        self._sent_now = self._template(sent_headers("%s", "%s", now, None))
-        self._sent_delayed = self._template(sent_headers("%s", "%s", now, now))
-
-    def _template(self, headers: dict[str, str]) -> str:
-        """Return the JSON of these and the fixed headers with a place for each value of these."""
-        places = encode_headers(dict.fromkeys(headers, "%s")).decode()
-        return f"{places[:-1]},{encode_headers(self._fixed).decode()[1:].replace('%', '%%')}"
+        self._sent_now = HeaderTemplate(SENT[:-1], self._fixed)
+        self._sent_delayed = HeaderTemplate(SENT, self._fixed)
 
     def compose(
         self,
@@ -74,19 +76,13 @@ class Composer:
         else:
             check_name("message_id", message_id, MAXIMUM_ID_LENGTH)
         encoded, content_type = encode_body(body)
+        values = sent_values(message_id, content_type, now, due)
+        template = self._sent_now if due is None else self._sent_delayed
         if headers or related_to is not None or '"' in message_id or "\\" in message_id:
-            sent = sent_headers(message_id, content_type, now, due) | self._fixed
-            message = Message(message_id, completed(sent, headers, related_to), encoded)
+            message = Message(message_id, completed(template.headers(values), headers, related_to), encoded)
         else:
-            message = Message.from_encoded(message_id, self._encoded(message_id, content_type, now, due), encoded)
+            message = template.message(message_id, values, encoded)
         return Outgoing(TransportOperation(message, destination), due)
-
-    def _encoded(self, message_id: str, content_type: str, now: datetime, due: datetime | None) -> bytes:
-        """Encode the headers most messages have: JSON's encoder would take as long as all the rest of a send."""
-        values = (message_id, message_id, message_id, content_type, to_wire_time(now))
-        if due is None:
-            return (self._sent_now % values).encode()
-        return (self._sent_delayed % (*values, to_wire_time(due))).encode()
 
     def reply(self, to: Message, body: Body, headers: HeaderMap | None, delay: timedelta | None) -> Outgoing:
         """Return an answer to `to`; raises InvalidMessage when it does not say where answers go."""
@@ -159,14 +155,13 @@ def check_endpoint_name(name: str) -> str:
 
 def sent_headers(message_id: str, content_type: str, now: datetime, due: datetime | None) -> dict[str, str]:
     """Return the headers that differ from one send to the next."""
-    headers = {
-        Headers.MESSAGE_ID: message_id,
-        Headers.CORRELATION_ID: message_id,
-        Headers.CONVERSATION_ID: message_id,
-        Headers.CONTENT_TYPE: content_type,
-        Headers.TIME_SENT: to_wire_time(now),
-    }
-    return headers if due is None else headers | {Headers.DELIVER_AT: to_wire_time(due)}
+    return dict(zip(SENT, sent_values(message_id, content_type, now, due), strict=False))
+
+
+def sent_values(message_id: str, content_type: str, now: datetime, due: datetime | None) -> tuple[str, ...]:
+    """Return their values, in the order of `SENT`; the last one is left out of what is due now."""
+    values = (message_id, message_id, message_id, content_type, to_wire_time(now))
+    return values if due is None else (*values, to_wire_time(due))
 
 
 def fixed_headers(endpoint_name: str, reply_to: str | None) -> dict[str, str]:

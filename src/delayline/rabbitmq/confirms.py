@@ -89,9 +89,11 @@ class Confirms:
     def wrote(self, batch: Batch, positions: Sequence[int]) -> None:
         """Expect an answer for each of these, written in this order."""
         run = Run(batch, positions, self._next)
+        if not self._outstanding:
+            self._empty.clear()
         self._next += len(positions)
-        self._outstanding.update(dict.fromkeys(range(run.first, self._next), run))
-        self._empty.clear()
+        for sequence in range(run.first, self._next):
+            self._outstanding[sequence] = run
 
     def settle(self, tag: int, *, multiple: bool, acknowledged: bool) -> None:
         """Take the broker's answer to one publication, or to all up to it."""

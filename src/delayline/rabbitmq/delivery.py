@@ -174,7 +174,7 @@ class DelayLevelDelivery:
         elif due <= now:
             await transport.dispatch([operation])
         else:
-            for error in (await self._defer_all([(operation, due)])).values():
+            for error in (await self._defer_all([(operation, due)], now)).values():
                 raise error
 
     def _is_for_store(self, due: datetime, now: datetime) -> bool:
@@ -196,7 +196,7 @@ class DelayLevelDelivery:
         else:
             await stored.defer(operation, due, transaction)
 
-    async def _defer_all(self, deferred: Sequence[Deferred]) -> Mapping[int, Exception]:
+    async def _defer_all(self, deferred: Sequence[Deferred], now: datetime | None = None) -> Mapping[int, Exception]:
         """Publish these to the levels; return the errors of those that are not there, by position."""
         host, transport = self._parts()
         failures: dict[int, Exception] = {}
@@ -204,8 +204,10 @@ class DelayLevelDelivery:
         publications: list[Publication] = []
         for position, (operation, due) in enumerate(deferred):
             try:
-                await self._bind_destination(transport, operation.destination)
-                delay = checked_until(due, host.clock.now())
+                if not self._is_bound(transport, operation.destination):
+                    await self._bind_destination(transport, operation.destination)
+                    now = None  # a while ago
+                delay = checked_until(due, now or host.clock.now())
             except (QueueNotFound, ValueError) as error:
                 failures[position] = error
                 continue
@@ -218,8 +220,6 @@ class DelayLevelDelivery:
 
     async def _bind_destination(self, transport: RabbitMQTransport, destination: str) -> None:
         """See to it that what comes out of the levels gets there. Raises QueueNotFound or InvalidMessage."""
-        if self._is_bound(transport, destination):
-            return
         check_destination(destination)
         async with self._binding:
             if self._is_bound(transport, destination):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
@@ -22,6 +23,7 @@ __all__ = ["Publication", "Publisher", "Unroutable"]
 
 PIPELINE: Final = 1
 APART: Final = 2
+NONE_MISSING: Final[Mapping[str, str]] = MappingProxyType({})
 CHUNK: Final = 128  # publications that are encoded before anything else may run
 CHUNK_BYTES: Final = 1 << 18
 FIRST_BACK_OFF: Final = 0.1  # seconds, doubled with every failure
@@ -88,7 +90,9 @@ class Publisher:
         """
         if not publications:
             return {}
-        link = await self._connected()
+        link = self._link
+        if link is None or link.connection.lost is not None or not self._started:
+            link = await self._connected()
         return await link.publish(publications)
 
     async def _connected(self) -> Link:
@@ -159,7 +163,8 @@ class Link:
 
     async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
         """Send all; see Publisher.publish."""
-        missing = await self._missing({publication.exchange for publication in publications})
+        unknown = {publication.exchange for publication in publications} - self._known
+        missing = await self._missing(unknown) if unknown else NONE_MISSING
         batch = Batch(publications)
         await self._write(batch, missing)
         await batch.settled
@@ -167,31 +172,29 @@ class Link:
             await self._one_by_one(batch)
         return batch.failures
 
-    async def _missing(self, exchanges: set[str]) -> Mapping[str, str]:
+    async def _missing(self, unknown: set[str]) -> Mapping[str, str]:
         """Return which exchanges are not there, and the broker's words; those that are, are asked for once only.
 
         Publishing to one that is missing would close the channel, and make others' outstanding messages be sent twice.
         """
-        unknown = exchanges - self._known
         missing: dict[str, str] = {}
-        if unknown:
-            async with self._apart:
-                for exchange in sorted(unknown - self._known):
-                    if len(exchange.encode()) > 255:
-                        continue
-                    channel = await self._channel(APART)
-                    await self.connection.ask_for_exchange(channel, exchange)
-                    if channel.closed is None:
-                        self._known.add(exchange)
-                    else:
-                        missing[exchange] = f"{channel.closed.code} {channel.closed.text}"
+        async with self._apart:
+            for exchange in sorted(unknown - self._known):
+                if len(exchange.encode()) > 255:
+                    continue
+                channel = await self._channel(APART)
+                await self.connection.ask_for_exchange(channel, exchange)
+                if channel.closed is None:
+                    self._known.add(exchange)
+                else:
+                    missing[exchange] = f"{channel.closed.code} {channel.closed.text}"
         return missing
 
     async def _write(self, batch: Batch, missing: Mapping[str, str]) -> None:
         positions: list[int] = []
         frames: list[bytes] = []
         size = 0
-        channel = await self._channel(PIPELINE)
+        channel = self._open_channel(PIPELINE) or await self._channel(PIPELINE)
         for position, publication in enumerate(batch.publications):
             if len(positions) >= CHUNK or size >= CHUNK_BYTES:
                 channel = await self._flush(channel, batch, positions, frames)
@@ -220,7 +223,8 @@ class Link:
     ) -> Channel:
         """Write when that is possible and return the channel to go on with: frames fit any of the same number."""
         if positions:
-            await self.connection.flowing()
+            if not self.connection.flows:
+                await self.connection.flowing()
             if channel.closed is not None:
                 channel = await self._channel(channel.number)
             channel.write(batch, positions, frames)
@@ -251,11 +255,12 @@ class Link:
 
     async def _channel(self, number: int) -> Channel:
         """Return the open channel of that number, opening it where it is closed. Raises BackendUnavailable."""
-        channel = self._channels.get(number)
-        if channel is not None and channel.closed is None:
-            return channel
         async with self._opening:
-            channel = self._channels.get(number)
-            if channel is None or channel.closed is not None:
+            channel = self._open_channel(number)
+            if channel is None:
                 channel = self._channels[number] = await self.connection.channel(number)
             return channel
+
+    def _open_channel(self, number: int) -> Channel | None:
+        channel = self._channels.get(number)
+        return channel if channel is not None and channel.closed is None else None

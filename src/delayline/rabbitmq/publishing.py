@@ -108,6 +108,11 @@ class PublishingConnection(asyncio.Protocol):
         with contextlib.suppress(ChannelEnded):
             await self._call(channel.number, passive_declare(exchange, channel.number))
 
+    @property
+    def flows(self) -> bool:
+        """Whether more may be written now."""
+        return self.lost is None and self._flowing.is_set()
+
     async def flowing(self) -> None:
         """Return when more may be written: the socket takes it and the broker is not blocked. Raises when lost."""
         while not self._flowing.is_set():

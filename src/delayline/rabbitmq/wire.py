@@ -7,9 +7,8 @@ nothing else (reference 6.2), so that one is written as such.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import CorruptHeaders, InvalidMessage
 from delayline.message import Headers
@@ -67,8 +66,7 @@ MESSAGE_ID_FLAG: Final = 1 << 7
 TYPE_FLAG: Final = 1 << 5
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(NamedTuple):
     """One message on its way to an exchange."""
 
     message: Message
@@ -81,12 +79,12 @@ class Publication:
 
 
 class _HeaderNames(dict[str, bytes]):
-    """Each header's name as it begins a field of type 'S'; empty where it must not be sent."""
+    """Each header's name as it begins a field of type 'S'."""
 
     def __missing__(self, name: str) -> bytes:
         if not isinstance(name, str):
             raise InvalidMessage(f"header name {name!r} is no str: names and values of headers are texts")
-        encoded = b"" if name in NOT_SENT else short_string(name, "header name") + b"S"
+        encoded = short_string(name, "header name") + b"S"
         if len(self) < MEMORY:
             self[name] = encoded
         return encoded
@@ -210,21 +208,18 @@ def _damaged(message: Message, delay: int | None) -> bytes:
 
 
 def _table(headers: Mapping[str, str], message_id: str, delay: int | None) -> bytes:
-    fields = [_delay_field(delay)]
-    name = value = None
+    if not NOT_SENT.isdisjoint(headers):
+        headers = {name: value for name, value in headers.items() if name not in NOT_SENT}
     try:
-        for name, value in headers.items():
-            start = _names[name]
-            if start:
-                raw = value.encode()
-                fields += (start, _length(len(raw)), raw)
+        fields = [_names[name] + _length(len(raw := value.encode())) + raw for name, value in headers.items()]
     except UnicodeEncodeError:
         return _table_with_surrogates(headers, delay)
     except AttributeError as error:
+        name, value = next(one for one in headers.items() if not isinstance(one[1], str))
         raise InvalidMessage(
             f"header {name!r} of message {message_id!r} is {value!r}, no str: convert it, as in str({value!r})"
         ) from error
-    encoded = b"".join(fields)
+    encoded = _delay_field(delay) + b"".join(fields)
     return _length(len(encoded)) + encoded
 
 
@@ -232,9 +227,8 @@ def _table_with_surrogates(headers: Mapping[str, str], delay: int | None) -> byt
     """Encode halves of characters, as JSON headers in a store keep them: what could be stored is not refused."""
     fields = [_delay_field(delay)]
     for name, value in headers.items():
-        if _names[name]:
-            raw = value.encode("utf-8", "surrogatepass")
-            fields += (_names[name], _length(len(raw)), raw)
+        raw = value.encode("utf-8", "surrogatepass")
+        fields += (_names[name], _length(len(raw)), raw)
     encoded = b"".join(fields)
     return _length(len(encoded)) + encoded
 
