@@ -250,12 +250,14 @@ def must_exist(url: str) -> None:
     urls.must_exist(url)
 
 
-async def examine(url: str, *, delay_levels: bool = True) -> Sequence[tuple[str, bool, str]]:
+async def examine(
+    url: str, *, delay_levels: bool = True, endpoint: str | None = None
+) -> Sequence[tuple[str, bool, str]]:
     """Return what was looked at in the back end at `url`, whether it is good, and what it is; levels where used."""
     if on_rabbitmq(url):
         from delayline.rabbitmq import examination
 
-        return await examination.examine(url, delay_levels=delay_levels)
+        return await examination.examine(url, delay_levels=delay_levels, endpoint=endpoint)
     if _scheme_of(url) == AZURE:
         from delayline.azure.examination import examine as examine_account
 

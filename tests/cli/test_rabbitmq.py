@@ -197,6 +197,15 @@ def test_doctor_does_without_the_management_plugin(
     ok, text = levels_of(ran)["delay levels"]
     assert ok
     assert "not looked at more closely: no management API at http://127.0.0.1:1" in text
+    assert "Whether another one ends in 'sales' was not looked at" in levels_of(ran)["delay levels: names"][1]
+    # And of an endpoint whose name ends in another's, it tells that without the plugin
+    assert run("setup", "--url", closed, "--endpoint", "acme.sales").code == 0
+    ran = run("doctor", "--url", closed, "--endpoint", "acme.sales", "--json")
+    assert ran.code == 1, ran.out
+    assert levels_of(ran)["delay levels: names"] == (
+        False,
+        "'sales' on the broker, in which 'acme.sales' ends, would get its delayed messages too. Rename one",
+    )
 
 
 def test_doctor_looks_for_no_levels_where_messages_wait_in_a_database(

@@ -157,6 +157,19 @@ async def test_names_that_others_use_are_warned_of_at_start(rabbitmq: RabbitmqSe
             await signals.wait_for(Event.DESTINATIONS_CROSS, timeout=20)
 
 
+async def test_a_name_that_ends_in_one_on_the_broker_is_warned_of_at_start(rabbitmq_url: str) -> None:
+    """Given another process' endpoint sales, when acme.sales starts, then the log says it, without management."""
+    other = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=DelayLevelDelivery())
+    await other.setup()
+    transport = RabbitMQTransport(rabbitmq_url)
+    endpoint = Endpoint("of.acme.sales", transport=transport, delayed_delivery=DelayLevelDelivery())
+    with Signals() as signals:
+        async with endpoint:
+            await signals.wait_for(Event.DESTINATIONS_CROSS, timeout=20)
+    [record] = signals.records(Event.DESTINATIONS_CROSS)
+    assert record.getMessage().startswith("'sales' is on the broker as well")
+
+
 async def test_a_destination_that_is_deleted_and_made_again(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given a message that waits, when its queue is deleted and set up again before it is due, then it arrives."""
     transport = RabbitMQTransport(rabbitmq_url)

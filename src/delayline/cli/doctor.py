@@ -108,7 +108,7 @@ async def _database(settings: Settings) -> AsyncIterator[Finding]:
         places.append(settings.where_queues_are)
     levels = on_rabbitmq(settings.where_messages_wait) or settings.delay_levels_from_seconds is not None
     for place in dict.fromkeys(places):
-        for what, ok, text in await examine(place, delay_levels=levels):
+        for what, ok, text in await examine(place, delay_levels=levels, endpoint=settings.endpoint):
             yield Finding(what, ok, text)
 
 

@@ -156,8 +156,12 @@ def crossings(destinations: Iterable[str]) -> Iterator[tuple[str, str]]:
     known = sorted(set(destinations))
     names = set(known)
     for meant in known:
-        words = meant.split(".")
-        for start in range(1, len(words)):
-            receiver = ".".join(words[start:])
+        for receiver in endings(meant):
             if receiver in names:
                 yield receiver, meant
+
+
+def endings(name: str) -> tuple[str, ...]:
+    """Return the names that receive what is meant for this one too: its last words, the longest first."""
+    words = name.split(".")
+    return tuple(ending for start in range(1, len(words)) if (ending := ".".join(words[start:])))

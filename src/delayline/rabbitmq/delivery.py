@@ -10,14 +10,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span
-from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError, NotStarted, QueueNotFound
-from delayline.events import Event, emit
+from delayline.errors import BackendUnusable, ConfigurationError, NotStarted, QueueNotFound
 from delayline.rabbitmq.connection import NothingThere
+from delayline.rabbitmq.crossing_names import CrossingNames
 from delayline.rabbitmq.delay_levels import (
     MAXIMUM_DELAY,
     check_destination,
     checked_until,
-    crossings,
     seconds_until,
 )
 from delayline.rabbitmq.frames import ExchangeDeclare
@@ -27,7 +26,7 @@ from delayline.rabbitmq.publisher import Publication, Unroutable
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from delayline.callers import Caller
@@ -71,6 +70,7 @@ class DelayLevelDelivery:
         self._binding = asyncio.Lock()
         self._started = False
         self._looking: asyncio.Task[None] | None = None
+        self._crossings: CrossingNames | None = None
 
     @property
     def transaction_domain(self) -> None:
@@ -124,7 +124,7 @@ class DelayLevelDelivery:
 
     async def start(self) -> None:
         """Look whether the levels are there, else raise BackendUnusable; start the store in front."""
-        _, transport = self._parts()
+        host, transport = self._parts()
         await self._check_version(transport)
         try:
             await transport.connection.run(
@@ -135,8 +135,8 @@ class DelayLevelDelivery:
         if self.stored is not None:
             await self.stored.start()
         self._started = True
-        if transport.address.management is not None:
-            self._looking = asyncio.create_task(self._look_for_crossings(transport))
+        self._crossings = CrossingNames(transport, self._levels)
+        self._looking = asyncio.create_task(self._crossings.look(host.endpoint_name))
 
     async def stop(self) -> None:
         """Stop the store in front; what waits in the levels comes due by itself."""
@@ -232,8 +232,8 @@ class DelayLevelDelivery:
             if self._bound_over != transport.connection.generation:
                 self._bound.clear()
                 self._bound_over = transport.connection.generation
-            if destination not in self._bound:
-                self._warn_of_crossings(destination, [*self._bound, self._parts()[0].endpoint_name])
+            if destination not in self._bound and self._crossings is not None:
+                self._crossings.among(destination, [*self._bound, self._parts()[0].endpoint_name])
             self._bound[destination] = asyncio.get_running_loop().time()
 
     def _is_bound(self, transport: RabbitMQTransport, destination: str) -> bool:
@@ -241,24 +241,6 @@ class DelayLevelDelivery:
         if since is None or self._bound_over != transport.connection.generation:
             return False
         return asyncio.get_running_loop().time() < since + BOUND_FOR
-
-    async def _look_for_crossings(self, transport: RabbitMQTransport) -> None:
-        """Ask the management API, where its URL is given, for names that cross this endpoint's."""
-        from delayline.rabbitmq.management import ManagementApi
-        from delayline.rabbitmq.verification import destinations
-
-        with contextlib.suppress(DelaylineError):
-            async with ManagementApi(transport.address) as api:
-                bound = destinations(self._levels, await api.bindings())
-            self._warn_of_crossings(self._parts()[0].endpoint_name, bound)
-
-    def _warn_of_crossings(self, destination: str, others: Iterable[str]) -> None:
-        for receiver, meant in crossings([*others, destination]):
-            if destination in (receiver, meant):
-                text = (
-                    "%r also receives the delayed messages for %r, whose name ends in it: rename one of the endpoints"
-                )
-                emit(logger, logging.WARNING, Event.DESTINATIONS_CROSS, text, receiver, meant)
 
     async def _check_version(self, transport: RabbitMQTransport) -> None:
         version = await transport.connection.version()

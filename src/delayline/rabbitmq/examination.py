@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq import verification
 from delayline.rabbitmq.connection import NothingThere
+from delayline.rabbitmq.crossing_names import receivers
 from delayline.rabbitmq.frames import ExchangeDeclare
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.management import ManagementApi
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 WHAT: Final = "delay levels"
 
 
-async def examine(url: str, *, delay_levels: bool = True) -> Sequence[Check]:
+async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None = None) -> Sequence[Check]:
     """Return what was looked at, whether it is good, and what it is. Raises BackendUnusable or BackendUnavailable.
 
     delay_levels: whether messages wait in them; without, they are not looked for.
+    endpoint: whose name is looked at where the management API does not answer, which knows all names.
     """
     transport = RabbitMQTransport(url)
     connection, levels = transport.connection, DelayInfrastructure.named(transport.address.delays)
@@ -34,19 +36,35 @@ async def examine(url: str, *, delay_levels: bool = True) -> Sequence[Check]:
         if not delay_levels:
             return [version]
         await connection.run(lambda channel: channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True)))
+        crossing = await receivers(connection, levels, endpoint or "")
     except NothingThere:
         return [version, Check(WHAT, ok=False, text="none. Create them: delayline setup, or delayline rabbitmq create")]
     finally:
         await transport.stop()
-    return [version, *await _closely(transport.address, levels)]
+    try:
+        return [version, *await _closely(transport.address, levels)]
+    except (BackendUnavailable, BackendUnusable) as error:
+        there = Check(WHAT, ok=True, text=f"{levels.delivery!r} is there; not looked at more closely: {error}")
+        return [version, there, _names(endpoint, crossing)] if endpoint else [version, there]
 
 
 async def _closely(address: BrokerAddress, levels: DelayInfrastructure) -> Sequence[Check]:
     """Return what is wrong with the levels, or that nothing is: as far as the management API lets anybody see."""
     async with ManagementApi(address) as api:
-        try:
-            checks = [*await verification.verify(api, levels), *await verification.examine(api, levels)]
-        except (BackendUnavailable, BackendUnusable) as error:
-            return [Check(WHAT, ok=True, text=f"{levels.delivery!r} is there; not looked at more closely: {error}")]
+        checks = [*await verification.verify(api, levels), *await verification.examine(api, levels)]
     wrong = [Check(f"{WHAT}: {check.what}", ok=False, text=check.text) for check in checks if not check.ok]
     return wrong or [Check(WHAT, ok=True, text=f"{levels.prefix}.* are complete, and due messages get through")]
+
+
+def _names(endpoint: str, crossing: Sequence[str]) -> Check:
+    """Return what is known of names without the management API: half of it."""
+    what = f"{WHAT}: names"
+    if crossing:
+        pairs = ", ".join(map(repr, crossing))
+        text = f"{pairs} on the broker, in which {endpoint!r} ends, would get its delayed messages too. Rename one"
+        return Check(what, ok=False, text=text)
+    text = (
+        f"{endpoint!r} ends in no other name on the broker. Whether another one ends in {endpoint!r} was not looked "
+        "at: it takes the management API, at management= in the URL"
+    )
+    return Check(what, ok=True, text=text)
