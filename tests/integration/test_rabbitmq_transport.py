@@ -256,7 +256,7 @@ async def test_a_missing_permission_is_named(
 ) -> None:
     user = RabbitMQTransport(rabbitmq.new_user(rabbitmq_url, **{refused: "^$"}))
     await user.start()
-    with pytest.raises(BackendUnusable, match=rf"no ({refused}|sufficient) permission on .*set_permissions"):
+    with pytest.raises(BackendUnusable, match=rf"no {refused} permission on .*set_permissions"):
         if refused == "read":
             await (await user.receiver("billing")).receive(1)
         else:

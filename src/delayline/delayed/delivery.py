@@ -91,7 +91,8 @@ class StoredDelivery:
     number_of_retries: further attempts to forward a due message after the first failed one; 0 or more.
     time_to_trigger_..._circuit_breaker: how long storing, fetching or dispatching may fail before a critical error.
     maximum_recovery_failures_per_second: how often moving or counting failed messages may itself fail; 1 or more.
-    batch_size, batch_bytes: how much the poller takes at once; both 1 or more.
+    batch_size, batch_bytes: how much the poller takes at once; both 1 or more. Where store and queues have no
+    transaction in common it holds a second batch ready while one is sent.
     polling: False stores only and leaves dispatching to other processes of the same endpoint.
     """
 

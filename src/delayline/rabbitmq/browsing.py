@@ -13,7 +13,7 @@ from pamqp import commands
 
 from delayline.errors import InvalidMessage
 from delayline.message import Message
-from delayline.rabbitmq.frames import Get, QueueDeclare, QueuePurge
+from delayline.rabbitmq.frames import Get, QueueDeclare, QueuePurge, ask
 from delayline.rabbitmq.properties import message_from
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ async def take(channel: Channel, queue: str, message_id: str) -> bool:
 
 async def purge(channel: Channel, queue: str) -> int:
     """Remove every message that nobody holds and return how many."""
-    answer = await channel.rpc(QueuePurge(queue=queue))
+    answer = await ask(channel, QueuePurge(queue=queue))
     return answer.message_count if isinstance(answer, commands.Queue.PurgeOk) and answer.message_count else 0
 
 
 async def _get(channel: Channel, queue: str) -> DeliveredMessage | None:
     """Take one message: what aiormq's `basic_get` does, for any name."""
     channel.getter = asyncio.get_running_loop().create_future()
-    await channel.rpc(Get(queue=queue))
+    await ask(channel, Get(queue=queue))
     frame, delivered = await channel.getter
     return delivered if isinstance(frame, commands.Basic.GetOk) else None
 

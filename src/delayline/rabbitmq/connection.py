@@ -14,6 +14,7 @@ from aio_pika.connection import make_url
 
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq.confirms import Closed
+from delayline.rabbitmq.frames import PermissionMissing
 from delayline.rabbitmq.refusals import ACCESS_REFUSED, not_connected, refused_connection
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 
 #: What aio-pika, aiormq and the socket raise when the broker is not there, or no longer.
 LOST: Final = (pika.AMQPError, pika.ChannelInvalidStateError, OSError, TimeoutError, asyncio.IncompleteReadError)
-#: RabbitMQ's text names the permission since 3.9: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
+#: Newer brokers' texts name the permission: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
 REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
 
 
@@ -163,7 +164,7 @@ def _explained(error: BaseException, address: BrokerAddress) -> Exception:
     if isinstance(error, pika.ChannelPreconditionFailed):
         return Differs(text)
     if isinstance(error, pika.ChannelClosed) and "ACCESS_REFUSED" in text:
-        return _refused(text, address)
+        return _refused(text, address, error.permission if isinstance(error, PermissionMissing) else "sufficient")
     if isinstance(error, pika.ProbableAuthenticationError | pika.AuthenticationError):
         return refused_connection(address, Closed(ACCESS_REFUSED, text))
     code = error.args[0] if isinstance(error, pika.ConnectionClosed) and error.args else None
@@ -172,13 +173,13 @@ def _explained(error: BaseException, address: BrokerAddress) -> Exception:
     return not_connected(address, error.__cause__ if isinstance(error.__cause__, OSError) else error)
 
 
-def _refused(text: str, address: BrokerAddress) -> BackendUnusable:
+def _refused(text: str, address: BrokerAddress, permission: str) -> BackendUnusable:
     refused = REFUSED.search(text)
     if refused is None:
         return BackendUnusable(f"RabbitMQ at {address} refuses: {text}")
     what, thing, vhost, user = refused.groups()
     return BackendUnusable(
-        f"user {user!r} has no {what or 'sufficient'} permission on {thing} in virtual host {vhost!r}. Allow it with: "
+        f"user {user!r} has no {what or permission} permission on {thing} in virtual host {vhost!r}. Allow it with: "
         f"rabbitmqctl set_permissions -p {vhost} {user} CONFIGURE WRITE READ ({text})"
     )
 

@@ -21,6 +21,7 @@ from delayline.rabbitmq.delay_levels import (
     route,
     waiting_key,
 )
+from delayline.rabbitmq.frames import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +56,13 @@ class Binding:
     destination: str
     routing_key: str
     to_queue: bool
+
+    @property
+    def method(self) -> QueueBind | ExchangeBind:
+        """What makes it."""
+        if self.to_queue:
+            return QueueBind(queue=self.destination, exchange=self.source, routing_key=self.routing_key)
+        return ExchangeBind(destination=self.destination, source=self.source, routing_key=self.routing_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +160,11 @@ class DelayInfrastructure:
         """
         try:
             for exchange in self.exchanges:
-                await channel.exchange_declare(exchange, exchange_type="topic", durable=True)
+                await ask(channel, ExchangeDeclare(exchange=exchange, exchange_type="topic", durable=True))
             for queue in self.queues:
-                await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
-            for binding in self.bindings:
-                if binding.to_queue:
-                    await channel.queue_bind(binding.destination, binding.source, routing_key=binding.routing_key)
-                else:
-                    await channel.exchange_bind(
-                        destination=binding.destination, source=binding.source, routing_key=binding.routing_key
-                    )
+                await ask(channel, QueueDeclare(queue=queue.name, durable=True, arguments=dict(queue.arguments)))
+            for one in self.bindings:
+                await ask(channel, one.method)
         except ChannelPreconditionFailed as error:
             raise refusal(error) from error
 

@@ -14,7 +14,7 @@ from pamqp import commands
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
 from delayline.rabbitmq.connection import LOST, NothingThere
-from delayline.rabbitmq.frames import Consume
+from delayline.rabbitmq.frames import Consume, ask
 from delayline.rabbitmq.properties import message_from
 from delayline.transport import ReceivedMessage
 
@@ -216,7 +216,7 @@ class RabbitMQReceiver:
         self._consumers.append(tag)
         channel.consumers[tag] = self._delivered
         await channel.basic_qos(prefetch_count=more)
-        await channel.rpc(Consume(queue=self._queue, consumer_tag=tag))
+        await ask(channel, Consume(queue=self._queue, consumer_tag=tag))
         self._capacity += more
 
     async def _open(self) -> Channel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from delayline.rabbitmq.frames import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare
+from delayline.rabbitmq.frames import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
 
 if TYPE_CHECKING:
     from aiormq.channel import Channel
@@ -44,9 +44,9 @@ class ConventionalTopology:
 
     async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
         """Create the queue, its exchange and their binding."""
-        await channel.rpc(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
-        await channel.rpc(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
-        await channel.rpc(QueueBind(queue=queue, exchange=queue))
+        await ask(channel, QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+        await ask(channel, ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
+        await ask(channel, QueueBind(queue=queue, exchange=queue))
 
     async def check(self, channel: Channel, destination: str) -> None:
         """Look whether the exchange is there: publishing to one that is not would end the publisher's channel."""
@@ -54,8 +54,8 @@ class ConventionalTopology:
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
         """Bind the destination's exchange."""
-        await channel.rpc(
-            ExchangeBind(destination=destination, source=delivery_exchange, routing_key=f"#.{destination}")
+        await ask(
+            channel, ExchangeBind(destination=destination, source=delivery_exchange, routing_key=f"#.{destination}")
         )
 
 
@@ -69,14 +69,14 @@ class DirectTopology:
 
     async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
         """Create the queue."""
-        await channel.rpc(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+        await ask(channel, QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
 
     async def check(self, channel: Channel, destination: str) -> None:
         """Do nothing: the broker returns what has no queue."""
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
         """Bind the queue."""
-        await channel.rpc(QueueBind(queue=destination, exchange=delivery_exchange, routing_key=f"#.{destination}"))
+        await ask(channel, QueueBind(queue=destination, exchange=delivery_exchange, routing_key=f"#.{destination}"))
 
 
 TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}
