@@ -70,11 +70,11 @@ def sales(url: str) -> Endpoint:
 
 
 async def test_a_broker_killed_with_messages_on_several_levels(crashing_rabbitmq: RabbitmqServer) -> None:
-    """Given delays of 0 to 15 s under way and more being sent, when the broker is killed, then all arrive in time."""
+    """Given delays of 0 to 10 s under way and more being sent, when the broker is killed, then all arrive in time."""
     server, chance = crashing_rabbitmq, random.Random(new_seed())  # noqa: S311 - repeatable
     endpoint = sales(server.new_vhost())
     handled = Handled(endpoint)
-    ids = {f"m{number}": chance.uniform(0, 15) for number in range(400)}
+    ids = {f"m{number}": chance.uniform(0, 10) for number in range(400)}
     async with endpoint:
         await asyncio.to_thread(server.settle)
         sending = asyncio.gather(*(send_surely(endpoint, *one) for one in list(ids.items())[:300]))

@@ -18,8 +18,6 @@ from delayline import (
     DelayedMessage,
     Endpoint,
     Event,
-    InvalidDueTime,
-    InvalidMessage,
     Message,
     SqlDelayedMessageStore,
     SqlTransport,
@@ -106,19 +104,6 @@ async def test_ten_seconds_wait_eight_and_two(rabbitmq_url: str) -> None:
         assert 10.0 <= instant - began < 13.0
         assert await transport.count("destination") == arrived.qsize() == 0
         await connection.close()
-
-
-async def test_the_range_is_checked_before_anything_is_sent(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
-    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=DelayLevelDelivery())
-    async with endpoint:
-        with pytest.raises(InvalidDueTime, match=r"exceeds the maximum delay value '3106\.21:24:15'"):
-            await endpoint.send("sales", b"", delay=timedelta(seconds=MAXIMUM_DELAY + 1))
-        with pytest.raises(InvalidMessage, match="199 bytes"):
-            await endpoint.send("s" * 200, b"", delay=SECOND)
-        with pytest.raises(InvalidMessage, match="pattern"):
-            await endpoint.send("sales.#", b"", delay=SECOND)
-        await endpoint.send("sales", b"", delay=timedelta(seconds=MAXIMUM_DELAY))
-    await until(lambda: waiting(rabbitmq, rabbitmq_url, "nsb.v2.delay-level-27") == 1)
 
 
 async def test_levels_that_are_not_there_are_told_at_start(rabbitmq_url: str) -> None:

@@ -169,25 +169,27 @@ async def _send_all(publisher: Publisher, queue: str, confirmed: list[str]) -> N
 
 
 async def test_a_blocked_broker_makes_senders_wait(
-    crashing_rabbitmq: RabbitmqServer, caplog: pytest.LogCaptureFixture
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Given a memory alarm, when messages are published, then they wait, are told of, can be cancelled, and arrive."""
-    url = crashing_rabbitmq.new_vhost()
-    await declare(url, "there")
+    await declare(rabbitmq_url, "there")
     caplog.set_level(logging.WARNING, "delayline.rabbitmq")
-    async with opened(f"{url}?heartbeat=1") as publisher:
-        await asyncio.to_thread(crashing_rabbitmq.raise_memory_alarm)
-        first = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("first"))]))
-        await until(lambda: publisher.blocked)
-        cancelled = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("cancelled"))]))
-        waiting = asyncio.ensure_future(publisher.publish([to_queue("there", a_message(f"m-{n}")) for n in range(9)]))
-        await asyncio.sleep(3)  # longer than the heartbeats of a dead broker
-        assert not waiting.done()
-        cancelled.cancel()
-        await asyncio.to_thread(crashing_rabbitmq.clear_memory_alarm)
+    async with opened(f"{rabbitmq_url}?heartbeat=1") as publisher:
+        await asyncio.to_thread(rabbitmq.raise_memory_alarm)
+        try:
+            first = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("first"))]))
+            await until(lambda: publisher.blocked)
+            cancelled = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("cancelled"))]))
+            nine = [to_queue("there", a_message(f"m-{n}")) for n in range(9)]
+            waiting = asyncio.ensure_future(publisher.publish(nine))
+            await asyncio.sleep(3)  # longer than the heartbeats of a dead broker
+            assert not waiting.done()
+            cancelled.cancel()
+        finally:
+            await asyncio.to_thread(rabbitmq.clear_memory_alarm)
         assert (await first, await waiting) == ({}, {})
         assert publisher.blocked is None
-    ids = [message.message_id for message in await drain(url, "there")]
+    ids = [message.message_id for message in await drain(rabbitmq_url, "there")]
     assert ids == ["first", *(f"m-{n}" for n in range(9))]
     events = [vars(record)["event"] for record in caplog.records]
     assert events == [Event.PUBLISHING_BLOCKED, Event.PUBLISHING_UNBLOCKED]

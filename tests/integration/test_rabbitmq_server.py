@@ -37,19 +37,20 @@ async def test_a_killed_node_comes_back_with_what_it_confirmed(crashing_rabbitmq
     assert found.body == b"still here"
 
 
-async def test_a_memory_alarm_holds_confirms_back_until_it_is_over(crashing_rabbitmq: RabbitmqServer) -> None:
+async def test_a_memory_alarm_holds_confirms_back_until_it_is_over(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     # Given a connection that has published, and a node out of memory
-    async with await aio_pika.connect(crashing_rabbitmq.new_vhost()) as connection:
+    async with await aio_pika.connect(rabbitmq_url) as connection:
         channel = await connection.channel()
         await channel.declare_queue("busy")
         await channel.default_exchange.publish(aio_pika.Message(b"before"), "busy")
-        await asyncio.to_thread(crashing_rabbitmq.raise_memory_alarm)
-
-        # When it publishes again
-        second = asyncio.create_task(channel.default_exchange.publish(aio_pika.Message(b"during"), "busy"))
-        await asyncio.wait([second], timeout=0.5)
-        held_back = not second.done()
-        await asyncio.to_thread(crashing_rabbitmq.clear_memory_alarm)
+        await asyncio.to_thread(rabbitmq.raise_memory_alarm)
+        try:
+            # When it publishes again
+            second = asyncio.create_task(channel.default_exchange.publish(aio_pika.Message(b"during"), "busy"))
+            await asyncio.wait([second], timeout=0.5)
+            held_back = not second.done()
+        finally:
+            await asyncio.to_thread(rabbitmq.clear_memory_alarm)
 
         # Then the confirm comes after the alarm only
         await asyncio.wait_for(second, 30)
