@@ -149,3 +149,17 @@ async def test_a_stop_finishes_what_is_sent_and_gives_back_what_is_not(clock: Ma
     # Then the first batch is out, and somebody else may have the rest
     assert await house.ids("out") == ["0", "1"]
     assert await free(house) == ["2", "3", "4", "5"]
+
+
+@APART
+async def test_what_was_fetched_long_ago_is_fetched_again(clock: ManualClock, way: str) -> None:
+    """Given a transport that blocks for longer than a lease, when it goes on, then locks are fresh."""
+    house, confirms = await six_in_twos(clock, way)
+    await house.endpoint.start()
+    await clock.advance(6)
+    confirms.arrive.set()
+    await settle()
+    fetched = [verb for verb, _ in house.faults.verbs("fetch", "dispatch")][:5]
+    assert fetched == ["fetch", "dispatch", "fetch", "fetch", "dispatch"]
+    assert await house.ids("out") == ["0", "1", "2", "3", "4", "5"]
+    await house.endpoint.stop()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
+    from datetime import datetime
     from types import TracebackType
 
     from delayline.message import DelayedMessage
@@ -18,9 +19,14 @@ class Fetched:
     """Due messages, and the transaction that holds them from their fetch until it is left, where there is one."""
 
     def __init__(
-        self, messages: Sequence[DelayedMessage], transaction: Transaction | None, holds: contextlib.AsyncExitStack
+        self,
+        messages: Sequence[DelayedMessage],
+        at: datetime,
+        transaction: Transaction | None,
+        holds: contextlib.AsyncExitStack,
     ) -> None:
         self.messages = messages
+        self.at = at
         self.transaction = transaction
         self._holds = holds
 

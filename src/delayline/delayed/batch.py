@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
 
 from delayline.delayed.ahead import Ahead, Fetched
 from delayline.delayed.scope import savepoint, spoilt
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 logger = logging.getLogger(__name__)
+
+#: How long what was fetched ahead is good for: a store's lock may be a lease, and a transport may block for minutes.
+FRESH: Final = timedelta(seconds=5)
 
 
 @dataclass(slots=True)
@@ -97,8 +101,7 @@ class Mover:
         """Leave what was fetched ahead to the store, or, without a transaction, to the next `release`."""
         fetched = await self._ahead.take()
         if fetched is not None:
-            await fetched.undo()
-            self._unreleased += fetched.messages if self._scope.begin is None else ()
+            await self._undo(fetched)
 
     async def recover(self, batch: Batch, error: Exception) -> None:
         """Deal with a batch of one, for whose failure its transaction was rolled back."""
@@ -129,10 +132,17 @@ class Mover:
 
     async def _next(self, now: datetime, limit: int) -> Fetched:
         fetched = await self._ahead.take()
-        if fetched is not None and not fetched.messages:
-            await fetched.undo()  # there may be some by now
-            fetched = None
-        return fetched or await self._fetch(now, limit)
+        if fetched is None:
+            return await self._fetch(now, limit)
+        if fetched.messages and now - fetched.at <= FRESH:
+            return fetched
+        await self._undo(fetched)
+        await self.release(())
+        return await self._fetch(now, limit)
+
+    async def _undo(self, fetched: Fetched) -> None:
+        await fetched.undo()
+        self._unreleased += fetched.messages if self._scope.begin is None else ()
 
     async def _fetch(self, now: datetime, limit: int) -> Fetched:
         async with contextlib.AsyncExitStack() as holds:
@@ -140,7 +150,7 @@ class Mover:
             due = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
             if due:
                 emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(due), messages=due)
-            return Fetched(due, transaction, holds.pop_all())
+            return Fetched(due, now, transaction, holds.pop_all())
 
     async def _forward(self, batch: Batch, transaction: Transaction | None) -> None:
         operations = [TransportOperation(_as_sent(message.message), message.destination) for message in batch.messages]
