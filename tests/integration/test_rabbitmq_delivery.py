@@ -191,9 +191,9 @@ async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
     """Given a delay 3 s beyond the range, when those have passed, then the message is in the levels."""
     delivery = DelayLevelDelivery(stored=StoredDelivery(store))
     endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=delivery)
-    due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY + 3)
     monkeypatch.setattr(delayline.rabbitmq.delivery, "MARGIN", timedelta(0))
     async with endpoint:
+        due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY + 3)
         await endpoint.send("sales", b"", message_id="m", deliver_at=due)
         [kept] = await endpoint.delayed.pending()
         assert kept.due == due - timedelta(seconds=MAXIMUM_DELAY)
