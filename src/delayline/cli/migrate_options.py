@@ -26,6 +26,7 @@ KINDS: Final = (
     "nhibernate",
     "delayline",
     "procrastinate",
+    "apscheduler",
     "rabbitmq-levels",
     "azure-storage",
     "ravendb",

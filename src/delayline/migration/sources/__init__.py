@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import ConfigurationError
+from delayline.migration.sources.apscheduler import APScheduler
 from delayline.migration.sources.delayline_store import DelaylineStore
 from delayline.migration.sources.nhibernate import NHibernate
 from delayline.migration.sources.nservicebus_sql import NServiceBusSql
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from delayline.migration.taken import TakenSource
 
 TABLES: Final[dict[str, type[TableSource]]] = {
-    one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate)
+    one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)
 }
 #: Places that are no tables; loaded when one is named, as each needs an extra of its own.
 PLACES: Final = {"rabbitmq-levels": "RabbitmqLevels", "azure-storage": "AzureStorage", "ravendb": "RavenDb"}

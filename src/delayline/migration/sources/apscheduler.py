@@ -1,0 +1,138 @@
+"""APScheduler's SQL job store: jobs that run once become messages; those that repeat are named, and stay."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from sqlalchemy import Column, Float, String, select
+
+from delayline.clock import EPOCH
+from delayline.message import Headers
+from delayline.migration.rows import record_batch
+from delayline.migration.source import Part, TableSource
+from delayline.sql.schema import CONTENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pyarrow as pa
+    from sqlalchemy import ColumnElement, Connection, Table
+
+#: APScheduler's default; a job store may have been given another one.
+TABLE: Final = "apscheduler_jobs"
+LONGEST_ID: Final = 191
+ONCE: Final = "apscheduler.triggers.date.DateTrigger"
+#: What a message says of the job that it was, beside its arguments in the body.
+FUNCTION: Final = "APScheduler.Function"
+NAME: Final = "APScheduler.Name"
+UNREADABLE: Final = "its state cannot be read: {}"
+REPEATS: Final = "it repeats ({}), and a message comes once: schedule it anew, or let APScheduler run it"
+NO_JSON: Final = "its arguments are no JSON: {}. Let APScheduler run it"
+
+
+class APScheduler(TableSource):
+    """Jobs of APScheduler 3 that run once: the executor becomes the destination, the arguments the body.
+
+    A job's state is a pickle: it is read without running or importing anything that it names. Paused jobs stay.
+    """
+
+    kind: ClassVar[str] = "apscheduler"
+    key: ClassVar[str] = "id"
+    due: ClassVar[str] = "next_run_time"
+    outside: ClassVar[str] = "it is paused, or is due beyond the years 1753 to 9999"
+
+    def columns(self) -> list[Column[Any]]:
+        """Return the columns that APScheduler 3 makes."""
+        return [
+            Column("id", String(LONGEST_ID), primary_key=True),
+            Column("next_run_time", Float(25)),
+            Column("job_state", CONTENT),
+        ]
+
+    def parts(self, connection: Connection) -> list[Part]:
+        """Return one part: a job store belongs to one scheduler."""
+        if TABLE not in self.table_names(connection):
+            return []
+        self.check_columns(connection, TABLE)
+        jobs = self.table(TABLE)
+        found = connection.execute(select(jobs.c.id).limit(1)).first()
+        return [] if found is None else [Part(self.kind, TABLE)]
+
+    def names(self, part: Part, endpoint: str) -> bool:
+        """Tell that the jobs are that endpoint's, whatever it is called: they have no other owner."""
+        del part, endpoint
+        return True
+
+    def kept_due(self, due: datetime) -> float:
+        """Return the seconds since 1970."""
+        return (due - EPOCH) / timedelta(seconds=1)
+
+    def read_due(self, kept: float) -> datetime:
+        """Return the instant, to the microsecond."""
+        return (EPOCH + timedelta(microseconds=round(kept * 1_000_000))).astimezone(UTC)
+
+    def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
+        """Return what becomes of a job a message."""
+        del bodies
+        return [table.c.id, table.c.next_run_time, table.c.job_state]
+
+    def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+        """Return the jobs as messages; what cannot be one with the reason."""
+        return record_batch(self._message(*row) for row in rows)
+
+    def _message(self, key: str, due: float, state: bytes) -> tuple[Any, ...]:
+        message_id, at = f"apscheduler-{key}", self.read_due(due)
+        try:
+            job = state_of(bytes(state))
+            trigger = f"{type(job['trigger']).__module__}.{type(job['trigger']).__qualname__}"
+            function, name, executor = str(job["func"]), str(job["name"]), str(job["executor"])
+            arguments = {"args": list(job["args"]), "kwargs": dict(job["kwargs"])}
+        except Exception as error:
+            return message_id, None, at, None, None, UNREADABLE.format(error)
+        reason = None if trigger == ONCE else REPEATS.format(trigger.rsplit(".", 1)[1])
+        try:
+            body = json.dumps(arguments, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            body, reason = b"", reason or NO_JSON.format(error)
+        headers = {
+            Headers.MESSAGE_ID: message_id, Headers.CONTENT_TYPE: "application/json", FUNCTION: function, NAME: name,
+        }  # fmt: skip
+        return message_id, executor, at, json.dumps(headers), body, reason
+
+
+class _Inert:
+    """Stands for an object of any class: it takes what a pickle gives it, and does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - whatever was pickled
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> _Inert:  # noqa: ANN401 - as above
+        return _Inert()
+
+    def __setstate__(self, _: Any) -> None:  # noqa: ANN401 - as above
+        pass
+
+    def __setitem__(self, _: Any, __: Any) -> None:  # noqa: ANN401 - as above
+        pass
+
+    append = extend = add = update = __setstate__
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a pickle without importing anything: every class and function that it names is an inert one."""
+
+    def find_class(self, module: str, name: str) -> type[_Inert]:
+        """Return a class of that name."""
+        return type(name, (_Inert,), {"__module__": module})
+
+
+def state_of(pickled: bytes) -> dict[str, Any]:
+    """Return what a job store has kept of a job; objects in it are inert. Raises what pickle does, or TypeError."""
+    state = _Reader(io.BytesIO(pickled)).load()
+    if not isinstance(state, dict):
+        raise TypeError(f"it holds a {type(state).__name__}, no job")
+    return state
