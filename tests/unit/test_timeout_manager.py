@@ -372,6 +372,8 @@ async def test_an_external_timeout_manager_keeps_what_is_deferred_and_what_is_re
 
 
 async def test_an_external_timeout_manager_that_is_not_there_is_said(clock: ManualClock) -> None:
+    with pytest.raises(ConfigurationError, match="1 to 200 characters"):
+        ExternalTimeoutManager("")
     delivery = ExternalTimeoutManager("nobody.Timeouts")
     async with Endpoint("crm", transport=MemoryTransport(), delayed_delivery=delivery, clock=clock) as endpoint:
         with pytest.raises(QueueNotFound, match=r"nobody\.Timeouts"):

@@ -8,8 +8,7 @@ from delayline.callers import JoinsCallers
 from delayline.delayed.timeout_headers import TRUE, TimeoutHeaders
 from delayline.delayed.timeout_poll import control_message
 from delayline.errors import ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
-from delayline.message import Headers, to_wire_time
-from delayline.outgoing import check_endpoint_name
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, to_wire_time
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -67,7 +66,11 @@ class ExternalTimeoutManager:
     """
 
     def __init__(self, address: str) -> None:
-        self.address = check_endpoint_name(address)
+        if not isinstance(address, str) or not 0 < len(address) <= MAXIMUM_DESTINATION_LENGTH:
+            raise ConfigurationError(
+                f"address must be a queue's name of 1 to {MAXIMUM_DESTINATION_LENGTH} characters, not {address!r}"
+            )
+        self.address = address
         self._host: DeliveryHost | None = None
         self._started = False
 
