@@ -18,6 +18,7 @@ from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
 from delayline.migration.work import LOOKED, Look
 from delayline.spark.failures import in_plain_words
+from delayline.spark.session import parallelism
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def looked_through(
     plan: Plan, part: Part, spark: SparkSession, *, bodies: bool, first: datetime | None, last: datetime | None
 ) -> tuple[int, list[tuple[str, int, str | None]]]:
     """Read every row of the part; return how many are sound, and the reason, number and an id of the others."""
-    number = max(1, SPANS * spark.sparkContext.defaultParallelism) if first != last else 1
+    number = max(1, SPANS * parallelism(spark)) if first != last else 1
     cuts = [] if first is None or last is None else [first + (last - first) / number * one for one in range(1, number)]
     largest = ANY_SIZE if plan.target is None else plan.target.largest_message
     look = Look(plan.source, part, plan.cutoff, cuts, bodies, largest)

@@ -16,6 +16,7 @@ from delayline.migration.plan import parts_of, preview, waits
 from delayline.migration.taken import TakenSource
 from delayline.migration.work import ATTEMPTS, Delivery
 from delayline.spark.failures import in_plain_words
+from delayline.spark.session import parallelism
 from delayline.sql.staging import Attempt, blocking
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class Migration:
         delivery = Delivery(self._source, wave, run.name, part)
         try:
             with in_plain_words():
-                partitions = min(len(batches), spark.sparkContext.defaultParallelism)
+                partitions = min(len(batches), parallelism(spark))
                 numbers = _numbers(spark, batches, partitions)
                 found = numbers.mapInArrow(delivery.deliver, ATTEMPTS).toArrow().to_pylist()
             attempts = [Attempt(one["number"], one["rows"], one["earliest"]) for one in found]

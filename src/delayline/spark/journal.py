@@ -14,7 +14,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.failures import in_plain_words
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.reader import arrow_batch
-from delayline.spark.session import spark_session
+from delayline.spark.session import in_this_thread, spark_session
 from delayline.sql.journal import LONGEST_PATH
 from delayline.sql.journal_export import JournalExport, Run
 
@@ -96,7 +96,7 @@ def read_journal(target: Target, path: str | Path, *, spark: SparkSession | None
 
 def waiting_ids(target: Target, spark: SparkSession) -> DataFrame:
     """Return the ids of what is in the store when it is looked at."""
-    return spark.read.format(FORMAT).schema("id string").options(**target.options).load()
+    return in_this_thread(spark).read.format(FORMAT).schema("id string").options(**target.options).load()
 
 
 def _export(

@@ -17,7 +17,7 @@ from delayline.spark.failures import in_plain_words
 from delayline.spark.lines import HIDDEN, read_path
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.sent import ROOM, Sender
-from delayline.spark.session import spark_session
+from delayline.spark.session import in_this_thread, spark_session
 from delayline.sql.runs import Committed, check_run
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def schedule(
         read = rows(numbered=False)
         messages = prepared(read, columns, now).drop(*HIDDEN)
         sender = Sender(target.sender, content_type(read, columns), now)
+        in_this_thread(messages.sparkSession)
         before, held = staging.committed(run), 0
         if target.cold_tier is not None:
             tier = ColdTier(target.options, target.cold_tier)
@@ -146,6 +147,7 @@ def schedule_stream(
     with in_plain_words():
         columns = columns or Columns()
         messages = prepared(source, columns, staging.now())
+        in_this_thread(messages.sparkSession)
         sender = Sender(target.sender, content_type(source, columns), None)
         options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
         writer = messages.drop(*HIDDEN).writeStream.format(FORMAT).options(**options)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.find_spark_home import _find_spark_home
-from pyspark.sql import SparkSession
+from pyspark.sql import SparkSession, is_remote
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from delayline.errors import ConfigurationError
 from delayline.spark.java import find_java
@@ -20,6 +21,11 @@ from delayline.spark.java import find_java
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+#: Spark Connect: the variable that names a server, and how addresses begin.
+REMOTE: Final = "SPARK_REMOTE"
+CONNECT: Final = "sc://"
+#: More than any cluster has slots.
+MANY_ROWS: Final = 1_000_000
 LOOPBACK: Final = "127.0.0.1"
 #: What delayline's jobs want of a session wherever it runs (reference 7).
 EVERYWHERE: Final = {
@@ -41,17 +47,19 @@ ON_THIS_MACHINE: Final = {
 def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None = None) -> SparkSession:
     """Return a session for delayline's jobs: the one there is already, as it is, or a new one.
 
-    master: `local[*]` unless this, `conf`, `spark-submit` or `spark-defaults.conf` says something else.
+    master: `local[*]` unless this, `conf`, `spark-submit` or `spark-defaults.conf` says something else; with Spark
+    Connect `sc://host:15002`, or what SPARK_REMOTE says.
     conf: wins over everything. Whatever is set anywhere is left as it is; delayline only adds what nobody has set.
     Blocks for seconds while Java starts. Raises ConfigurationError where there is no usable Java.
     """
-    active = SparkSession.getActiveSession()
+    there = session_there_is()
     given = dict(conf or {}) if master is None else {"spark.master": master, **(conf or {})}
-    if active is not None:
-        for name, value in given.items():
-            if active.conf.isModifiable(name):
-                active.conf.set(name, value)
-        return active
+    if there is not None:
+        return _changed(there, given)
+    server = master if master is not None and master.startswith(CONNECT) else None
+    if server is not None or REMOTE in os.environ:
+        builder = SparkSession.builder if server is None else SparkSession.builder.remote(server)
+        return _configured(builder, conf or {})  # the rest is the server's
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
         os.environ["JAVA_HOME"] = str(find_java())
     settled = _settled() | given
@@ -61,16 +69,56 @@ def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None =
         wanted |= ON_THIS_MACHINE
         if "spark.pyspark.python" not in settled:  # else workers are the first python3 on PATH
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder
-    for name, value in ({name: value for name, value in wanted.items() if name not in settled} | given).items():
-        builder = builder.config(name, value)
     try:
-        return builder.getOrCreate()
+        return _configured(
+            SparkSession.builder, {name: value for name, value in wanted.items() if name not in settled} | given
+        )
     except PySparkException as error:
         raise ConfigurationError(
             f"Spark did not start on {where!r} with the Java in {os.environ.get('JAVA_HOME')}: "
             f"{str(error).splitlines()[0]}. What Java has said is above"
         ) from error
+
+
+def session_there_is() -> SparkSession | None:
+    """Return the session of this thread, or the one that another thread has begun; None where there is none."""
+    if SparkContext._active_spark_context is None and not is_remote():
+        return None
+    try:
+        return SparkSession.active()
+    except PySparkException:
+        return None
+
+
+def in_this_thread(spark: SparkSession) -> SparkSession:
+    """Return the session after it became this thread's own.
+
+    Spark looks for data sources that are written in Python in the thread's session, and finds none in a thread without.
+    """
+    if SparkSession.getActiveSession() is None:
+        spark.createDataFrame([], "nothing INT")  # nothing smaller does it that PySpark calls public
+    return spark
+
+
+def parallelism(spark: SparkSession) -> int:
+    """Return how many tasks the session would cut its own data into: the slots it had when it was asked first."""
+    if not is_remote():
+        return spark.sparkContext.defaultParallelism
+    places = spark.range(MANY_ROWS).agg((F.max(F.spark_partition_id()) + 1).alias("places"))
+    return int(places.toArrow().column(0)[0].as_py())
+
+
+def _changed(there: SparkSession, given: Mapping[str, str]) -> SparkSession:
+    for name, value in given.items():
+        if there.conf.isModifiable(name):
+            there.conf.set(name, value)
+    return there
+
+
+def _configured(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()
 
 
 def _settled() -> dict[str, str]:

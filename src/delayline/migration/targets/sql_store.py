@@ -8,6 +8,7 @@ from sqlalchemy import inspect, select
 
 from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.spark.options import FORMAT
+from delayline.spark.session import in_this_thread, parallelism
 from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.schema import queue_tables
@@ -75,8 +76,8 @@ class SqlStore:
         options = {"url": self.url, "table": f"{endpoint}{SUFFIX}"}
         if self.schema is not None:
             options["schema"] = self.schema
-        parts = str(spark.sparkContext.defaultParallelism)
-        reader = spark.read.format(FORMAT).options(**options, numPartitions=parts)
+        parts = str(parallelism(spark))
+        reader = in_this_thread(spark).read.format(FORMAT).options(**options, numPartitions=parts)
         return reader.schema("id STRING, destination STRING, due TIMESTAMP").load()
 
     def begin(self, endpoint: str) -> StoreWave:
