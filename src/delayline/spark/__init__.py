@@ -2,10 +2,17 @@
 
 from importlib.util import find_spec
 
-from delayline.errors import MissingExtra
+from delayline.errors import ConfigurationError, MissingExtra
 
 if any(find_spec(name) is None for name in ("pyspark", "pyarrow", "pandas")):
     raise MissingExtra("spark", "the data pipeline")
+
+import pyspark
+
+from delayline.spark.version import TOO_OLD, is_too_old
+
+if is_too_old(pyspark.__version__):
+    raise ConfigurationError(TOO_OLD.format(pyspark.__version__))
 
 from delayline.spark.audit import Audit, Totals, audit
 from delayline.spark.columns import Columns

@@ -11,12 +11,15 @@ from pyspark.logger import PySparkLogger
 
 from delayline import errors
 from delayline.errors import ConfigurationError, DelaylineError
+from delayline.spark.options import FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: The last line of a Python traceback, wherever Java has put it.
 OURS: Final = re.compile(r"delayline\.errors\.(\w+): (.+)")
+#: What Spark says where the Python beside it does not see delayline.
+UNKNOWN: Final = "DATA_SOURCE_NOT_FOUND"
 MISSING: Final = re.compile(r"No module named '(delayline|pyspark_delayline|pyarrow|sqlalchemy|psycopg|pymysql)")
 LONGEST: Final = 500
 #: PySpark's loggers that write the whole of an error, with Java's stack, to stderr.
@@ -43,6 +46,8 @@ def plain(error: PySparkException) -> DelaylineError:
     """Return the delayline error that is inside Spark's, or one that says in a line what Spark has said."""
     text = str(error)
     for name, said in reversed(OURS.findall(text)):
+        if name == errors.MissingExtra.__name__:
+            return ConfigurationError(f"on the executors {said.strip()} there, for the Python that PYSPARK_PYTHON is")
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, DelaylineError):
             found = kind.__new__(kind)
@@ -53,6 +58,11 @@ def plain(error: PySparkException) -> DelaylineError:
         return ConfigurationError(
             f"the executors cannot import {missing[1]!r}: install 'delayline[spark]' with the store's extra there, or "
             "ship it with --archives"
+        )
+    if UNKNOWN in text and FORMAT in text:
+        return ConfigurationError(
+            f"Spark finds no data source {FORMAT!r}: install 'delayline[spark]' for the Python that Spark's driver "
+            "starts, which PYSPARK_PYTHON names"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
     named = (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b.*: ", line))
