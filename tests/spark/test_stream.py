@@ -158,6 +158,25 @@ def test_a_batch_that_was_not_finished_is_read_again(
     assert kept(spark, sink) == [f"d{number:02}" for number in range(20)]
 
 
+def test_a_checkpoint_of_another_stream_is_refused(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given two streams of one store, of which the second has taken a message and failed
+    store.put("a", due=PAST)
+    keep(read(spark, store), tmp_path / "sink", tmp_path / "checkpoint")
+    store.put("b", due=PAST)
+
+    def failing(data: DataFrame, batch: int) -> None:
+        raise RuntimeError("fails on purpose")
+
+    other = read(spark, store, app="other").writeStream.foreachBatch(failing).trigger(availableNow=True)
+    with pytest.raises(PySparkException, match="fails on purpose"):
+        other.option("checkpointLocation", str(tmp_path / "others")).start().awaitTermination(100)
+    # When it is started with the first one's checkpoint
+    # Then that is told, and what it has taken is not forgotten
+    with pytest.raises(PySparkException, match="the checkpoint is another job's"):
+        keep(read(spark, store, app="other"), tmp_path / "others-sink", tmp_path / "checkpoint")
+    assert "b" in taken(store)
+
+
 def test_a_stream_needs_a_name(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     with pytest.raises(PySparkException, match="needs a name that stays the same"):
         keep(read(spark, store, app=""), tmp_path / "sink", tmp_path / "checkpoint")

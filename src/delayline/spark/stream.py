@@ -56,9 +56,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._until: datetime | None = None
         self._driver: _Driver | None = None
 
-    def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's
         """Return the number before the first message that is not done with, also when the checkpoint was lost."""
-        return {OFFSET: self._on_driver.run(self._on_driver.taking.first())}
+        return self._offset(self._on_driver.run(self._on_driver.taking.first()))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's
         """Return how many messages a trigger takes."""
@@ -68,16 +68,20 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Take only what is due by now."""
         self._until = SystemClock().now()
 
-    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802 - Spark's
-        """Take what is due. Spark asks only when everything up to `start` is done: that is forgotten here."""
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's
+        """Take what is due. Spark asks only when everything up to `start` is done: that is forgotten here.
+
+        Raises ConfigurationError where another stream has said so.
+        """
+        done = self._number(start)
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         driver = self._on_driver
-        last = driver.run(driver.taking.take(start[OFFSET], most, self._until))
-        return {OFFSET: max(start[OFFSET], last)}
+        last = driver.run(driver.taking.take(done, most, self._until))
+        return self._offset(max(done, last))
 
-    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[Claims]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[Claims]:
         """Cut the numbers evenly."""
-        first, last = start[OFFSET], end[OFFSET]
+        first, last = self._number(start), self._number(end)
         step = -(-(last - first) // self._partitions)
         return [Claims(one, min(one + step, last)) for one in range(first, last, max(step, 1))]
 
@@ -102,6 +106,23 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._driver is None:
             self._driver = _Driver(self._taking())
         return self._driver
+
+    def _offset(self, number: int) -> dict[str, Any]:
+        return {OFFSET: number, **self._whose}
+
+    def _number(self, offset: dict[str, Any]) -> int:
+        """Return the number of an offset: another stream's would have messages forgotten that nobody has read."""
+        number = offset.get(OFFSET)
+        if not isinstance(number, int) or self._whose != {name: one for name, one in offset.items() if name != OFFSET}:
+            raise ConfigurationError(
+                f"the checkpoint is another job's: it says {offset}, and this one reads {self._whose}. "
+                "Give each stream a checkpointLocation of its own"
+            )
+        return number
+
+    @property
+    def _whose(self) -> dict[str, str]:
+        return {"app": self._app, "table": self._store.table}
 
     def _taking(self) -> Taking:
         return Taking(self._store.address, self._store.table, self._store.schema, self._app)
