@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyspark
 import pytest
 from tests.spark.stores import DUE, frame, many
 
@@ -13,8 +16,6 @@ from delayline.spark.columns import Columns
 from delayline.spark.schedule import Target, schedule, schedule_stream
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pyspark.sql import DataFrame, SparkSession
     from tests.spark.stores import StoreAt
 
@@ -128,21 +129,63 @@ def test_failures_are_delaylines_own_without_a_stack(
         schedule(broken, target(store), spark=spark)
 
 
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
+def test_files_that_do_not_go_together_are_refused(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given CSV of which one file has its columns in another order
+    csv = tmp_path / "csv"
+    csv.mkdir()
+    (csv / "a.csv").write_text("id,destination,due\na,billing,2030-01-01T00:00:00Z\n")
+    (csv / "b.csv").write_text("destination,id,due\nbilling,b,2030-01-01T00:00:00Z\n")
+    # And Parquet of which one file has times and the other one texts
+    parquet = tmp_path / "parquet"
+    data = many(spark, 10).coalesce(1)
+    data.write.parquet(str(parquet))
+    data.withColumn("due", data.due.cast("string")).write.mode("append").parquet(str(parquet))
+    # Then each is told in a line, and nothing is stored
+    with pytest.raises(ConfigurationError, match=r"b\.csv' begins with 'destination,id,due', and .*a\.csv'"):
+        schedule(csv, target(store), form="csv", spark=spark)
+    with pytest.raises(ConfigurationError, match=r"(?i)parquet") as told:
+        schedule(parquet, target(store), form="parquet", spark=spark)
+    assert "\n" not in str(told.value) and "\tat " not in str(told.value)
+    assert store.ids() == []
+    # And a folder without a row, or without a file, is no fault of anybody's, or is named
+    many(spark, 0).write.parquet(str(tmp_path / "none"))
+    assert schedule(tmp_path / "none", target(store), form="parquet", spark=spark).stored == 0
+    (tmp_path / "nothing").mkdir()
+    for form, said in (("csv", "is empty"), ("parquet", "UNABLE_TO_INFER_SCHEMA")):
+        with pytest.raises(ConfigurationError, match=said):
+            schedule(tmp_path / "nothing", target(store), form=form, spark=spark)
+
+
+def test_executors_without_delayline_are_told_of(
+    spark: SparkSession, store: StoreAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given executors whose Python has Spark's packages, and not ours
+    packages = Path(pyspark.__file__).parents[1]
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{packages}" exec "{sys.executable}" -S -m pyspark.daemon pyspark.worker\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
+    # Then the job says what to install there
+    cold = Target(store.url, endpoint="sales", cold_tier=str(tmp_path / "cold"))
+    with pytest.raises(ConfigurationError, match="the executors cannot import 'delayline': install") as told:
+        schedule(frame(spark, "a"), cold, spark=spark)
+    assert "\n" not in str(told.value)
+    assert store.ids() == []
+
+
+def test_columns_that_cannot_be_a_messages_are_refused(spark: SparkSession, store: StoreAt) -> None:
+    data = frame(spark, "a")
+    for columns, said in (
         (Columns(id="key"), "no column 'key', only id, destination, due"),
         (Columns(due="day"), "no column 'day'"),
         (Columns(due="body"), "column 'body' is binary, which names no instant"),
         (Columns(delay="body"), "column 'body' is binary, no delay"),
         (Columns(headers="due"), "column 'due' is timestamp: headers are"),
-    ],
-)
-def test_columns_that_cannot_be_a_messages_are_refused(
-    spark: SparkSession, store: StoreAt, columns: Columns, said: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        schedule(frame(spark, "a"), target(store), columns=columns, spark=spark)
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            schedule(data, target(store), columns=columns, spark=spark)
 
 
 def test_other_sources_and_stores_are_refused(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
