@@ -213,17 +213,21 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
         return F.col("event").isin(*events)
 
     planned = happened(JournalEvent.SCHEDULED.value, JournalEvent.RESCHEDULED.value)
-    gone = happened(leaving)
+    gone, place = happened(leaving), F.xxhash64("destination")
     counts = [F.count_if(happened(event.value)).alias(event.value) for event in JournalEvent if event.value != leaving]
     grouped = entries.groupBy("store", "id").agg(
-        F.max_by("destination", F.when(F.col("destination").isNotNull(), F.col("seq"))).alias("destination"),
+        F.max_by(place, F.when(F.col("destination").isNotNull(), F.col("seq"))).alias("place"),
         F.coalesce(F.max_by("due", F.when(planned, F.col("seq"))), F.max_by("due", "seq")).alias("due"),
         F.max(F.when(gone, F.col("at"))).alias("left"),
         F.count_if(gone).alias("gone"),
         F.count_if(gone & (F.col("at") < F.col("due"))).alias("early_in_journal"),
         *counts,
     )
-    renamed = grouped.withColumnsRenamed({JournalEvent.RETRIED.value: "retries"})
+    # Texts among the sums would have Spark sort all entries: numbers stand for them meanwhile.
+    places = entries.select("destination").where("destination IS NOT NULL").distinct()
+    places = places.groupBy(place.alias("place")).agg(F.min("destination").alias("destination"))
+    named = grouped.join(places, "place", "left").drop("place")
+    renamed = named.withColumnsRenamed({JournalEvent.RETRIED.value: "retries"})
     return renamed.withColumn("by_receivers", F.lit(leaving == DELIVERED))
 
 
