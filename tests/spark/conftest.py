@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Two cores, and three attempts a task: plain `local[2]` never tries again.
 MASTER: Final = "local[2,3]"
+ROOT: Final = str(Path(__file__).parents[2])
+#: For JVMs that live for seconds.
+JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,15 +34,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(300))  # the first job of a session takes its time
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_javas() -> None:
+    """Have every JVM that a test starts compile little, and its Python workers find the tests."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    os.environ["SPARK_SUBMIT_OPTS"] = JAVA
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     from delayline.spark.session import spark_session
 
     conf = {
+        "spark.python.daemon.module": "tests.spark.daemon",
         "spark.driver.memory": "1g",
         "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
         "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
     session = spark_session(MASTER, conf=conf)
     yield session

@@ -255,14 +255,13 @@ def test_a_task_that_fails_once_holds_its_messages_once(spark: SparkSession, tie
     assert tiers.hot.ids() == ids(20_000)
 
 
-@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Kathmandu"])
-def test_due_times_at_the_edges_whatever_the_sessions_time_zone(spark: SparkSession, tiers: Tiers, zone: str) -> None:
+def test_due_times_at_the_edges_whatever_the_sessions_time_zone(spark: SparkSession, tiers: Tiers) -> None:
     edges = {
         "begins": FIRST.replace(minute=0, second=0),
         "ends": FIRST.replace(minute=59, second=59, microsecond=999_999),
         "last": datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
     }
-    spark.conf.set("spark.sql.session.timeZone", zone)
+    spark.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
     try:
         tiers.schedule(frame(spark, *edges, due=pa.array(edges.values(), pa.timestamp("us", "UTC"))))
         assert len(tiers.files()) == 2

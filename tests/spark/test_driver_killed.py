@@ -1,0 +1,110 @@
+"""The driver of a job is killed at each step: what it has not committed never was, and what it has is done."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+import pytest
+from tests.spark.attached import killed, must_die
+from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
+from tests.spark.test_dispatch import arrived, running, settings, until
+from tests.spark.tiers import FIRST, HOUR, spread
+
+from delayline import SqlDelayedMessageStore
+from delayline.spark import Dispatcher, Target, export, promote, read_journal, schedule
+from delayline.sql.dispatchers import DispatcherControl
+from delayline.sql.journal_export import JournalExport
+from delayline.sql.staging import Staging
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+    from tests.spark.tiers import Tiers
+
+NUMBER: Final = 500
+IDS: Final = sorted(f"m{number}" for number in range(NUMBER))
+UNTIL: Final = FIRST + 5 * HOUR
+#: What a step is: a method, and whether the driver dies before it or after it.
+COMMIT: Final = {
+    "staged": ("commit", True),
+    "moved": ("_stored", False),
+    "committed": ("commit", False),
+}
+EXPORT: Final = {
+    "written": ("finish", True),
+    "removed": ("_finish", False),
+    "finished": ("finish", False),
+}
+
+
+def scheduling(spark: SparkSession, step: str, target: Target, source: str) -> None:
+    name, before = COMMIT[step]
+    killed(Staging, name, before=before)
+    schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
+
+
+def promoting(spark: SparkSession, step: str, target: Target) -> None:
+    name, before = COMMIT[step]
+    killed(Staging, name, before=before)
+    promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
+
+
+def exporting(spark: SparkSession, step: str, target: Target, path: str) -> None:
+    name, before = EXPORT[step]
+    killed(JournalExport, name, before=before)
+    export(target, path, spark=spark)
+
+
+def dispatching(spark: SparkSession, step: str, url: str) -> None:
+    killed(DispatcherControl, step, before=False)
+    Dispatcher(settings(StoreAt(url)), shards=1, spark=spark).run()
+
+
+def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
+    # Given messages in files
+    source = tmp_path / "source.parquet"
+    spread(spark, NUMBER, hours=4).write.parquet(str(source))
+    # When the driver that schedules them is killed, at a later step each time
+    for step in COMMIT:
+        must_die(spark, scheduling, step, tiers.target, str(source))
+        # Then everything or nothing has happened
+        held = sum(one.messages for one in tiers.tier.held()[0])
+        assert (held, tiers.hot.ids()) == (NUMBER if step == "committed" else 0, []), step
+    assert tiers.schedule(source, run="campaign", spark=spark).repeated
+    # When the one that promotes them is killed
+    for step in COMMIT:
+        must_die(spark, promoting, step, tiers.target)
+        held = sum(one.messages for one in tiers.tier.held()[0])
+        assert (held, len(tiers.hot.ids())) == ((0, NUMBER) if step == "committed" else (NUMBER, 0)), step
+    # Then nothing is left to do, and every message is there once
+    assert tiers.promote(UNTIL).files == 0
+    assert tiers.hot.ids() == IDS
+
+
+def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given a journal
+    asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
+    target = Target(store.url, endpoint=ENDPOINT)
+    schedule(many(spark, NUMBER), target, spark=spark)
+    # When the driver that exports it is killed, at a later step each time
+    for step in EXPORT:
+        must_die(spark, exporting, step, target, str(tmp_path))
+        # Then everything or nothing counts
+        found = read_journal(target, tmp_path, spark=spark).count()
+        assert found == (NUMBER if step == "finished" else 0), step
+    assert export(target, tmp_path, spark=spark).entries == 0
+
+
+@pytest.mark.parametrize("step", ["begin", "next_wave"])
+def test_dispatching(spark: SparkSession, store: StoreAt, step: str) -> None:
+    # Given a driver that has begun a wave, or is about to, and is killed
+    store.put("a", due=PAST)
+    must_die(spark, dispatching, step, store.url)
+    assert store.ids() == ["a"]
+    # When another one begins under the same name
+    with running(Dispatcher(settings(store), shards=1, spark=spark)):
+        # Then it takes over at once
+        until(lambda: arrived(store) == ["a"])
