@@ -1,4 +1,4 @@
-"""A standalone cluster of Spark's own on loopback: one master, two workers with a core each."""
+"""A standalone cluster of Spark's own on loopback: one master, two workers with a core each, on hosts of their own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ BIN: Final = Path(pyspark.__file__).parent / "bin"
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE: Final = 90.0
 WORKERS: Final = 2
-#: What `spark-submit` runs: the command line, as a program.
-JOB: Final = "from delayline.cli import main\n\nif __name__ == '__main__':\n    main(prog_name='delayline')\n"
 
 
 class Cluster:
@@ -46,11 +44,13 @@ class Cluster:
         self.wheel = self._build()
 
     def __enter__(self) -> Cluster:
-        ports = ["--host", "127.0.0.1", "--webui-port", "0"]
-        self._start("master", "org.apache.spark.deploy.master.Master", *ports, "--port", str(self.port))
+        ports = ["--webui-port", "0", "--host"]
+        master = ["127.0.0.1", "--port", str(self.port)]
+        self._start("master", "org.apache.spark.deploy.master.Master", *ports, *master)
         self._wait("master", "I have been elected leader")
         for number in range(WORKERS):
-            work = ["--work-dir", str(self.work(number)), "--cores", "1", "--memory", "1g"]
+            host = f"127.0.0.{number + 1}"  # what is run twice is run on another host
+            work = [host, "--work-dir", str(self.work(number)), "--cores", "1", "--memory", "1g"]
             self._start(f"worker-{number}", "org.apache.spark.deploy.worker.Worker", *ports, *work, self.url)
         for number in range(WORKERS):
             self._wait(f"worker-{number}", "Successfully registered with master")
@@ -71,10 +71,10 @@ class Cluster:
         """Return where a worker keeps what its executors got and said."""
         return self.folder / f"work-{number}"
 
-    def submit(self, *arguments: str, conf: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        """Run `delayline ...` through spark-submit, the wheel shipped to the executors."""
+    def submit(self, program: str, *arguments: str, conf: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run a program through spark-submit, the wheel shipped to the executors."""
         job = self.folder / "job.py"
-        job.write_text(JOB)
+        job.write_text(program)
         settings = ["spark.executor.memory=512m", "spark.driver.host=127.0.0.1", *conf]
         command = [str(BIN / "spark-submit"), "--master", self.url, "--py-files", str(self.wheel)]
         command += [word for one in settings for word in ("--conf", one)]

@@ -1,10 +1,10 @@
-"""The same jobs through spark-submit, on a master and two workers, with the wheel shipped to them."""
+"""The same jobs through spark-submit, on a master and two workers that got the wheel, and with tasks run twice."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tests.spark.cluster import WORKERS, Cluster
 from tests.spark.stores import ENDPOINT, StoreAt
@@ -14,26 +14,64 @@ from delayline import SqlDelayedMessageStore, SqlTransport
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROWS = 2000
+ROWS: Final = 2000
+#: Spark runs again, on the other worker, what takes longer than the quickest task.
+SPECULATION: Final = ["=true", ".interval=50ms", ".quantile=0.1", ".multiplier=1.01", ".minTaskRuntime=10ms"]
+#: Commands one after the other in one session; then a job with a task that ends only when it is run twice.
+PROGRAM: Final = """
+import json, sys, time
+from pathlib import Path
+from delayline.cli import main
+from delayline.spark import Target, schedule, spark_session
+
+def twice(flag):
+    def wait(batches):
+        from pyspark import TaskContext
+        context = TaskContext.get()
+        yield from batches
+        if context.partitionId() == 3 and context.attemptNumber() > 0:
+            flag.touch()
+        while context.partitionId() == 3 and not flag.exists():
+            time.sleep(0.05)
+    return wait
+
+if __name__ == "__main__":
+    commands, url, flag, rows = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+    spark = spark_session()
+    data = spark.range(0, rows, 1, 4).selectExpr("concat('twice', id) AS id", "'billing' AS destination",
+        "timestamp_seconds(1900000000 + id) AS due")
+    data = data.mapInArrow(twice(flag), data.schema)
+    print(json.dumps({"twice": schedule(data, Target(url, endpoint="sales"), spark=spark).stored}))
+    for words in commands:
+        main(words, prog_name="delayline", standalone_mode=False)
+    spark.stop()
+"""
 
 
-def test_jobs_run_on_a_cluster(store: StoreAt, tmp_path: Path) -> None:
+def test_jobs_run_on_a_cluster_and_tasks_that_are_run_twice_count_once(store: StoreAt, tmp_path: Path) -> None:
     # Given a store with a journal, and files that every worker reaches
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
     asyncio.run(SqlTransport(store.url).setup_infrastructure(["billing", "error", ENDPOINT]))
-    source = tmp_path / "reminders"
+    source, flag = tmp_path / "reminders", tmp_path / "run-twice"
     source.mkdir()
     for part in range(4):
         rows = [f"m{number},billing,2020-01-01T00:00:00Z,x" for number in range(part, ROWS, 4)]
         (source / f"{part}.csv").write_text("\n".join(["id,destination,due,body", *rows]) + "\n")
     place = ["--endpoint", ENDPOINT, "--url", store.url, "--json"]
+    commands = [
+        ["spark", "schedule", str(source), "--format", "csv", *place],
+        ["spark", "audit", str(tmp_path / "journal"), *place],
+    ]
+    # When they are scheduled and audited, with speculation on
     with Cluster(tmp_path) as cluster:
-        # When they are scheduled, dispatched and audited
-        done = cluster.submit("spark", "schedule", str(source), "--format", "csv", *place)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert json.loads(done.stdout.splitlines()[-1])["stored"] == ROWS
-        audited = cluster.submit("spark", "audit", str(tmp_path / "journal"), *place)
-    # Then both workers had the wheel, and the audit knows every message: due long ago, and dispatched by nobody
+        conf = [f"spark.speculation{one}" for one in SPECULATION]
+        done = cluster.submit(PROGRAM, json.dumps(commands), store.url, str(flag), str(ROWS), conf=conf)
+    assert done.returncode == 0, done.stderr[-3000:]
+    twice, scheduled, totals = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    # Then both workers had the wheel, a task was run twice, and each of its messages is there once
     assert all(list(cluster.work(number).rglob("delayline-*.whl")) for number in range(WORKERS))
-    totals = json.loads(audited.stdout.splitlines()[-1])
-    assert (totals["scheduled"], totals["overdue"], totals["lost"]) == (ROWS, ROWS, 0), audited.stderr[-3000:]
+    assert flag.exists()
+    assert (twice["twice"], scheduled["stored"]) == (ROWS, ROWS)
+    # And the audit knows every message: half of them due long ago, and dispatched by nobody
+    assert (totals["scheduled"], totals["waiting"], totals["overdue"]) == (2 * ROWS, ROWS, ROWS)
+    assert (totals["lost"], totals["duplicated"]) == (0, 0)

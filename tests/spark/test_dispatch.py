@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from tests.integration.test_rabbitmq_migration import conventional, taken
+from tests.spark.broker import on_broker
 from tests.spark.stores import ENDPOINT, PAST, StoreAt
 
 from delayline import BackendUnusable, ConfigurationError, SqlTransport
-from delayline.config import Settings
+from delayline.config import Settings, endpoint_from
 from delayline.spark import Dispatcher
 from delayline.sql.dispatchers import ShardMetrics, Wave
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 PATIENCE = 60
+CHUNKS = 8
+CHUNK = 400
 
 
 def settings(store: StoreAt) -> Settings:
@@ -122,6 +126,28 @@ def test_a_task_that_is_killed_is_started_again(spark: SparkSession, store: Stor
         until(lambda: int(dispatcher.metrics()[0].place.split()[-1]) != first)
         store.put("x", due=PAST)
         until(lambda: arrived(store) == ["x"])
+
+
+def test_shards_dispatch_to_a_broker_and_one_of_them_is_killed(
+    spark: SparkSession, store: StoreAt, rabbitmq_url: str
+) -> None:
+    # Given a store on PostgreSQL, and a queue of RabbitMQ's
+    place = Settings(endpoint=ENDPOINT, store_url=store.url, transport_url=rabbitmq_url, batch_size=50)
+    asyncio.run(endpoint_from(place).setup())
+    on_broker(rabbitmq_url, lambda channel: conventional(channel, "billing"))
+    chunks = [[f"m{chunk}-{number}" for number in range(CHUNK)] for chunk in range(CHUNKS)]
+    # When two tasks send what falls due, and one is killed in the middle
+    dispatcher = Dispatcher(place, shards=2, spark=spark)
+    with running(dispatcher):
+        for number, chunk in enumerate(chunks):
+            store.put(*chunk, due=PAST)
+            if number == CHUNKS // 2:
+                os.kill(int(dispatcher.metrics()[0].place.split()[-1]), signal.SIGKILL)
+        until(lambda: store.ids() == [])
+    # Then all have arrived, and what arrived twice was in flight there: at least once is what this pair guarantees
+    there = [one.header.properties.message_id for one in on_broker(rabbitmq_url, lambda it: taken(it, "billing"))]
+    assert sorted(set(there)) == sorted(one for chunk in chunks for one in chunk)
+    assert len(there) - CHUNKS * CHUNK <= place.batch_size
 
 
 def test_who_begins_under_the_same_name_takes_over(spark: SparkSession, store: StoreAt) -> None:

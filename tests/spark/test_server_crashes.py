@@ -1,0 +1,103 @@
+"""The database goes away in the middle of a job: a line says so, nothing is half there, and it can be run again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.conftest import not_installed
+from tests.servers.postgresql import INSTALL, PostgresqlServer
+from tests.spark.stores import StoreAt, many
+from tests.spark.test_cold_tier import before_commit
+from tests.spark.test_failures import in_python, once, staged
+from tests.spark.tiers import FIRST, HOUR, Tiers, spread
+
+from delayline import BackendUnavailable
+from delayline.spark import schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+NUMBER = 20_000
+
+
+@pytest.fixture
+def crashing() -> Iterator[PostgresqlServer]:
+    """Provide a server of the test's own, to be crashed."""
+    if not PostgresqlServer.installed():
+        not_installed("PostgreSQL", INSTALL)
+    server = PostgresqlServer(settings=["fsync=off"])
+    yield server
+    server.close()
+
+
+def test_a_database_that_crashes_in_the_middle_of_jobs(
+    spark: SparkSession, crashing: PostgresqlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = Tiers(StoreAt(crashing.new_database()), tmp_path / "cold", spark)
+    data, first = many(spark, NUMBER), once(tmp_path / "crashed")
+
+    def crash() -> bool:
+        if first():
+            crashing.stop("immediate")
+            crashing.start()
+        return False
+
+    def job(**settings: Any) -> int:  # noqa: ANN401 - schedule's own
+        return schedule(in_python(data, crash), tiers.target, hot_horizon=HOUR * 1_000_000, **settings).stored
+
+    # Given a server that crashes when some tasks have staged their rows, and others have not
+    # Then the job says that it has lost them, and nothing is stored
+    with pytest.raises(BackendUnavailable, match=r"has crashed since they were written|does not answer") as told:
+        job(run="nightly")
+    assert "\n" not in str(told.value)
+    assert (tiers.hot.ids(), staged(tiers.hot)) == ([], [])
+    # And run again it does everything
+    assert job(run="nightly") == NUMBER
+
+    # Given one that crashes between the tasks of a promotion and its commit
+    def crash_once() -> None:
+        crashing.stop("immediate")
+        crashing.start()
+
+    tiers.schedule(spread(spark, 500, hours=2, prefix="far"))
+    before_commit(monkeypatch, crash_once)
+    with pytest.raises(BackendUnavailable, match="has crashed since they were written"):
+        tiers.promote(FIRST + 3 * HOUR)
+    assert len(tiers.hot.ids()) == NUMBER
+    assert tiers.promote(FIRST + 3 * HOUR).stored == 500
+    # And one that is restarted there as it should be is not even noticed
+    tiers.schedule(spread(spark, 500, hours=2, prefix="farther"))
+
+    def restart() -> None:
+        crashing.stop()
+        crashing.start()
+
+    before_commit(monkeypatch, restart)
+    assert tiers.promote(FIRST + 3 * HOUR).stored == 500
+    assert len(tiers.hot.ids()) == NUMBER + 1000
+
+
+def test_a_store_that_the_executors_cannot_reach(
+    spark: SparkSession, crashing: PostgresqlServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Given a store that answers the driver, and then nobody
+    tiers = Tiers(StoreAt(crashing.new_database()), tmp_path / "cold", spark)
+    first = once(tmp_path / "gone")
+
+    def go() -> bool:
+        if first():
+            crashing.stop()
+        return False
+
+    # Then that is told in a line
+    with pytest.raises(BackendUnavailable) as told:
+        schedule(in_python(many(spark, NUMBER), go), tiers.target, hot_horizon=HOUR * 1_000_000, spark=spark)
+    assert str(crashing.port) in str(told.value) and "\n" not in str(told.value)
+    assert "\tat " not in capfd.readouterr().err
+    # And nothing is half there
+    crashing.start()
+    assert tiers.hot.ids() == []
