@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import psycopg
 
-from benchmarks import bare_rabbitmq as bare
 from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, against, fill, scaled
 from benchmarks.servers import postgresql
 from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import SqlDelayedMessageStore, TransactionMode
 from delayline.config import Settings, endpoint_from
+from delayline.rabbitmq import RabbitMQTransport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,7 @@ LATENESS = """
 SELECT percentile_disc(0.5) WITHIN GROUP (ORDER BY late), percentile_disc(0.99) WITHIN GROUP (ORDER BY late), min(late)
 FROM (SELECT extract(epoch FROM at - due) * 1000 AS late FROM delayline_journal WHERE event = 'dispatched') AS left_at
 """
+DISPATCHED = "SELECT count(*) FROM delayline_journal WHERE event = 'dispatched'"
 DUE = "timestamp_seconds(1780000000 + id % 86400)"
 SAME = [
     "'bench.timeouts' AS store",
@@ -73,7 +74,7 @@ def _dispatch() -> Figures:
     with postgresql() as [database], rabbitmq() as broker:
         settings = Settings(endpoint=NAME, store_url=database, transport_url=broker, journal=True)
         asyncio.run(endpoint_from(settings).setup())
-        asyncio.run(bare.declare(broker, DESTINATION))
+        asyncio.run(RabbitMQTransport(broker).setup_infrastructure([DESTINATION]))
         with _resident(spark, settings):
             figures = _steady(database)
         rates = []
@@ -117,7 +118,7 @@ def _steady(database: str) -> Figures:
         connection.execute("TRUNCATE delayline_journal")
         start = datetime.now(UTC) + START_UP
         _store(database, "steady", [start + timedelta(seconds=1 / A_SECOND) * number for number in range(STEADY)])
-        _wait_until_empty(connection)
+        _wait_until_dispatched(connection, STEADY)
         p50, p99, least = (float(value) for value in connection.execute(LATENESS).fetchone() or ())
     return {"lateness p50 ms": p50, "lateness p99 ms": p99, "early": float(least < 0)}
 
@@ -125,11 +126,12 @@ def _steady(database: str) -> Figures:
 def _drained(database: str, prefix: str) -> float:
     """Return messages a second, from the moment at which all of them are due."""
     with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("TRUNCATE delayline_journal")
         due = datetime.now(UTC) + timedelta(seconds=2 + BURST / 5000)
         _store(database, prefix, [due] * BURST)
         time.sleep(max(0.0, (due - datetime.now(UTC)).total_seconds()))
         started = time.perf_counter()
-        _wait_until_empty(connection)
+        _wait_until_dispatched(connection, BURST)
         return BURST / (time.perf_counter() - started)
 
 
@@ -143,11 +145,14 @@ def _store(database: str, prefix: str, dues: list[datetime]) -> None:
     asyncio.run(store())
 
 
-def _wait_until_empty(connection: psycopg.Connection) -> None:
+def _wait_until_dispatched(connection: psycopg.Connection, number: int) -> None:
+    """Wait until the table is empty, and see that nothing went elsewhere."""
     deadline = time.monotonic() + 300
     while connection.execute(f'SELECT 1 FROM "{NAME}.timeouts" LIMIT 1').fetchone():  # noqa: S608 - ours
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    [dispatched] = connection.execute(DISPATCHED).fetchone() or (0,)
+    assert dispatched == number, f"{dispatched} of {number} were dispatched"
 
 
 def _audit(folder: Path) -> Figures:
