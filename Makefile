@@ -21,7 +21,7 @@ setup: .venv/installed ## install what is missing (uv, dependencies, servers for
 	$(UV) sync --frozen --all-groups --all-extras
 	@touch $@
 
-demo: setup ## the whole pipeline: Spark schedules 10 000 reminders, the dispatcher is killed half way, Spark audits
+demo: setup ## the whole pipeline: Spark schedules 10 000 reminders in two tiers, the dispatcher is killed, Spark audits
 	$(RUN) delayline demo --from examples/reminders/reminders.csv --spark --report demo/report.html
 
 lint: setup ## format, lint, types, layers

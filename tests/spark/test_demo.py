@@ -25,5 +25,6 @@ def test_a_short_demo_leaves_a_report(tmp_path: Path) -> None:
     document = json.loads(done.stdout.splitlines()[-1])
     audit = document["audit"]
     assert document["kept"] and (document["sent"], document["received"]) == (300, 300)
+    assert 0 < document["held"] < 300
     assert (audit["scheduled"], audit["dispatched"], audit["lost"], audit["duplicated"]) == (300, 300, 0, 0)
     assert "Lateness" in (tmp_path / "demo" / "report.html").read_text()

@@ -45,7 +45,7 @@ REMINDERS_FILE: Final = Path("examples/reminders/reminders.csv")
 @click.option(
     "--outage", type=click.FloatRange(0, 10), default=1.0, show_default=True, help="Seconds until the restart."
 )
-@click.option("--spark", "on_spark", is_flag=True, help="Schedule with Spark, and audit the journal with it.")
+@click.option("--spark", "on_spark", is_flag=True, help="Schedule, promote and audit with Spark.")
 @click.option(
     "--report", type=click.Path(dir_okay=False, path_type=Path), help="Where the audit goes; else to the run's folder."
 )
@@ -62,8 +62,8 @@ def demo(
 ) -> None:
     """Send 10,000 reminders through SQLite, kill the dispatcher half way, and count what arrives.
 
-    A sender, a dispatcher and a receiver run as processes of their own; with --spark a Spark job is the sender. Exit
-    code 1 when a message was lost, doubled or early.
+    A sender, a dispatcher and a receiver run as processes of their own; with --spark a Spark job is the sender, with a
+    part of them in the cold tier, and audits the journal. Exit code 1 when a message was lost, doubled or early.
     """
     chosen = _reminders(file)[:rows]
     if within is not None:
@@ -73,7 +73,8 @@ def demo(
     longest = timedelta(milliseconds=max(one.delay_ms for one in chosen))
     screen.tell(f"{len(chosen):,} reminders, due within {longest.total_seconds():g} s of sending, in {stage.directory}")
     audited: Totals | None = None
-    with pipeline_on(stage, wanted=on_spark or report is not None) as pipeline:
+    held: int | None = None
+    with pipeline_on(stage, longest, wanted=on_spark or report is not None) as pipeline:
         play = Play(stage, len(chosen), longest=longest, outage=timedelta(seconds=outage), pipeline=pipeline)
         with watcher(screen) as watch:
             course = asyncio.run(play.run(watch))
@@ -81,10 +82,11 @@ def demo(
         show(screen, verdict)
         plot = _draw(screen, stage, verdict)
         if pipeline is not None:
+            held = pipeline.held
             audited = _audit(screen, pipeline, report or stage.report)
     _conclude(screen, verdict)
-    documents = {"plot": plot, "directory": str(stage.directory), "audit": None if audited is None else asdict(audited)}
-    screen.document({**verdict.document(), **documents})
+    documents = {"plot": plot, "directory": str(stage.directory), "held": held}
+    screen.document({**verdict.document(), **documents, "audit": None if audited is None else asdict(audited)})
     if not verdict.kept or not (audited is None or audited.clean):
         click.get_current_context().exit(FAILED)
 
@@ -122,6 +124,7 @@ def _draw(screen: Screen, stage: Stage, verdict: Verdict) -> str | None:
 
 def _audit(screen: Screen, pipeline: Pipeline, report: Path) -> Totals:
     report.parent.mkdir(parents=True, exist_ok=True)
+    screen.tell(f"scheduled with Spark, {pipeline.held:,} of them into the cold tier, and promoted from there")
     totals = pipeline.audit(report)
     counts = ", ".join(f"{getattr(totals, name):,} {name}" for name in ("scheduled", "lost", "duplicated", "early"))
     screen.tell(f"audited with Spark: {counts}; the report is {report}", None if totals.clean else "bold red")

@@ -30,19 +30,23 @@ AT_HOME: Final = {"spark.sql.shuffle.partitions": "2", "spark.python.authenticat
 class Pipeline:
     """The jobs of one run; every method blocks."""
 
-    def __init__(self, stage: Stage, session: SparkSession) -> None:
+    def __init__(self, stage: Stage, session: SparkSession, longest: timedelta) -> None:
         self._stage = stage
         self._session = session
+        self._longest = longest
         self.lead = LEAD
+        self.held = 0
+        """Reminders that went to the cold tier, and left it again."""
 
     def schedule(self) -> None:
-        """Schedule the file of reminders, each due a while later than it would be if it were sent now, and note them.
+        """Schedule the file of reminders, the last third of the time into the cold tier, and promote these.
 
-        The while is as long as the first job of the session takes, which schedules none of them: Spark starts slowly.
+        Each is due a while later than it would be if it were sent now: as long as the first job of the session takes,
+        which schedules none of them, as Spark starts slowly.
         """
         from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-        from delayline.spark import schedule
+        from delayline.spark import promote, schedule
 
         session, schema = self._session, ", ".join(f"{name} STRING" for name in COLUMNS)
         session.createDataFrame([], schema)  # which makes the session that of this thread: writers look for it there
@@ -50,11 +54,14 @@ class Pipeline:
         ids = rows.select("id").toArrow().column("id").to_pylist()
         began = time.monotonic()
         schedule(rows.limit(0).withColumn("due", F.current_timestamp()), self._target, spark=session)
-        self.lead = max(LEAD, timedelta(seconds=time.monotonic() - began))
+        self.lead = LEAD + timedelta(seconds=time.monotonic() - began)
         start = to_microseconds(datetime.now(UTC) + self.lead)
         due = F.timestamp_micros(F.lit(start) + F.col("delay_ms").cast("bigint") * 1000)
-        schedule(rows.withColumn("due", due), self._target, spark=session)
+        near = self.lead + self._longest * 2 / 3
+        done = schedule(rows.withColumn("due", due), self._target, hot_horizon=near, spark=session)
         Journal(self._stage.journal(SENDER)).write([(one,) for one in ids])
+        self.held = done.held
+        promote(self._target, spark=session)
 
     def audit(self, report: Path) -> Totals:
         """Export the journal, reconcile it with what the receiver has noted, and write the report."""
@@ -78,11 +85,11 @@ class Pipeline:
     def _target(self) -> Target:
         from delayline.spark import Target
 
-        return Target(self._stage.settings(REMINDERS).url, endpoint=REMINDERS)
+        return Target(self._stage.settings(REMINDERS).url, endpoint=REMINDERS, cold_tier=str(self._stage.cold_tier))
 
 
 @contextlib.contextmanager
-def pipeline_on(stage: Stage, *, wanted: bool) -> Iterator[Pipeline | None]:
+def pipeline_on(stage: Stage, longest: timedelta, *, wanted: bool) -> Iterator[Pipeline | None]:
     """Give the jobs of a run, in a session on this machine; None where they are not wanted. Raises MissingExtra."""
     if not wanted:
         yield None
@@ -91,6 +98,6 @@ def pipeline_on(stage: Stage, *, wanted: bool) -> Iterator[Pipeline | None]:
 
     session = spark_session("local[2]", conf=AT_HOME)
     try:
-        yield Pipeline(stage, session)
+        yield Pipeline(stage, session, longest)
     finally:
         session.stop()

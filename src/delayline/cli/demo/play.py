@@ -201,6 +201,8 @@ class Play:
     async def _take_stock(self) -> None:
         """Count what is left where nothing should be."""
         settings = self._stage.settings(REMINDERS)
+        if self._pipeline is not None:
+            settings = replace(settings, cold_tier=str(self._stage.cold_tier))
         async with open_store(settings) as store, open_transport(settings) as transport:
             counts = await managed(store).count_by_due(timedelta(days=1))
             self.course.still_stored = sum(one.count for one in counts)

@@ -42,6 +42,11 @@ class Stage:
         """The audit, where there is one."""
         return self.directory / "report.html"
 
+    @property
+    def cold_tier(self) -> Path:
+        """The files of what is furthest away, where Spark schedules."""
+        return self.directory / "cold"
+
     def settings(self, endpoint: str) -> Settings:
         """Return the settings of one of the endpoints, all on one SQLite file."""
         return Settings(endpoint=endpoint, url=f"sqlite:///{self.directory / 'demo.db'}", number_of_retries=5)
