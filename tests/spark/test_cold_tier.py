@@ -17,7 +17,7 @@ from tests.spark.test_failures import in_java, in_python, once
 from tests.spark.tiers import FIRST, HOUR, spread
 
 from delayline import BackendUnusable, ConfigurationError, DelaylineError, DuplicateMessage, Outcome
-from delayline.spark import Promoted, Target, promote, promote_every, promote_stream, schedule_stream
+from delayline.spark import Promoted, Target, promote, promote_every, promote_stream
 from delayline.sql.staging import Staging
 
 if TYPE_CHECKING:
@@ -304,9 +304,6 @@ def test_what_cannot_work_is_told_in_a_line(spark: SparkSession, tiers: Tiers, t
         promote(Target(tiers.hot.url, endpoint="sales"), spark=spark)
     with pytest.raises(ConfigurationError, match="longer than half of horizon"):
         promote_every(tiers.target, timedelta(hours=13), until=threading.Event(), spark=spark)
-    with pytest.raises(ConfigurationError, match="leave out cold_tier"):
-        stream = spark.readStream.format("rate").load()
-        schedule_stream(stream, tiers.target, checkpoint=tmp_path / "checkpoint")
     (tmp_path / "file").touch()
     blocked = Target(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "file"))
     with pytest.raises(BackendUnusable, match="Check that the folder can be read and written"):

@@ -17,7 +17,7 @@ from tests.spark.legacy import Legacy, Timeout, some
 from delayline import Endpoint, Message, MessageContext
 from delayline.errors import DelaylineError
 from delayline.migration import Migration, Plan, preview, target_at
-from delayline.migration.targets.rabbitmq_levels import LevelsSession, LevelsWave, RabbitmqLevels
+from delayline.migration.targets.rabbitmq_levels import LevelsWave, RabbitmqLevels
 from delayline.migration.verify import verify
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY, parse
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
     from tests.servers.rabbitmq import RabbitmqServer
+
+    from delayline.spark.levels import LevelsSession
 
 ENDPOINT = "sales"
 
@@ -139,7 +141,7 @@ def test_a_batch_in_doubt_is_given_back_by_an_abort_and_named(
             return session
 
     with monkeypatch.context() as patched:
-        patched.setattr(RabbitmqLevels, "begin", lambda self, endpoint: Failing(self.address, self.levels))
+        patched.setattr(RabbitmqLevels, "begin", lambda self, endpoint: Failing(self))
         with pytest.raises(DelaylineError, match="fails on purpose"):
             Migration(plan(legacy, rabbitmq_url, batch_size=3)).run(spark)
 
@@ -181,7 +183,7 @@ def test_an_executor_that_is_killed_is_replaced(
             session.deliver = publish_and_die  # type: ignore[method-assign]
             return session
 
-    monkeypatch.setattr(RabbitmqLevels, "begin", lambda self, endpoint: Dying(self.address, self.levels))
+    monkeypatch.setattr(RabbitmqLevels, "begin", lambda self, endpoint: Dying(self))
     outcome = Migration(plan(legacy, rabbitmq_url, batch_size=5)).run(spark)
 
     assert outcome.complete

@@ -42,6 +42,7 @@ Result = TypeVar("Result")
 WAITS: Final = "_delayline_waits"
 DUE_HOUR: Final = "_delayline_hour"
 KNOWN: Final = "_delayline_known"
+COLD: Final = "cold"
 PLACED: Final = (
     "number LONG, rows LONG, earliest LONG, rejected LONG, duplicates LONG, doubled STRING, files ARRAY<STRING>"
 )
@@ -120,7 +121,14 @@ class _Placing:
 
 
 def schedule_in_tiers(
-    messages: DataFrame, tier: ColdTier, sender: Sender, *, run: str, on_conflict: str, far_from: datetime
+    messages: DataFrame,
+    tier: ColdTier,
+    sender: Sender,
+    *,
+    run: str,
+    batch: int = 0,
+    on_conflict: str,
+    far_from: datetime,
 ) -> tuple[Committed, int]:
     """Store what is due before `far_from`, hold the rest, in one transaction; return what the run has done of both.
 
@@ -131,17 +139,17 @@ def schedule_in_tiers(
             "on_conflict='replace' reaches no messages in a cold tier: cancel them first, or use 'ignore' or 'fail'"
         )
     staging = tier.store.staging(new_area())
-    before = staging.committed(run)
+    before = staging.committed(run, batch)
     if before is not None:
-        return before, (staging.committed(cold_run(run)) or Committed(0)).stored
+        return before, (staging.committed(part_of(run, COLD), batch) or Committed(0)).stored
     began = time.monotonic()
     staging.create()
     folder = tier.create()
     with ExitStack() as undone:
         undone.callback(staging.discard)
-        marked = _marked(messages, _known(messages.sparkSession, tier))
+        rows = _by_hour(marked(messages, known_ids(messages.sparkSession, tier.options, tier)))
         task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from), sender)
-        placed = _gathered(marked.mapInArrow(partial(_place, task=task), PLACED))
+        placed = _gathered(rows.mapInArrow(partial(_place, task=task), PLACED))
         if placed.doubled is not None and on_conflict == OnConflict.FAIL:
             raise DuplicateMessage(placed.doubled)
 
@@ -150,10 +158,12 @@ def schedule_in_tiers(
             must_be_quick(began)
             tier.catalog.register(connection, placed.files)
             held = sum(one.messages for one in placed.files)
-            tier.runs.begin(connection, cold_run(run))
-            tier.runs.end(connection, cold_run(run), 0, Committed(held, placed.duplicates))
+            tier.runs.begin(connection, part_of(run, COLD), batch)
+            tier.runs.end(connection, part_of(run, COLD), batch, Committed(held, placed.duplicates))
 
-        stored = staging.commit(placed.attempts, on_conflict=OnConflict(on_conflict), run=run, along=register)
+        stored = staging.commit(
+            placed.attempts, on_conflict=OnConflict(on_conflict), run=run, batch=batch, along=register
+        )
         undone.pop_all()
     held = sum(one.messages for one in placed.files)
     return Committed(stored.stored, stored.duplicates + placed.duplicates, stored.rejected), held
@@ -165,10 +175,10 @@ def must_be_quick(began: float) -> None:
         raise BackendUnavailable(f"the job took longer than {LONGEST_JOB}: nothing was kept. Schedule less at once")
 
 
-def cold_run(run: str) -> str:
-    """Return the name under which the ledger keeps what a run has held."""
-    name = f"cold {run}"
-    return name if len(name) <= MAXIMUM_ID_LENGTH else f"cold {hashlib.sha256(run.encode()).hexdigest()}"
+def part_of(run: str, part: str) -> str:
+    """Return the name under which the ledger keeps what a run has put elsewhere."""
+    name = f"{part} {run}"
+    return name if len(name) <= MAXIMUM_ID_LENGTH else f"{part} {hashlib.sha256(run.encode()).hexdigest()}"
 
 
 def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]) -> DataFrame:
@@ -209,9 +219,11 @@ def read_back(text: str) -> ColdFile:
     return ColdFile(*json.loads(text))
 
 
-def _known(spark: SparkSession, tier: ColdTier) -> DataFrame:
-    """Return the ids that wait in either tier."""
-    hot = spark.read.format(FORMAT).options(**tier.options).schema("id STRING").load()
+def known_ids(spark: SparkSession, options: Mapping[str, str], tier: ColdTier | None) -> DataFrame:
+    """Return the ids that wait in the store, and in its cold tier where there is one."""
+    hot = spark.read.format(FORMAT).options(**options).schema("id STRING").load()
+    if tier is None:
+        return hot
     files, dead = tier.held()
     if not files:
         return hot
@@ -224,15 +236,21 @@ def _ids(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator[p
         yield from folder.batches(file, dead, columns=("id",))
 
 
-def _marked(messages: DataFrame, known: DataFrame) -> DataFrame:
-    """Return the messages with whether their id is taken, those of an hour together, ordered by due time."""
+def marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:
+    """Return the messages with whether their id is taken, by one that is known or by an earlier one of the job."""
     first = Window.partitionBy("id").orderBy("due", F.xxhash64(*COLUMNS.names))  # the same when tasks are repeated
-    marked = messages.withColumn(WAITS, F.row_number().over(first) > 1)
+    found = messages.withColumn(WAITS, F.row_number().over(first) > 1)
+    if known is None:
+        return found
     known = known.select(F.col("id").alias(KNOWN)).distinct()
-    marked = marked.join(known, F.col("id") == F.col(KNOWN), "left")
-    marked = marked.withColumn(WAITS, F.col(WAITS) | F.col(KNOWN).isNotNull()).drop(KNOWN)
-    marked = marked.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {HOUR}"))
-    return marked.hint("rebalance", DUE_HOUR).sortWithinPartitions("due").drop(DUE_HOUR)
+    found = found.join(known, F.col("id") == F.col(KNOWN), "left")
+    return found.withColumn(WAITS, F.col(WAITS) | F.col(KNOWN).isNotNull()).drop(KNOWN)
+
+
+def _by_hour(messages: DataFrame) -> DataFrame:
+    """Return the messages with those of an hour together, ordered by due time."""
+    with_hour = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {HOUR}"))
+    return with_hour.hint("rebalance", DUE_HOUR).sortWithinPartitions("due").drop(DUE_HOUR)
 
 
 def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.RecordBatch]:

@@ -65,6 +65,18 @@ class StoreOptions:
         return cls(url, table, options.get("schema"), options.get("passwordEnv"), options.get("passwordFile"))
 
     @property
+    def options(self) -> Mapping[str, str]:
+        """The same as options."""
+        given = {
+            "url": self.url,
+            "table": self.table,
+            "schema": self.schema,
+            "passwordEnv": self.password_env,
+            "passwordFile": self.password_file,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def address(self) -> str:
         """The URL with its password. Raises ConfigurationError where that is not to be found on this machine."""
         password: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,13 +15,45 @@ from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.outgoing import check_headers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 INSTANT: Final = pa.timestamp("us", "UTC")
 #: What Python and every database can hold: the years 1 to 9999.
 EARLIEST: Final = -62_135_596_800_000_000
 LATEST: Final = 253_402_300_799_999_999
+BEYOND_LEVELS: Final = "due lies further away than delay levels reach, 3106 days: give a store for those"
 SHOWN: Final = 80  # characters of a value in a reason
+
+
+@dataclass(frozen=True)
+class Door:
+    """What a job lets through; pickled to tasks. Times in microseconds since 1970."""
+
+    largest: int
+    """Bytes of headers and body together."""
+    levels_until: int | None = None
+    """What is due before goes to a broker, whose refusals these are:"""
+    destinations: Mapping[str, str] = field(default_factory=dict)
+    ids: Mapping[str, str] = field(default_factory=dict)
+    latest: int | None = None
+    """No message may be due later."""
+
+    def reasons(self, batch: pa.RecordBatch) -> pa.Array:
+        """Return for each row why it is not let through, null where it is."""
+        reasons = faults(batch, largest=self.largest)
+        due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
+        if self.latest is not None:
+            late = pc.fill_null(pc.greater(due, self.latest), False)
+            reasons = pc.coalesce(reasons, pc.if_else(late, BEYOND_LEVELS, pa.scalar(None, pa.string())))
+        if self.levels_until is not None:
+            near = pc.fill_null(pc.less(due, self.levels_until), False)
+            for name, refused in (("destination", self.destinations), ("id", self.ids)):
+                if refused:
+                    texts = batch.column(name).dictionary_encode()
+                    theirs = pa.array([refused.get(text) for text in texts.dictionary.to_pylist()], pa.string())
+                    theirs = pc.if_else(near, theirs.take(texts.indices), pa.scalar(None, pa.string()))
+                    reasons = pc.coalesce(reasons, theirs)
+        return reasons
 
 
 def faults(batch: pa.RecordBatch, *, largest: int) -> pa.Array:

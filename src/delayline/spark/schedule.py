@@ -11,22 +11,26 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span
 from delayline.errors import ConfigurationError
-from delayline.spark.cold_tier import ColdTier, schedule_in_tiers
 from delayline.spark.columns import Columns, content_type, prepared, rejected
 from delayline.spark.failures import in_plain_words
+from delayline.spark.job import Job
 from delayline.spark.lines import HIDDEN, read_path
 from delayline.spark.options import FORMAT, StoreOptions
-from delayline.spark.sent import ROOM, Sender
+from delayline.spark.sent import Sender
 from delayline.spark.session import in_this_thread, spark_session
-from delayline.sql.runs import Committed, check_run
+from delayline.sql.runs import check_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 ONE_DAY: Final = timedelta(days=1)
+BROKERS: Final = ("amqp", "amqps")
+#: What is not the data source's.
+BESIDE: Final = ("cold_tier", "delay_levels")
 IN_THE_STORE: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 
 
@@ -38,6 +42,8 @@ class Scheduled:
     stored: int
     held: int
     """Those of the cold tier."""
+    sent: int
+    """Those of a broker's delay levels."""
     duplicates: int
     rejected: int
     repeated: bool
@@ -47,7 +53,10 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Target:
-    """Whose messages they become, and where: the options of the data source."""
+    """Whose messages they become, and where.
+
+    store_url: the store; or a broker, amqp://, whose delay levels get everything.
+    """
 
     store_url: str = field(repr=False)
     endpoint: str | None = None
@@ -57,23 +66,54 @@ class Target:
     password_file: str | None = None
     cold_tier: str | None = None
     """The folder, or the URI, of the Parquet files in which far messages wait."""
+    delay_levels: str | None = field(default=None, repr=False)
+    """The URL of a broker whose delay levels get what is near, in place of the store."""
+
+    @property
+    def broker(self) -> str | None:
+        """The URL of the broker that gets what is near. Raises ConfigurationError for two, or none for a cold tier."""
+        if not self._is_broker:
+            return self.delay_levels
+        if self.delay_levels is not None:
+            raise ConfigurationError("store_url and delay_levels are two brokers: give one, or a database to store_url")
+        if self.cold_tier is not None:
+            raise ConfigurationError(
+                "a cold tier needs a database for its catalog: Target('postgresql://...', delay_levels='amqp://...')"
+            )
+        return self.store_url
+
+    @property
+    def store(self) -> StoreOptions | None:
+        """The store; None where a broker gets everything."""
+        return None if self._is_broker else StoreOptions.of(self.options)
 
     @property
     def options(self) -> Mapping[str, str]:
-        """As Spark takes them. Raises ConfigurationError for a store that is written to in another way."""
-        product = self.store_url.partition(":")[0].partition("+")[0]
+        """The options of the data source. Raises ConfigurationError for a store that is written to in another way."""
+        product = self._product
         if product not in IN_THE_STORE:
             raise ConfigurationError(f"{product}: is no store that bulk jobs write to: {', '.join(IN_THE_STORE)}")
         names = {"store_url": "url", "password_env": "passwordEnv", "password_file": "passwordFile"}
         given = {
-            names.get(one.name, one.name): getattr(self, one.name) for one in fields(self) if one.name != "cold_tier"
+            names.get(one.name, one.name): getattr(self, one.name) for one in fields(self) if one.name not in BESIDE
         }
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def sender(self) -> str:
         """The endpoint, for the headers."""
-        return self.endpoint or (self.table or "").removesuffix(".timeouts")
+        name = self.endpoint or (self.table or "").removesuffix(".timeouts")
+        if not name:
+            raise ConfigurationError('whose messages are they? Target(..., endpoint="sales")')
+        return name
+
+    @property
+    def _product(self) -> str:
+        return self.store_url.partition(":")[0].partition("+")[0].lower()
+
+    @property
+    def _is_broker(self) -> bool:
+        return self._product in BROKERS
 
 
 def schedule(
@@ -90,39 +130,21 @@ def schedule(
     """Store every sound row as a delayed message, in one transaction, and tell what became of the others.
 
     source: a DataFrame, or the path of Parquet, CSV or JSON Lines. columns: which is which, where names differ.
-    run: makes the job repeatable: what has committed is not committed again. hot_horizon: with a cold tier, what is
-    due later waits there. Blocks. Raises DelaylineError, without anything stored, where the job fails.
+    run: makes the job repeatable: what has committed is not committed again. hot_horizon: what is due later waits in
+    the cold tier, where there is one, and is not given to a broker. Blocks. Raises DelaylineError, without anything
+    stored, where the job fails; a broker keeps what it has confirmed, and the same run goes on after that.
     """
-    columns, run = columns or Columns(), check_run(run or uuid.uuid4().hex)
+    columns = columns or Columns()
     time_span("hot_horizon", hot_horizon)
-    staging = StoreOptions.of(target.options).staging()
     with in_plain_words():
         rows = partial(_rows, source, form, columns, spark)
-        now = staging.now()
+        job = Job(target, columns, on_conflict, hot_horizon)
         read = rows(numbered=False)
-        messages = prepared(read, columns, now).drop(*HIDDEN)
-        sender = Sender(target.sender, content_type(read, columns), now)
-        in_this_thread(messages.sparkSession)
-        before, held = staging.committed(run), 0
-        if target.cold_tier is not None:
-            tier = ColdTier(target.options, target.cold_tier)
-            far_from = now + hot_horizon
-            stored, held = schedule_in_tiers(
-                messages, tier, sender, run=run, on_conflict=on_conflict, far_from=far_from
-            )
-        else:
-            if before is None:
-                options = {
-                    **target.options,
-                    "onConflict": on_conflict,
-                    "invalid": "skip",
-                    "runId": run,
-                    **sender.options,
-                }
-                messages.write.format(FORMAT).mode("append").options(**options).save()
-            stored = before or staging.committed(run) or Committed(0)
-        bad = rejected(rows(numbered=True), columns, now, staging.largest_message - ROOM)
-        return Scheduled(run, stored.stored, held, stored.duplicates, stored.rejected, before is not None, bad)
+        in_this_thread(read.sparkSession)
+        done = job.run(read, run if run is None else check_run(run))
+        bad = rejected(rows(numbered=True), columns, done.now, done.door)
+        counts = (done.stored, done.held, done.sent, done.duplicates, done.rejected)
+        return Scheduled(done.run, *counts, done.repeated, bad)
 
 
 def schedule_stream(
@@ -132,27 +154,46 @@ def schedule_stream(
     checkpoint: str | Path,
     columns: Columns | None = None,
     on_conflict: str = "ignore",
+    hot_horizon: timedelta = ONE_DAY,
     trigger: Mapping[str, str | bool] | None = None,
 ) -> StreamingQuery:
     """Start a query that stores every sound row of a streaming DataFrame, each batch in one transaction, once.
 
-    trigger: as of `DataStreamWriter.trigger`, every second if left out. A delay counts from the start of the query;
-    give streams instants. Rows that cannot be messages are counted in the ledger and left out.
+    trigger: as of `DataStreamWriter.trigger`, every second if left out; with a cold tier give it a minute or more, as
+    each batch is compared with the ids in it. A delay counts from the start of the query, with a cold tier or a broker
+    from that of the batch; give streams instants. Rows that cannot be messages are counted in the ledger and left out.
+    A broker may get a batch twice that is interrupted, as far as it was confirmed and not marked.
     """
     if not source.isStreaming:
         raise ConfigurationError("the DataFrame is no stream: use schedule()")
-    if target.cold_tier is not None:
-        raise ConfigurationError("a stream is stored in the database only: leave out cold_tier")
-    staging = StoreOptions.of(target.options).staging()
+    columns = columns or Columns()
+    given: Mapping[str, str | bool] = trigger or {"processingTime": "1 second"}
     with in_plain_words():
-        columns = columns or Columns()
-        messages = prepared(source, columns, staging.now())
-        in_this_thread(messages.sparkSession)
-        sender = Sender(target.sender, content_type(source, columns), None)
-        options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
-        writer = messages.drop(*HIDDEN).writeStream.format(FORMAT).options(**options)
-        given: Mapping[str, str | bool] = trigger or {"processingTime": "1 second"}
+        in_this_thread(source.sparkSession)
+        if target.cold_tier is not None or target.broker is not None:
+            writer = _by_jobs(source, Job(target, columns, on_conflict, time_span("hot_horizon", hot_horizon)))
+        else:
+            messages = prepared(source, columns, StoreOptions.of(target.options).staging().now())
+            sender = Sender(target.sender, content_type(source, columns), None)
+            options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
+            writer = messages.drop(*HIDDEN).writeStream.format(FORMAT).options(**options)
         return writer.option("checkpointLocation", str(checkpoint)).trigger(**given).start()  # type: ignore[arg-type]
+
+
+def _by_jobs(source: DataFrame, job: Job) -> DataStreamWriter:
+    """Return a writer that runs the job on every batch, under the query's name and the batch's number."""
+    name = f"delayline {uuid.uuid4().hex}"  # by which a batch finds the id of its query, which outlasts restarts
+    job.check()
+
+    def run(batch: DataFrame, number: int) -> None:
+        query = next(one.id for one in batch.sparkSession.streams.active if one.name == name)
+        kept = batch.persist()  # a job reads it more than once
+        try:
+            job.run(kept, f"stream {query}", batch=number)
+        finally:
+            kept.unpersist()
+
+    return source.writeStream.queryName(name).foreachBatch(run)
 
 
 def _rows(

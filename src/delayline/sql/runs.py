@@ -74,13 +74,13 @@ class Runs:
         entry = update(self.table).where(self.table.c.run == run).values(batch=batch, finished=now, **counts)
         connection.execute(entry)
 
-    def find(self, connection: Connection, run: str) -> Committed | None:
-        """Return what the run has committed, None for nothing."""
+    def find(self, connection: Connection, run: str, batch: int = 0) -> Committed | None:
+        """Return what the run has committed last, None where that was before the batch, or nothing."""
         columns = self.table.c
         if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
             return None
         query = select(columns.stored, columns.duplicates, columns.rejected)
-        found = connection.execute(query.where(columns.run == run, columns.batch > NONE_YET)).first()
+        found = connection.execute(query.where(columns.run == run, columns.batch >= batch)).first()
         return None if found is None else Committed(*found)
 
 

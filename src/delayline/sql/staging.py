@@ -179,9 +179,9 @@ class Staging:
         with contextlib.suppress(BackendUnavailable):
             blocking(self._opened(self._database.write, clear if self.name == STREAMS else self._stage.drop))
 
-    def committed(self, run: str) -> Committed | None:
-        """Return what the run has committed, None for nothing."""
-        return blocking(self._opened(lambda: self._database.read(partial(self._runs.find, run=run))))
+    def committed(self, run: str, batch: int = 0) -> Committed | None:
+        """Return what the run has committed, None for nothing, or nothing yet of that batch."""
+        return blocking(self._opened(lambda: self._database.read(partial(self._runs.find, run=run, batch=batch))))
 
     def now(self) -> datetime:
         """Return the time of the clock that decides what is due, in UTC."""

@@ -1,81 +1,38 @@
-"""RabbitMQ's delay levels: each batch is published with its confirms outstanding, and counts when all have come."""
+"""RabbitmqLevels: each batch is published with its confirms outstanding, and counts when all have come."""
 
 from __future__ import annotations
 
-import json
-from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
-from delayline.clock import SystemClock
-from delayline.errors import BackendUnusable, InvalidMessage
-from delayline.message import Headers, Message, to_wire_time
-from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.connection import BrokerConnection, NothingThere
-from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY, check_destination, checked_until
-from delayline.rabbitmq.frames import ExchangeDeclare
-from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.publisher import Publication, Publisher
-from delayline.rabbitmq.reach import Reach
-from delayline.sql.staging import blocking
+from delayline.spark.levels import ANY_SIZE, LONGEST, BrokerLevels
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import AsyncExitStack
-    from datetime import datetime
+    from datetime import timedelta
 
-    import pyarrow as pa
     from pyspark.sql import SparkSession
 
+    from delayline.spark.levels import LevelsSession
     from delayline.sql.staging import Attempt
 
-Result = TypeVar("Result")
-#: A broker says itself what is too large for it.
-ANY_SIZE: Final = 1 << 40
-UNKNOWN: Final = "there is no queue {!r} on the broker: start its endpoint once, or run delayline setup --queue NAME"
 
-
-class RabbitmqLevels:
+class RabbitmqLevels(BrokerLevels):
     """The delay levels of one virtual host, v2, or what ?delays= in the URL says."""
 
     kind: ClassVar[str] = "rabbitmq-levels"
     exactly_once: ClassVar[bool] = False
-    longest: ClassVar[timedelta | None] = timedelta(seconds=MAXIMUM_DELAY)
+    longest: ClassVar[timedelta | None] = LONGEST
 
     largest_message: ClassVar[int] = ANY_SIZE
 
     def __init__(self, url: str) -> None:
-        self.address = BrokerAddress.parse(url)
-        self.levels = DelayInfrastructure.named(self.address.delays)
-
-    def __str__(self) -> str:
-        return f"{self.levels.prefix}.* at {self.address}"
+        super().__init__(url, "delayline migrate")
 
     def endpoint_named(self, name: str) -> str:
         """Return the name: levels are everybody's. Raises BackendUnusable where there are none."""
-
-        async def look(connection: BrokerConnection) -> str:
-            try:
-                for exchange in self.levels.exchanges:
-                    await connection.run(
-                        lambda channel, name=exchange: channel.rpc(ExchangeDeclare(exchange=name, passive=True))  # type: ignore[misc]
-                    )
-            except NothingThere as error:
-                raise BackendUnusable(
-                    f"there are no complete delay levels {self}. Create them with: delayline rabbitmq create"
-                ) from error
-            return name
-
-        return self._connected(look)
-
-    def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
-        """Return the destinations that have no queue, or that levels cannot carry; binds none."""
-
-        async def look(connection: BrokerConnection) -> Mapping[str, str]:
-            reach = Reach(connection, self.levels.delivery, only_look=True)
-            found = {one: await _refusal(reach, one) for one in destinations}
-            return {one: reason for one, reason in found.items() if reason is not None}
-
-        return self._connected(look)
+        self.must_exist()
+        return name
 
     def waiting(self, endpoint: str, spark: SparkSession) -> None:
         """Return None: what waits in levels can be counted, not listed."""
@@ -84,22 +41,12 @@ class RabbitmqLevels:
     def begin(self, endpoint: str) -> LevelsWave:
         """Return a wave; nothing is staged."""
         del endpoint
-        return LevelsWave(self.address, self.levels)
+        return LevelsWave(self)
 
     def committed(self, endpoint: str, name: str) -> bool:
         """Return False: batches are marked one by one as the broker confirms them."""
         del endpoint, name
         return False
-
-    def _connected(self, work: Callable[[BrokerConnection], Awaitable[Result]]) -> Result:
-        async def run() -> Result:
-            connection = BrokerConnection(self.address, "delayline migrate")
-            try:
-                return await work(connection)
-            finally:
-                await connection.close()
-
-        return blocking(run())
 
 
 class LevelsWave:
@@ -108,77 +55,15 @@ class LevelsWave:
     confirms = True
     largest_message = ANY_SIZE
 
-    def __init__(self, address: BrokerAddress, levels: DelayInfrastructure) -> None:
-        self.address = address
-        self.levels = levels
+    def __init__(self, levels: BrokerLevels) -> None:
+        self._levels = levels
 
     async def session(self, stack: AsyncExitStack) -> LevelsSession:
         """Connect."""
-        publisher = Publisher(self.address, connection_name="delayline migrate")
-        connection = BrokerConnection(self.address, "delayline migrate")
-        stack.push_async_callback(connection.close)
-        stack.push_async_callback(publisher.close)
-        await publisher.open()
-        return LevelsSession(publisher, Reach(connection, self.levels.delivery, only_look=False), self.levels)
+        return await self._levels.session(stack)
 
     def commit(self, name: str, attempts: Sequence[Attempt]) -> None:
         """Do nothing: the broker has confirmed every message."""
 
     def discard(self) -> None:
         """Do nothing: what the broker has confirmed stays."""
-
-
-class LevelsSession:
-    """One task's connection to the broker."""
-
-    def __init__(self, publisher: Publisher, reach: Reach, levels: DelayInfrastructure) -> None:
-        self._publisher = publisher
-        self._reach = reach
-        self._levels = levels
-        self._clock = SystemClock()
-
-    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Publish, each for what is left of its delay now; returns once the broker has confirmed all that it took."""
-        refused: dict[int, str] = {}
-        positions: list[int] = []
-        publications: list[Publication] = []
-        nowhere = {one: await _refusal(self._reach, one) for one in messages.column("destination").unique().to_pylist()}
-        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
-            reason = nowhere[row[1]]
-            if reason is not None:
-                refused[position] = reason
-                continue
-            try:
-                publications.append(self._publication(*row))
-            except InvalidMessage as error:
-                refused[position] = str(error)
-                continue
-            positions.append(position)
-        for index, failure in (await self._publisher.publish(publications)).items():
-            if not isinstance(failure, InvalidMessage):
-                raise failure
-            refused[positions[index]] = str(failure)
-        return refused
-
-    async def end(self) -> Sequence[Attempt]:
-        """Return nothing: it is all there."""
-        return []
-
-    def _publication(
-        self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None
-    ) -> Publication:
-        named = json.loads(headers) if headers else {}
-        if Headers.RETRIES not in named:  # a retry has its own times
-            named[Headers.DELIVER_AT] = to_wire_time(due)
-        delay = checked_until(due, self._clock.now())
-        exchange, key = self._levels.route(delay, destination)
-        message = Message(named.get(Headers.MESSAGE_ID) or message_id, named, body or b"")
-        return Publication(message, exchange, key, delay)
-
-
-async def _refusal(reach: Reach, destination: str) -> str | None:
-    try:
-        check_destination(destination)
-    except InvalidMessage as error:
-        return str(error)
-    return None if await reach.includes(destination) else UNKNOWN.format(destination)

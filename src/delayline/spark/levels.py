@@ -1,0 +1,150 @@
+"""RabbitMQ's delay levels seen from bulk jobs: each batch is published with its confirms outstanding."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from delayline.clock import SystemClock
+from delayline.errors import BackendUnusable, InvalidMessage
+from delayline.message import Headers, Message, to_wire_time
+from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.connection import BrokerConnection, NothingThere
+from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY, check_destination, checked_until
+from delayline.rabbitmq.frames import ExchangeDeclare
+from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.reach import Reach
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from contextlib import AsyncExitStack
+    from datetime import datetime
+
+    import pyarrow as pa
+
+    from delayline.sql.staging import Attempt
+
+Result = TypeVar("Result")
+#: A broker says itself what is too large for it.
+ANY_SIZE: Final = 1 << 40
+LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
+UNKNOWN: Final = "there is no queue {!r} on the broker: start its endpoint once, or run delayline setup --queue NAME"
+
+
+class BrokerLevels:
+    """The delay levels of one virtual host, v2, or what ?delays= in the URL says; pickled to tasks.
+
+    name: how its connections are called at the broker.
+    """
+
+    def __init__(self, url: str, name: str) -> None:
+        self.address = BrokerAddress.parse(url)
+        self.levels = DelayInfrastructure.named(self.address.delays)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.levels.prefix}.* at {self.address}"
+
+    def must_exist(self) -> None:
+        """Raise BackendUnusable where there are no complete levels. Blocks."""
+
+        async def look(connection: BrokerConnection) -> None:
+            try:
+                for exchange in self.levels.exchanges:
+                    await connection.run(
+                        lambda channel, name=exchange: channel.rpc(ExchangeDeclare(exchange=name, passive=True))  # type: ignore[misc]
+                    )
+            except NothingThere as error:
+                raise BackendUnusable(
+                    f"there are no complete delay levels {self}. Create them with: delayline rabbitmq create"
+                ) from error
+
+        self._connected(look)
+
+    def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
+        """Return the destinations that have no queue, or that levels cannot carry; binds none. Blocks."""
+
+        async def look(connection: BrokerConnection) -> Mapping[str, str]:
+            reach = Reach(connection, self.levels.delivery, only_look=True)
+            found = {one: await _refusal(reach, one) for one in destinations}
+            return {one: reason for one, reason in found.items() if reason is not None}
+
+        return self._connected(look)
+
+    async def session(self, stack: AsyncExitStack) -> LevelsSession:
+        """Return an open session that closes with the stack."""
+        publisher = Publisher(self.address, connection_name=self.name)
+        connection = BrokerConnection(self.address, self.name)
+        stack.push_async_callback(connection.close)
+        stack.push_async_callback(publisher.close)
+        await publisher.open()
+        return LevelsSession(publisher, Reach(connection, self.levels.delivery, only_look=False), self.levels)
+
+    def _connected(self, work: Callable[[BrokerConnection], Awaitable[Result]]) -> Result:
+        async def run() -> Result:
+            connection = BrokerConnection(self.address, self.name)
+            try:
+                return await work(connection)
+            finally:
+                await connection.close()
+
+        return blocking(run())
+
+
+class LevelsSession:
+    """One task's connection to the broker."""
+
+    def __init__(self, publisher: Publisher, reach: Reach, levels: DelayInfrastructure) -> None:
+        self._publisher = publisher
+        self._reach = reach
+        self._levels = levels
+        self._clock = SystemClock()
+
+    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Publish, each for what is left of its delay now; returns once the broker has confirmed all that it took."""
+        refused: dict[int, str] = {}
+        positions: list[int] = []
+        publications: list[Publication] = []
+        nowhere = {one: await _refusal(self._reach, one) for one in messages.column("destination").unique().to_pylist()}
+        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
+            reason = nowhere[row[1]]
+            if reason is not None:
+                refused[position] = reason
+                continue
+            try:
+                publications.append(self._publication(*row))
+            except InvalidMessage as error:
+                refused[position] = str(error)
+                continue
+            positions.append(position)
+        for index, failure in (await self._publisher.publish(publications)).items():
+            if not isinstance(failure, InvalidMessage):
+                raise failure
+            refused[positions[index]] = str(failure)
+        return refused
+
+    async def end(self) -> Sequence[Attempt]:
+        """Return nothing for a driver to commit: it is all there."""
+        return []
+
+    def _publication(
+        self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None
+    ) -> Publication:
+        named = json.loads(headers) if headers else {}
+        if Headers.RETRIES not in named:  # a retry has its own times
+            named[Headers.DELIVER_AT] = to_wire_time(due)
+        delay = checked_until(due, self._clock.now())
+        exchange, key = self._levels.route(delay, destination)
+        message = Message(named.get(Headers.MESSAGE_ID) or message_id, named, body or b"")
+        return Publication(message, exchange, key, delay)
+
+
+async def _refusal(reach: Reach, destination: str) -> str | None:
+    try:
+        check_destination(destination)
+    except InvalidMessage as error:
+        return str(error)
+    return None if await reach.includes(destination) else UNKNOWN.format(destination)

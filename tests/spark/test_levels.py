@@ -1,0 +1,188 @@
+"""Scheduling to RabbitMQ's delay levels: what is near goes there, confirmed; what is far waits in a store or files."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from tests.integration.test_rabbitmq_migration import V2
+from tests.spark.broker import in_levels, with_levels
+from tests.spark.stores import ENDPOINT, StoreAt, frame
+
+from delayline import BackendUnusable, ConfigurationError, Headers
+from delayline.errors import DelaylineError
+from delayline.message import to_wire_time
+from delayline.spark import Target, schedule, schedule_stream
+from delayline.spark.levels import BrokerLevels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AsyncExitStack
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+    from tests.spark.tiers import Tiers
+
+    from delayline.spark.levels import LevelsSession
+
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def broker(rabbitmq_url: str) -> str:
+    """Provide a broker with delay levels and the queue `billing`."""
+    with_levels(rabbitmq_url, V2)
+    return rabbitmq_url
+
+
+def beside(store: StoreAt, broker: str, **more: Any) -> Target:  # noqa: ANN401 - Target's own
+    return Target(store.url, endpoint=ENDPOINT, delay_levels=broker, **more)
+
+
+def sent(broker: str) -> Counter[str]:
+    """Take everything out of the levels, and return how often each id was there."""
+    return Counter(one.header.properties.message_id for one in in_levels(broker, V2))
+
+
+def numbered(spark: SparkSession, number: int) -> DataFrame:
+    """Return messages of which every tenth is far; tasks make them."""
+    return spark.range(0, number, 1, 4).selectExpr(
+        "concat('m', id) AS id",
+        "'billing' AS destination",
+        "now() + IF(id % 10 = 0, INTERVAL '20' DAY, INTERVAL '2' HOUR) AS due",
+        "CAST(CAST(id AS STRING) AS BINARY) AS body",
+    )
+
+
+def test_what_is_near_goes_to_the_levels_and_what_is_far_waits(spark: SparkSession, tiers: Tiers, broker: str) -> None:
+    # Given messages near and far, some of which can go nowhere, and one that waits already
+    now = datetime.now(UTC)
+    due = {"near": HOUR, "twice": HOUR, "waits": HOUR, "far": 48 * HOUR, "nowhere": HOUR, "bad": HOUR}
+    ids = [*due, "twice"]
+    tiers.hot.put("waits", due=now + 72 * HOUR)
+    data = frame(
+        spark,
+        *ids,
+        due=pa.array([now + due[one] for one in ids], pa.timestamp("us", "UTC")),
+        destination=["nowhere" if one == "nowhere" else "billing" for one in ids],
+        headers=["{" if one == "bad" else "{}" for one in ids],
+    )
+    target = beside(tiers.hot, broker, cold_tier=str(tiers.folder))
+    # When they are scheduled, twice as one run
+    done, again = (schedule(data, target, run="nightly") for _ in range(2))
+    # Then each waits in one place, with the headers of a send
+    assert (done.sent, done.stored, done.held, done.duplicates, done.rejected) == (2, 0, 1, 2, 2)
+    there = {one.header.properties.message_id: one.header.properties for one in in_levels(broker, V2)}
+    assert sorted(there) == ["near", "twice"]
+    headers = there["near"].headers
+    assert headers[Headers.DELIVER_AT] == to_wire_time(now + HOUR) and headers[Headers.ORIGINATING_ENDPOINT] == ENDPOINT
+    assert tiers.hot.ids() == ["waits"] and tiers.ids() == ["far", "waits"]
+    # And what went nowhere is told, by the run that is only repeated too
+    assert (again.sent, again.held, again.duplicates, again.rejected, again.repeated) == (2, 1, 2, 2, True)
+    for one in (done, again):
+        reasons = {row["id"]: row["reason"] for row in one.rejected_rows.toArrow().to_pylist()}
+        assert reasons["nowhere"].startswith("there is no queue 'nowhere'") and "not JSON" in reasons["bad"]
+        assert len(reasons) == 2
+
+
+def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
+    spark: SparkSession, store: StoreAt, broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, per_piece = 3000, 12
+    (tmp_path / "broken").touch()
+    broken, killed = str(tmp_path / "broken"), str(tmp_path / "killed")
+
+    def is_there(path: str) -> bool:
+        return os.access(path, os.F_OK)
+
+    class Dying(BrokerLevels):
+        async def session(self, stack: AsyncExitStack) -> LevelsSession:
+            session = await super().session(stack)
+            deliver, delivered = session.deliver, 0
+
+            async def deliver_and_die(messages: pa.RecordBatch) -> Mapping[int, str]:
+                nonlocal delivered
+                refused, delivered = await deliver(messages), delivered + 1
+                if delivered == 20 and not is_there(killed):
+                    os.close(os.open(killed, os.O_CREAT))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if delivered == 40 and is_there(broken):
+                    raise ConnectionError("fails on purpose")
+                return refused
+
+            session.deliver = deliver_and_die  # type: ignore[method-assign]
+            return session
+
+    monkeypatch.setattr("delayline.spark.job.BrokerLevels", Dying)
+    # Given a job of which an executor is killed, and which fails for good, between the broker's confirm and the mark
+    with pytest.raises(DelaylineError, match="fails on purpose"):
+        schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
+    assert store.ids() == []
+    before = sent(broker)
+    assert 0 < len(before) < numbers
+    # When it is run again
+    (tmp_path / "broken").unlink()
+    done = schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
+    # Then nothing is missing, and what came twice was in doubt: a piece for each time that a task has died
+    after = sent(broker)
+    assert (done.sent, done.stored, done.duplicates) == (numbers * 9 // 10, numbers // 10, 0)
+    assert len(before.keys() | after.keys()) == done.sent and len(store.ids()) == done.stored
+    assert 0 < (before + after).total() - done.sent <= 2 * 3 * per_piece
+
+
+def test_a_broker_alone_gets_everything_it_can_hold(
+    spark: SparkSession, store: StoreAt, broker: str, rabbitmq_url: str
+) -> None:
+    now = datetime.now(UTC)
+    due = [now - HOUR, now + HOUR, now + timedelta(days=3000), now + timedelta(days=3200)]
+    data = frame(spark, "past", "near", "far", "further", due=pa.array(due, pa.timestamp("us", "UTC")))
+    target = Target(broker, endpoint=ENDPOINT)
+    done = schedule(data, target)
+    assert (done.sent, done.stored, done.rejected) == (3, 0, 1)
+    assert [row["id"] for row in done.rejected_rows.toArrow().to_pylist()] == ["further"]
+    assert sorted(sent(broker)) == ["far", "near"]
+    wrong: list[tuple[Target, dict[str, Any], str]] = [
+        (target, {"run": "nightly"}, "is remembered in a database"),
+        (target, {"on_conflict": "replace"}, "nobody can look for ids in delay levels"),
+        (Target(broker, endpoint=ENDPOINT, cold_tier="cold"), {}, "needs a database for its catalog"),
+        (Target(broker, endpoint=ENDPOINT, delay_levels=broker), {}, "are two brokers"),
+        (beside(store, f"{rabbitmq_url}?delays=v1"), {}, "there are no complete delay levels"),
+    ]
+    for how, settings, said in wrong:
+        with pytest.raises((ConfigurationError, BackendUnusable), match=said):
+            schedule(data, how, **settings)
+    assert not sent(broker)
+
+
+def test_a_stream_goes_to_levels_and_files_each_batch_once(
+    spark: SparkSession, tiers: Tiers, broker: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", beside(tiers.hot, broker, cold_tier=str(tiers.folder))
+
+    def run_to_the_end() -> None:
+        stream = spark.readStream.schema(numbered(spark, 0).schema).parquet(str(source))
+        how: dict[str, Any] = {"checkpoint": tmp_path / "checkpoint", "trigger": {"availableNow": True}}
+        query = schedule_stream(stream, target, **how)
+        query.awaitTermination(120)
+        assert query.exception() is None
+
+    # Given a stream of which each run brings more
+    total: Counter[str] = Counter()
+    for batch in range(2):
+        numbered(spark, 30).withColumn("id", prefixed(batch)).write.mode("append").parquet(str(source))
+        run_to_the_end()
+        total += sent(broker)
+    # Then each message is in one place, once
+    assert len(total) == total.total() == 54
+    assert len(tiers.ids()) == 6 and tiers.hot.ids() == []
+
+
+def prefixed(batch: int) -> Any:  # noqa: ANN401 - a column
+    from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+    return F.concat(F.lit(f"b{batch}-"), "id")
