@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
+from tests.spark.stores import ENDPOINT, PAST, StoreAt, frame, many
+from tests.spark.tiers import FIRST, spread
 
 from delayline import BackendUnavailable, BackendUnusable, SqlDelayedMessageStore, SqlTransport
 from delayline.delayed.store import Outcome
-from delayline.spark import Target, export, read_journal, schedule
+from delayline.spark import Target, audit, export, read_journal, schedule, waiting_ids
 from delayline.spark.journal import _export
 from delayline.spark.options import StoreOptions
 from delayline.sql.journal_export import JournalExport
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
+    from tests.spark.tiers import Tiers
+
+    from delayline.spark import Totals
 
 
 def journaled(store: StoreAt) -> Target:
@@ -54,6 +60,37 @@ def test_what_happens_is_exported_bit_by_bit(spark: SparkSession, any_store: Sto
     assert {row["store"] for row in found} == {"sales.timeouts"}
     assert found[-1]["due"] == PAST and found[-1]["at"] > PAST
     assert export(target, tmp_path, spark=spark).entries == 0
+
+
+def test_what_waits_in_files_is_journaled_and_audited(spark: SparkSession, any_tiers: Tiers, tmp_path: Path) -> None:
+    tiers = any_tiers
+    journaled(tiers.hot)
+    target, far = tiers.target, spread(spark, 40, hours=3)
+
+    def events() -> Counter[str]:
+        export(target, tmp_path, spark=spark)
+        return Counter(row["event"] for row in rows(target, tmp_path, spark))
+
+    def totals(until: datetime) -> Totals:
+        entries = read_journal(target, tmp_path, spark=spark)
+        waiting = waiting_ids(target, spark)
+        with audit(entries, store="sales.timeouts", waiting=waiting, until=until) as found:
+            return found.totals()
+
+    # Given messages in both tiers, long due
+    soon = datetime.now(UTC) + timedelta(minutes=5)
+    assert tiers.schedule(far.union(frame(spark, "soon", due=[soon]))).held == 40
+    assert events() == {"scheduled": 41}
+    late = totals(FIRST + timedelta(days=1))
+    assert (late.scheduled, late.overdue, late.lost) == (41, 41, 0)
+    # When some are cancelled and rescheduled in the files, and the rest is promoted
+    assert tiers.cancel("m1") is Outcome.DONE
+    assert tiers.run(lambda store: store.reschedule("m2", FIRST)) is Outcome.DONE
+    assert tiers.promote(FIRST + timedelta(hours=4)).stored == 38
+    # Then the journal says what happened to each, and nothing is counted twice
+    assert events() == {"scheduled": 41, "cancelled": 1, "rescheduled": 1, "promoted": 38}
+    after = totals(datetime.now(UTC))
+    assert (after.scheduled, after.waiting, after.cancelled, after.lost, after.duplicated) == (41, 40, 1, 0, 0)
 
 
 def test_of_two_exports_of_the_same_entries_one_counts(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
     show_default=True,
     help=f"What is due for longer is missed: {DELAYS}.",
 )
-@settings_options(*STORES)
+@settings_options(*STORES, "cold_tier")
 @session_options
 @json_option
 def audit(

@@ -22,9 +22,11 @@ from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.options import COLUMNS, FORMAT, StoreOptions
 from delayline.spark.rejects import faults, without
 from delayline.spark.sent import ROOM, Sender
+from delayline.spark.writer import completed
 from delayline.sql.cold_files import HOUR, ColdFile, ColdFiles
 from delayline.sql.cold_folder import ColdFolder, HourWriter
 from delayline.sql.database import Database
+from delayline.sql.journal import Journal
 from delayline.sql.runs import Committed, Runs
 from delayline.sql.staging import Attempt, OnConflict, blocking, new_area
 
@@ -43,8 +45,10 @@ WAITS: Final = "_delayline_waits"
 DUE_HOUR: Final = "_delayline_hour"
 KNOWN: Final = "_delayline_known"
 COLD: Final = "cold"
+NOTHING: Final = Attempt(0, 0, None)
 PLACED: Final = (
-    "number LONG, rows LONG, earliest LONG, rejected LONG, duplicates LONG, doubled STRING, files ARRAY<STRING>"
+    "number LONG, rows LONG, earliest LONG, rejected LONG, duplicates LONG, noted LONG, noted_rows LONG, "
+    "doubled STRING, files ARRAY<STRING>"
 )
 #: Files that nobody knows are swept after a day: who writes them has to have told of them by then.
 LONGEST_JOB: Final = timedelta(hours=12)
@@ -66,7 +70,18 @@ class ColdTier:
         table = dialect.timeouts_table(dialect.kept_name(self.store.table), dialect.schema_of(self.store.schema))
         self.catalog = ColdFiles(dialect, table)
         self.runs = Runs(dialect, table.schema)
+        self._journal = Journal(table, dialect)
         _ = ColdFolder(path)
+
+    @property
+    def journaled(self) -> bool:
+        """Whether the store keeps a journal now."""
+
+        def look(connection: Connection) -> bool:
+            self._journal.look(connection)
+            return self._journal.kept
+
+        return self.read(look)
 
     def create(self) -> ColdFolder:
         """Make the catalog, unless it is there, and return the folder to write to."""
@@ -105,6 +120,8 @@ class Placed(NamedTuple):
 
     attempts: list[Attempt]
     files: list[ColdFile]
+    noted: list[Attempt]
+    """What is in the files, for the journal."""
     duplicates: int
     doubled: str | None
 
@@ -118,6 +135,7 @@ class _Placing:
     folder: ColdFolder
     far_from: int
     sender: Sender
+    journaled: bool
 
 
 def schedule_in_tiers(
@@ -148,7 +166,7 @@ def schedule_in_tiers(
     with ExitStack() as undone:
         undone.callback(staging.discard)
         rows = _by_hour(marked(messages, known_ids(messages.sparkSession, tier.options, tier)))
-        task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from), sender)
+        task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from), sender, tier.journaled)
         placed = _gathered(rows.mapInArrow(partial(_place, task=task), PLACED))
         if placed.doubled is not None and on_conflict == OnConflict.FAIL:
             raise DuplicateMessage(placed.doubled)
@@ -162,7 +180,12 @@ def schedule_in_tiers(
             tier.runs.end(connection, part_of(run, COLD), batch, Committed(held, placed.duplicates))
 
         stored = staging.commit(
-            placed.attempts, on_conflict=OnConflict(on_conflict), run=run, batch=batch, along=register
+            placed.attempts,
+            on_conflict=OnConflict(on_conflict),
+            run=run,
+            batch=batch,
+            along=register,
+            elsewhere=placed.noted,
         )
         undone.pop_all()
     held = sum(one.messages for one in placed.files)
@@ -276,13 +299,22 @@ def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.
             yield new.filter(pc.invert(far))
 
     attempt = staging.write(near(), rejected=lambda: rejected)
-    files = [described(one) for one in writer.close()]
-    row = [*attempt, duplicates, doubled, files]
-    kinds = [*[pa.int64()] * 5, pa.string(), pa.list_(pa.string())]
+    files = writer.close()
+    noted = note(staging, task.folder, files) if task.journaled else NOTHING
+    row = [*attempt, duplicates, noted.number, noted.rows, doubled, [described(one) for one in files]]
+    kinds = [*[pa.int64()] * 7, pa.string(), pa.list_(pa.string())]
     names = [part.split()[0] for part in PLACED.split(", ")]
     yield pa.RecordBatch.from_arrays(
         [pa.array([value], kind) for value, kind in zip(row, kinds, strict=True)], names=names
     )
+
+
+def note(staging: Staging, folder: ColdFolder, files: Sequence[ColdFile]) -> Attempt:
+    """Stage for the journal what a task has put into files."""
+    if not files:
+        return NOTHING
+    columns = ("id", "destination", "due")
+    return staging.write(completed(batch) for file in files for batch in folder.batches(file, columns=columns))
 
 
 def _gathered(results: DataFrame) -> Placed:
@@ -291,6 +323,7 @@ def _gathered(results: DataFrame) -> Placed:
     return Placed(
         attempts,
         [read_back(text) for row in rows for text in row["files"]],
+        [Attempt(row["noted"], row["noted_rows"], None) for row in rows if row["noted_rows"]],
         sum(row["duplicates"] for row in rows),
         next((row["doubled"] for row in rows if row["doubled"] is not None), None),
     )

@@ -22,12 +22,14 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.spark.cold_tier import (
     COLD,
+    NOTHING,
     WAITS,
     ColdTier,
     described,
     known_ids,
     marked,
     must_be_quick,
+    note,
     part_of,
     read_back,
 )
@@ -168,7 +170,7 @@ class Handing:
         latest = now + LONGEST
         facts = self._facts(rows, columns, now, latest)
         door = self._door(facts, latest=to_microseconds(latest))
-        task = _Task(self.levels, replace(self.sender, sent=now), door, None, None, "", None)
+        task = _Task(self.levels, replace(self.sender, sent=now), door, None, None, "", None, journaled=False)
         handed = Handed()
         for one in _results(self._placed(rows, columns, facts, None), task):
             handed.add(Handed(**one["near"]))
@@ -178,13 +180,13 @@ class Handing:
         assert self.store is not None  # noqa: S101 - or there were no ledger
         staging, door, began = self.store.staging(new_area()), self._door(facts), time.monotonic()
         staging.create()
-        folder = None if self.tier is None else self.tier.create()
+        folder, journaled = (None, False) if self.tier is None else (self.tier.create(), self.tier.journaled)
         sender = replace(self.sender, sent=from_microseconds(facts.now))
         with ExitStack() as undone:
             undone.callback(staging.discard)
             if turn.batch == 0 and not turn.keeps:  # nobody can run it again
                 undone.callback(turn.ledger.write, Pieces.forget)
-            task = _Task(self.levels, sender, door, turn.ledger, self.store, staging.name, folder)
+            task = _Task(self.levels, sender, door, turn.ledger, self.store, staging.name, folder, journaled)
             known = known_ids(rows.sparkSession, self.store.options, self.tier)
             results = _results(self._placed(rows, columns, facts, known), task)
             files = [read_back(text) for one in results for text in one["files"]]
@@ -193,7 +195,10 @@ class Handing:
                 handed.add(near)
             end = partial(self._register, turn, facts, files, handed, began)
             attempts = [Attempt(*one["attempt"]) for one in results]
-            stored = staging.commit(attempts, on_conflict=OnConflict.IGNORE, run=turn.run, batch=turn.batch, along=end)
+            noted = [Attempt(*one["noted"]) for one in results if one["files"] and journaled]
+            stored = staging.commit(
+                attempts, on_conflict=OnConflict.IGNORE, run=turn.run, batch=turn.batch, along=end, elsewhere=noted
+            )
             undone.pop_all()
         held = sum(one.messages for one in files)
         handed.duplicates += stored.duplicates
@@ -270,18 +275,24 @@ class _Task:
     store: StoreOptions | None
     area: str
     folder: ColdFolder | None
+    journaled: bool
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Put what is far aside, then hand over what is near."""
-        rows, far, files = _Rows(batches), Handed(), list[str]()
+        rows, far, files = _Rows(batches), Handed(), list[ColdFile]()
         attempt: Attempt | None = None
+        noted = NOTHING
         if self.store is not None:
             writer = None if self.folder is None else HourWriter(self.folder)
             staged = self._far(rows.far(), far, writer)
-            attempt = self.store.staging(self.area).write(staged, rejected=lambda: far.rejected)
-            files = [] if writer is None else [described(one) for one in writer.close()]
+            staging = self.store.staging(self.area)
+            attempt = staging.write(staged, rejected=lambda: far.rejected)
+            files = [] if writer is None else writer.close()
+            if self.folder is not None and self.journaled:
+                noted = note(staging, self.folder, files)
         near = asyncio.run(self._near(rows.near()))
-        done = {"attempt": attempt, "files": files, "duplicates": far.duplicates, "near": asdict(near)}
+        texts = [described(one) for one in files]
+        done = {"attempt": attempt, "noted": noted, "files": texts, "duplicates": far.duplicates, "near": asdict(near)}
         yield pa.RecordBatch.from_arrays([pa.array([json.dumps(done)])], names=["done"])
 
     def _far(

@@ -19,6 +19,7 @@ from delayline.spark.failures import in_plain_words
 from delayline.spark.session import spark_session
 from delayline.sql.cold_files import State
 from delayline.sql.cold_folder import ColdFolder
+from delayline.sql.journal import JournalEvent
 from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.staging import Attempt, OnConflict, new_area
 
@@ -170,7 +171,7 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
             cancelled = _remove(connection, staged, late, dead)
             tier.catalog.retire(connection, names, State.PROMOTED)
 
-        committed = staging.commit(attempts, on_conflict=OnConflict.IGNORE, along=flip)
+        committed = staging.commit(attempts, on_conflict=OnConflict.IGNORE, along=flip, arrival=JournalEvent.PROMOTED)
         undone.pop_all()
     return _Moved(committed, cancelled)
 

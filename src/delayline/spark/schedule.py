@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark import TaskContext
 
 from delayline.checks import time_span
 from delayline.errors import ConfigurationError
@@ -21,7 +23,7 @@ from delayline.spark.session import in_this_thread, spark_session
 from delayline.sql.runs import check_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
@@ -182,18 +184,33 @@ def schedule_stream(
 
 def _by_jobs(source: DataFrame, job: Job) -> DataStreamWriter:
     """Return a writer that runs the job on every batch, under the query's name and the batch's number."""
-    name = f"delayline {uuid.uuid4().hex}"  # by which a batch finds the id of its query, which outlasts restarts
     job.check()
 
     def run(batch: DataFrame, number: int) -> None:
-        query = next(one.id for one in batch.sparkSession.streams.active if one.name == name)
         kept = batch.persist()  # a job reads it more than once
         try:
-            job.run(kept, f"stream {query}", batch=number)
+            job.run(kept, f"stream {_query_of(batch.sparkSession)}", batch=number)
         finally:
             kept.unpersist()
 
-    return source.writeStream.queryName(name).foreachBatch(run)
+    return source.writeStream.foreachBatch(run)
+
+
+def _query_of(spark: SparkSession) -> str:
+    """Return the id of the query that runs now, which outlasts restarts: its tasks know it, the driver does not."""
+    [query] = spark.range(1).mapInArrow(_query_in_task, "query STRING").toArrow().column(0).to_pylist()
+    if query is None:
+        raise ConfigurationError(
+            "Spark Connect tells no batch whose it is: start a stream to a cold tier or a broker without it"
+        )
+    return str(query)
+
+
+def _query_in_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    context = TaskContext.get()
+    query = None if context is None else context.getLocalProperty("sql.streaming.queryId")
+    for batch in batches:
+        yield pa.RecordBatch.from_arrays([pa.array([query] * batch.num_rows, pa.string())], names=["query"])
 
 
 def _rows(

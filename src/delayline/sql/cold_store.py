@@ -7,7 +7,7 @@ import heapq
 from collections import defaultdict
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from delayline.checks import time_span
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
@@ -15,6 +15,7 @@ from delayline.delayed.store import DueCount, Outcome
 from delayline.message import DelayedMessage, Message, in_utc
 from delayline.sql.cold_files import HOUR, ColdFiles
 from delayline.sql.cold_folder import ColdFolder
+from delayline.sql.journal import JournalEvent
 from delayline.sql.store import MICROSECOND, SqlDelayedMessageStore
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
     from delayline.sql.cold_files import ColdFile
     from delayline.sql.cold_folder import ColdRow
+    from delayline.transaction import Transaction
+
+
+Result = TypeVar("Result")
 
 
 class Held(NamedTuple):
@@ -133,10 +138,22 @@ class TwoTierStore(SqlDelayedMessageStore):
         dead = {name: {row.id: row.destination} for name, row in found.items()}
         async with self.transaction() as transaction:
             buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
-            if buried and due is not None:
-                message = _message_of(next(iter(found.values())))
-                await self.store(DelayedMessage(message.message, message.destination, due), transaction)
+            if buried:
+                message, journal = _message_of(next(iter(found.values()))), self._kept_journal
+                if due is None:
+                    cancelled = (message.id, message.destination, message.due)
+                    note = partial(journal.note_one, event=JournalEvent.CANCELLED, message=cancelled)
+                    await self._noted(note, transaction)
+                else:
+                    since = await self._noted(journal.last, transaction) or 0
+                    await self.store(DelayedMessage(message.message, message.destination, due), transaction)
+                    note = partial(journal.rename, since=since, ids=[message.id], event=JournalEvent.RESCHEDULED)
+                    await self._noted(note, transaction)
         return buried
+
+    async def _noted(self, note: Callable[[Connection], Result], transaction: Transaction) -> Result | None:
+        """Write in the journal, where one is kept."""
+        return await self._database.write(note, transaction) if self._kept_journal.kept else None
 
     def _first(self, held: Held, destination: str | None, number: int) -> list[DelayedMessage]:
         rows = self._folder.rows(held.files, held.dead, destination)

@@ -12,7 +12,22 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, Identity, Integer, MetaData, Table, bindparam, inspect, text, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Identity,
+    Integer,
+    MetaData,
+    Table,
+    bindparam,
+    func,
+    insert,
+    inspect,
+    literal,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateTable, ExecutableDDLElement
 
@@ -24,8 +39,9 @@ from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from datetime import datetime
 
-    from sqlalchemy import Connection, Executable
+    from sqlalchemy import Connection, Executable, Select
     from sqlalchemy.sql.compiler import DDLCompiler
 
     from delayline.message import DelayedMessage
@@ -48,6 +64,8 @@ class JournalEvent(StrEnum):
     FAILED = "failed"
     """It was moved to the error queue."""
     CANCELLED = "cancelled"
+    PROMOTED = "promoted"
+    """It has left the cold tier for the store."""
 
 
 class JournalTables:
@@ -150,6 +168,11 @@ class Journal:
         """Learn whether a journal is kept."""
         self._kept = bool(self._found(connection))
 
+    @property
+    def kept(self) -> bool:
+        """Whether a journal was kept when it was looked at."""
+        return self._kept
+
     def gave_up(self, messages: Iterable[DelayedMessage]) -> None:
         """Note that these are about to be removed because they go to the error queue."""
         if self._kept:
@@ -163,6 +186,32 @@ class Journal:
     def failed(self, messages: Sequence[DelayedMessage]) -> list[str]:
         """Return the ids of those that go to the error queue."""
         return [message.id for message in messages if message.id in self._given_up] if self._given_up else []
+
+    def last(self, connection: Connection) -> int:
+        """Return the number of the last entry that this transaction sees."""
+        return connection.execute(select(func.max(self._tables.entries.c.seq))).scalar() or 0
+
+    def rename(self, connection: Connection, since: int, ids: Sequence[str] | Select[Any], event: JournalEvent) -> None:
+        """Say, in the transaction that has stored them since that number, why these messages came to the store."""
+        entries = self._tables.entries.c
+        stored = (entries.seq > since, entries.store == self._store.name, entries.event == JournalEvent.SCHEDULED.value)
+        change = update(self._tables.entries).where(*stored, entries.id.in_(ids))
+        connection.execute(change.values(event=event.value))
+
+    def note(self, connection: Connection, event: JournalEvent, messages: Select[Any]) -> None:
+        """Write down what happened to messages that are not in the store; id, destination and due are selected."""
+        columns = messages.subquery().c
+        now = self._dialect.in_seconds(0)
+        rows = select(literal(self._store.name), literal(event.value), *columns, now, literal(0))
+        names = ["store", "event", "id", "destination", "due", "at", "retries"]
+        connection.execute(insert(self._tables.entries).from_select(names, rows))
+
+    def note_one(self, connection: Connection, event: JournalEvent, message: tuple[str, str, datetime]) -> None:
+        """Write down what happened to a message that is not in the store: id, destination, due."""
+        message_id, destination, due = message
+        row = {"store": self._store.name, "event": event.value, "id": message_id, "destination": destination}
+        times = {"due": self._dialect.to_due(due), "at": self._dialect.in_seconds(0)}
+        connection.execute(insert(self._tables.entries).values(**row, **times, retries=0))
 
     def mark_failed(self, connection: Connection, ids: Sequence[str]) -> None:
         """Say, in the transaction that removes the rows next, that they go to the error queue."""

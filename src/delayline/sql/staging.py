@@ -23,6 +23,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMe
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.runs import Committed, Runs, check_run
 from delayline.sql.schema import CONTENT, DUE, queue_tables, text
 from delayline.sql.statements import StoreStatements, store_channel
@@ -158,14 +159,19 @@ class Staging:
         run: str | None = None,
         batch: int = 0,
         along: Callable[[Connection, Table], object] | None = None,
+        elsewhere: Sequence[Attempt] = (),
+        arrival: JournalEvent = JournalEvent.SCHEDULED,
     ) -> Committed:
         """Move what the attempts have staged to the store in one transaction, and wake its pollers.
 
         run, batch: what is known by them to be committed is not committed again. along: runs inside the transaction,
-        before the move, and may delete staged rows; what it raises undoes everything.
+        before the move, and may delete staged rows; what it raises undoes everything. elsewhere: attempts with messages
+        that wait elsewhere: of these only the journal hears, where one is kept. arrival: how the journal calls it that
+        the others come to the store.
         Raises DuplicateMessage, or BackendUnavailable when the database has lost staged rows; then nothing was stored.
         """
-        move = partial(self._move, attempts=attempts, on_conflict=on_conflict, run=run, batch=batch, along=along)
+        work = partial(self._work, attempts, on_conflict, elsewhere, arrival, along)
+        move = partial(self._move, work=work, run=run, batch=batch)
         if run is not None:
             check_run(run)
         committed: Committed = blocking(self._opened(self._and_tell, move, attempts))
@@ -255,18 +261,46 @@ class Staging:
         return committed
 
     def _move(
-        self,
-        connection: Connection,
-        *,
-        attempts: Sequence[Attempt],
-        on_conflict: OnConflict,
-        run: str | None,
-        batch: int,
-        along: Callable[[Connection, Table], object] | None,
+        self, connection: Connection, *, work: Callable[[Connection], Committed], run: str | None, batch: int
     ) -> Committed:
         before = None if run is None else self._runs.begin(connection, run, batch)
         if before is not None:
             return before
+        committed = work(connection)
+        if run is not None:
+            self._runs.end(connection, run, batch, committed)
+        return committed
+
+    def _work(
+        self,
+        attempts: Sequence[Attempt],
+        on_conflict: OnConflict,
+        elsewhere: Sequence[Attempt],
+        arrival: JournalEvent,
+        along: Callable[[Connection, Table], object] | None,
+        connection: Connection,
+    ) -> Committed:
+        journal, staged = Journal(self._store_table, self._database.dialect), self._stage.table
+        journal.look(connection)
+        if elsewhere and journal.kept:
+            numbers = self._gathered(connection, elsewhere)
+            noted = select(staged.c.id, staged.c.destination, staged.c.due).where(staged.c.attempt.in_(numbers))
+            journal.note(connection, JournalEvent.SCHEDULED, noted)
+        numbers = self._gathered(connection, attempts)
+        if along is not None:
+            along(connection, staged)
+        renames = journal.kept and arrival is not JournalEvent.SCHEDULED
+        since = journal.last(connection) if renames else 0
+        stored = self._stored(connection, numbers, on_conflict)
+        if renames:
+            journal.rename(connection, since, select(staged.c.id).where(staged.c.attempt.in_(numbers)), arrival)
+        if self.name == STREAMS:
+            self._stage.clear(connection, numbers, _first_number(SWEPT_AFTER))
+        rows = sum(one.rows for one in attempts)
+        return Committed(stored, rows - stored, sum(one.rejected for one in attempts))
+
+    def _gathered(self, connection: Connection, attempts: Sequence[Attempt]) -> list[int]:
+        """Make the rows ready, and return the numbers of their attempts."""
         numbers, rows = [one.number for one in attempts], sum(one.rows for one in attempts)
         there = self._stage.gather(connection, numbers)
         if there != rows:
@@ -274,15 +308,7 @@ class Staging:
                 f"{self._database.dialect} has {there} of {rows} staged rows: it has crashed since they were written. "
                 "Nothing was stored; run the job again"
             )
-        if along is not None:
-            along(connection, self._stage.table)
-        stored = self._stored(connection, numbers, on_conflict)
-        committed = Committed(stored, rows - stored, sum(one.rejected for one in attempts))
-        if run is not None:
-            self._runs.end(connection, run, batch, committed)
-        if self.name == STREAMS:
-            self._stage.clear(connection, numbers, _first_number(SWEPT_AFTER))
-        return committed
+        return numbers
 
     def _stored(self, connection: Connection, numbers: list[int], on_conflict: OnConflict) -> int:
         dialect = self._database.dialect
