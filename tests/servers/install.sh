@@ -18,6 +18,7 @@ missing=""
 [ -n "$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null)" ] || command -v initdb >/dev/null || missing=" postgresql"
 PATH="$PATH:/usr/sbin:/usr/local/sbin" command -v mariadbd >/dev/null || missing="$missing mariadb-server"
 [ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
+[ -e /usr/share/java/postgresql.jar ] || missing="$missing libpostgresql-jdbc-java"
 [ -n "$missing" ] || exit 0
 
 as_root=""

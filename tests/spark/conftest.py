@@ -24,6 +24,8 @@ MASTER: Final = "local[2,3]"
 ROOT: Final = str(Path(__file__).parents[2])
 #: For JVMs that live for seconds.
 JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+#: Of Debian's libpostgresql-jdbc-java.
+JDBC_DRIVER: Final = Path("/usr/share/java/postgresql.jar")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,6 +52,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.driver.memory": "1g",
         "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
         "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
+        **({"spark.jars": str(JDBC_DRIVER)} if JDBC_DRIVER.exists() else {}),
     }
     session = spark_session(MASTER, conf=conf)
     yield session

@@ -7,10 +7,15 @@ import os
 import signal
 import threading
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from click.testing import CliRunner
+from sqlalchemy import make_url
+from tests.conftest import not_installed
+from tests.spark.conftest import JDBC_DRIVER
 from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
 
 from delayline import BackendUnusable
@@ -85,6 +90,40 @@ def test_what_is_far_is_held_promoted_and_compacted(run: Callable[..., Result], 
     assert store.ids() == ["a", "b", "c"]
 
 
+def test_a_table_of_another_database_is_scheduled(run: Callable[..., Result], store: StoreAt) -> None:
+    if not JDBC_DRIVER.exists():
+        not_installed("PostgreSQL's JDBC driver", "apt-get install libpostgresql-jdbc-java")
+    # Given a table with an instant, one with a time of no place, and headers as JSON
+    at = make_url(store.url)
+    with psycopg.connect(store.url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE orders (number uuid, at timestamptz, local timestamp, more jsonb, body bytea)")
+        connection.execute(
+            "INSERT INTO orders VALUES (gen_random_uuid(), '2090-01-01 10:00+02', '2090-01-01', %s, %s),"
+            "(gen_random_uuid(), NULL, NULL, NULL, NULL)",
+            ('{"a": "b"}', b"\x00\xff"),
+        )
+    jdbc = f"jdbc:postgresql://{at.host}:{at.port}/{at.database}"
+    words = ["orders", "--format", "jdbc", "--option", f"url={jdbc}", "--option", f"user={at.username}"]
+    words += ["--column", "id=number", "--column", "to=billing", "--column", "headers=more"]
+    # When it is scheduled
+    result = run("spark", "schedule", *words, "--column", "due=at")
+    # Then the instant is what it was, and the row without one is told
+    assert result.exit_code == 1, result.output
+    done = document(result)
+    assert (done["stored"], done["rejected"], done["rejected_rows"][0]["reason"][:14]) == (1, 1, "due is missing")
+    [message] = store.messages()
+    assert message.due == datetime(2090, 1, 1, 8, tzinfo=UTC)
+    assert (message.message.headers["a"], message.message.body) == ("b", b"\x00\xff")
+    # And what names no instant, or has no driver, is refused in a line
+    for more, said in (
+        (["--column", "due=local"], "which names no instant"),
+        (["--column", "due=at", "--option", "url=jdbc:nonsense://x"], "Spark has no JDBC driver"),
+        (["--column", "due=at", "--option", "passwordEnv=NOT_SET"], "passwordEnv='NOT_SET' is not set"),
+    ):
+        result = run("spark", "schedule", *words, *more)
+        assert result.exit_code == 2 and said in result.stderr, result.output
+
+
 def test_the_journal_is_exported_and_audited(
     run: Callable[..., Result], spark: SparkSession, store: StoreAt, tmp_path: Path
 ) -> None:
@@ -108,8 +147,6 @@ def test_the_journal_is_exported_and_audited(
 
 
 def remove_unseen(store: StoreAt) -> None:
-    import psycopg
-
     with psycopg.connect(store.url, autocommit=True) as connection:
         connection.execute('TRUNCATE "sales.timeouts"')
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from delayline.spark import Audit, Scheduled
     from delayline.spark.audit import Totals
 
-FORMS = ("parquet", "csv", "jsonl")
+FORMS = ("parquet", "csv", "jsonl", "jdbc")
 TOLD = 10
 """Rejected rows told on the screen."""
 
@@ -55,12 +55,24 @@ def spark() -> None:
 @spark.command(
     epilog=examples(
         "delayline spark schedule reminders.csv --endpoint sales --run nightly-2026-05-01",
+        "delayline spark schedule soon.csv --endpoint sales --delay-levels amqp://host/orders --hot-horizon 30d",
+        "delayline spark schedule reminders --endpoint sales --format jdbc --option url=jdbc:postgresql://host/crm",
         "delayline spark schedule far.parquet --endpoint sales --cold-tier s3://bucket/reminders --hot-horizon 2d",
         "delayline spark schedule in.json --endpoint sales --column delay=wait --column to=billing --rejected bad/",
     )
 )
 @click.argument("path")
 @click.option("--format", "form", type=click.Choice(FORMS), help="If the name does not say it.")
+@click.option(
+    "--option",
+    "reading",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of --format jdbc, where PATH is a table: url, user, passwordEnv, and all that Spark's JDBC source takes.",
+)
+@click.option(
+    "--delay-levels", metavar="URL", help="A broker, whose delay levels get what is due within --hot-horizon."
+)
 @click.option("--run", help="The job's name: run again under it, nothing happens twice.")
 @click.option("--on-conflict", type=click.Choice(["ignore", "fail", "replace"]), default="ignore", show_default=True)
 @click.option(
@@ -87,12 +99,15 @@ def schedule(
     screen: Screen,
     path: str,
     columns: tuple[str, ...],
+    reading: tuple[str, ...],
+    delay_levels: str | None,
     rejected: str | None,
     **job: Any,  # noqa: ANN401 - what schedule() takes by the same names
 ) -> None:
-    """Store every sound row of Parquet, CSV or JSON Lines as a delayed message: all of them, or none.
+    """Store every sound row of Parquet, CSV, JSON Lines or a JDBC table as a delayed message: all of them, or none.
 
-    Exit code 1 when rows were rejected.
+    To a broker's delay levels at least once: what it has confirmed stays, and the same --run goes on after that. Exit
+    code 1 when rows were rejected.
     """
     from delayline.spark import Columns
     from delayline.spark import schedule as run_schedule
@@ -102,8 +117,9 @@ def schedule(
     if unknown:
         raise click.UsageError(f"--column {unknown.pop()}=... is no column of a message.")
     named = Columns(**names)
+    target, options = replace(target_of(settings), delay_levels=delay_levels), dict(pair(one) for one in reading)
     with sessions(screen) as session:
-        done = run_schedule(path, target_of(settings), columns=named, spark=session, **job)
+        done = run_schedule(path, target, columns=named, options=options, spark=session, **job)
         if done.rejected and rejected is not None:
             done.rejected_rows.write.mode("overwrite").json(rejected)
         _tell_scheduled(screen, done, rejected)
@@ -114,13 +130,16 @@ def schedule(
 def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None:
     again = "stored by an earlier run of that name" if done.repeated else "stored"
     held = f"{done.held:,} in the cold tier, " if done.held else ""
+    held += f"{done.sent:,} sent to delay levels, " if done.sent else ""
     screen.tell(f"{done.stored:,} {again}, {held}{done.duplicates:,} there already, {done.rejected:,} rejected")
     rows = done.rejected_rows.limit(TOLD).toArrow().to_pylist() if done.rejected else []
     for row in rows:
         screen.tell(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
     if folder is not None and done.rejected:
         screen.tell(f"all of them are in {folder}")
-    counts = {name: getattr(done, name) for name in ("run", "stored", "held", "duplicates", "rejected", "repeated")}
+    counts = {
+        name: getattr(done, name) for name in ("run", "stored", "held", "sent", "duplicates", "rejected", "repeated")
+    }
     screen.document({**counts, "rejected_rows": rows})
 
 

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import csv
+import os
+import re
 from typing import TYPE_CHECKING, Final
 
+from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.window import Window
 
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pyspark.sql import Column, DataFrame, SparkSession
 
 FORMATS: Final = ("parquet", "csv", "jsonl")
+JDBC: Final = "jdbc"
 ENDINGS: Final = {".parquet": "parquet", ".csv": "csv", ".json": "jsonl", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 FILE: Final = "_delayline_file"
 BLOCK: Final = "_delayline_block"
 LINE: Final = "_delayline_line"
 #: The text of a line that is no row.
 CORRUPT: Final = "_delayline_corrupt"
+#: What Java says where a driver is missing.
+NO_DRIVER: Final = re.compile(r"No suitable driver|ClassNotFoundException")
+#: Java finds drivers by URL on its class path only; Spark finds them by name in `spark.jars`, too.
+DRIVERS: Final = {
+    "jdbc:postgresql:": "org.postgresql.Driver",
+    "jdbc:mariadb:": "org.mariadb.jdbc.Driver",
+    "jdbc:mysql:": "com.mysql.cj.jdbc.Driver",
+    "jdbc:sqlserver:": "com.microsoft.sqlserver.jdbc.SQLServerDriver",
+    "jdbc:oracle:": "oracle.jdbc.OracleDriver",
+}
 HIDDEN: Final = (FILE, BLOCK, LINE, CORRUPT)
 
 
@@ -46,6 +60,35 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
     lines = lines.drop(BLOCK) if header is None else lines.drop(BLOCK).where(F.col("value") != header)
     hidden = [name for name in lines.columns if name in HIDDEN]
     return lines.where("trim(value) <> ''").select(parsed.alias("row"), *hidden).select("row.*", *hidden)
+
+
+def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> DataFrame:
+    """Return the rows of a table of another database, or of a query in brackets with a name, through JDBC.
+
+    options: Spark's own, of which `url` is needed; passwordEnv: the variable that holds the password. Times without a
+    zone come as TIMESTAMP_NTZ, unless preferTimestampNTZ says otherwise. Raises ConfigurationError.
+    """
+    given = {"dbtable": table, "preferTimestampNTZ": "true", **options}
+    url, variable = given.get("url", ""), given.pop("passwordEnv", None)
+    if not url.startswith("jdbc:"):
+        raise ConfigurationError('a JDBC source needs its URL: url="jdbc:postgresql://host/database"')
+    if variable is not None:
+        password = os.environ.get(variable)
+        if password is None:
+            raise ConfigurationError(f"passwordEnv={variable!r} is not set on this machine: export it")
+        given["password"] = password
+    for start, driver in DRIVERS.items():
+        if url.startswith(start):
+            given.setdefault("driver", driver)
+    try:
+        return spark.read.format(JDBC).options(**given).load()
+    except PySparkException as error:
+        if NO_DRIVER.search(str(error)) is None:
+            raise
+        raise ConfigurationError(
+            f"Spark has no JDBC driver for {url.partition('?')[0]}: give it the driver's file, --conf "
+            "spark.jars=/usr/share/java/postgresql.jar, or --conf spark.jars.packages=org.postgresql:postgresql:42.7.8"
+        ) from None
 
 
 def _from_csv(header: str, path: str) -> Column:

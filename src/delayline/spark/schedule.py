@@ -16,7 +16,7 @@ from delayline.errors import ConfigurationError
 from delayline.spark.columns import Columns, content_type, prepared, rejected
 from delayline.spark.failures import in_plain_words
 from delayline.spark.job import Job
-from delayline.spark.lines import HIDDEN, read_path
+from delayline.spark.lines import HIDDEN, JDBC, read_path, read_table
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.sent import Sender
 from delayline.spark.session import in_this_thread, spark_session
@@ -126,20 +126,23 @@ def schedule(
     on_conflict: str = "ignore",
     run: str | None = None,
     form: str | None = None,
+    options: Mapping[str, str] | None = None,
     hot_horizon: timedelta = ONE_DAY,
     spark: SparkSession | None = None,
 ) -> Scheduled:
     """Store every sound row as a delayed message, in one transaction, and tell what became of the others.
 
-    source: a DataFrame, or the path of Parquet, CSV or JSON Lines. columns: which is which, where names differ.
-    run: makes the job repeatable: what has committed is not committed again. hot_horizon: what is due later waits in
-    the cold tier, where there is one, and is not given to a broker. Blocks. Raises DelaylineError, without anything
-    stored, where the job fails; a broker keeps what it has confirmed, and the same run goes on after that.
+    source: a DataFrame, or the path of Parquet, CSV or JSON Lines; with form="jdbc" the name of a table, and options
+    as of Spark's JDBC source, where passwordEnv names a variable in place of a password. columns: which is which,
+    where names differ. run: makes the job repeatable: what has committed is not committed again. hot_horizon: what is
+    due later waits in the cold tier, where there is one, and is not given to a broker. Blocks. Raises DelaylineError,
+    without anything stored, where the job fails; a broker keeps what it has confirmed, and the same run goes on after
+    that.
     """
     columns = columns or Columns()
     time_span("hot_horizon", hot_horizon)
     with in_plain_words():
-        rows = partial(_rows, source, form, columns, spark)
+        rows = partial(_rows, source, form, options or {}, columns, spark)
         job = Job(target, columns, on_conflict, hot_horizon)
         read = rows(numbered=False)
         in_this_thread(read.sparkSession)
@@ -198,7 +201,7 @@ def _by_jobs(source: DataFrame, job: Job) -> DataStreamWriter:
 
 def _query_of(spark: SparkSession) -> str:
     """Return the id of the query that runs now, which outlasts restarts: its tasks know it, the driver does not."""
-    [query] = spark.range(1).mapInArrow(_query_in_task, "query STRING").toArrow().column(0).to_pylist()
+    [query] = spark.range(0, 1, 1, 1).mapInArrow(_query_in_task, "query STRING").toArrow().column(0).to_pylist()
     if query is None:
         raise ConfigurationError(
             "Spark Connect tells no batch whose it is: start a stream to a cold tier or a broker without it"
@@ -214,8 +217,16 @@ def _query_in_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
 
 
 def _rows(
-    source: DataFrame | str | Path, form: str | None, columns: Columns, spark: SparkSession | None, *, numbered: bool
+    source: DataFrame | str | Path,
+    form: str | None,
+    options: Mapping[str, str],
+    columns: Columns,
+    spark: SparkSession | None,
+    *,
+    numbered: bool,
 ) -> DataFrame:
+    if isinstance(source, str | Path) and form == JDBC:
+        return read_table(spark or spark_session(), str(source), options)
     if isinstance(source, str | Path):
         return read_path(spark or spark_session(), str(source), form, columns.names, numbered=numbered)
     if source.isStreaming:
