@@ -125,6 +125,11 @@ class Placed(NamedTuple):
     duplicates: int
     doubled: str | None
 
+    @property
+    def held(self) -> int:
+        """How many messages are in the files."""
+        return sum(one.messages for one in self.files)
+
 
 @dataclass(frozen=True)
 class _Placing:
@@ -170,26 +175,28 @@ def schedule_in_tiers(
         placed = _gathered(rows.mapInArrow(partial(_place, task=task), PLACED))
         if placed.doubled is not None and on_conflict == OnConflict.FAIL:
             raise DuplicateMessage(placed.doubled)
-
-        def register(connection: Connection, staged: Table) -> None:
-            del staged
-            must_be_quick(began)
-            tier.catalog.register(connection, placed.files)
-            held = sum(one.messages for one in placed.files)
-            tier.runs.begin(connection, part_of(run, COLD), batch)
-            tier.runs.end(connection, part_of(run, COLD), batch, Committed(held, placed.duplicates))
-
         stored = staging.commit(
             placed.attempts,
             on_conflict=OnConflict(on_conflict),
             run=run,
             batch=batch,
-            along=register,
+            along=partial(_register, tier, placed, (run, batch), began),
             elsewhere=placed.noted,
         )
         undone.pop_all()
-    held = sum(one.messages for one in placed.files)
-    return Committed(stored.stored, stored.duplicates + placed.duplicates, stored.rejected), held
+    return Committed(stored.stored, stored.duplicates + placed.duplicates, stored.rejected), placed.held
+
+
+def _register(
+    tier: ColdTier, placed: Placed, turn: tuple[str, int], began: float, connection: Connection, staged: Table
+) -> None:
+    """Let the files exist, in the transaction that stores what is near."""
+    del staged
+    must_be_quick(began)
+    run, batch = turn
+    tier.catalog.register(connection, placed.files)
+    tier.runs.begin(connection, part_of(run, COLD), batch)
+    tier.runs.end(connection, part_of(run, COLD), batch, Committed(placed.held, placed.duplicates))
 
 
 def must_be_quick(began: float) -> None:

@@ -13,19 +13,19 @@ import uuid
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, func, inspect, select
+from sqlalchemy import BigInteger, Column, MetaData, Table, inspect, select
 from sqlalchemy.schema import CreateTable
 
-from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMessage, MissingExtra
+from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.runs import Committed, Runs, check_run
 from delayline.sql.schema import CONTENT, DUE, queue_tables, text
+from delayline.sql.stages import doubled_id, stage_in
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
     from sqlalchemy import Connection
-
-    from delayline.sql.dialects.sqlite import Sqlite
-    from delayline.sql.server import Server
 
 Result = TypeVar("Result")
 PREFIX: Final = "delayline_stage_"
@@ -209,7 +206,7 @@ class Staging:
     def _stage(self) -> Stage:
         found: Stage | None = self.__dict__.get("_kept_stage")
         if found is None:
-            found = self.__dict__["_kept_stage"] = _stage_in(self._database, self._store_table, self.name)
+            found = self.__dict__["_kept_stage"] = stage_in(self._database, self._store_table, self.name)
         return found
 
     @property
@@ -319,18 +316,11 @@ class Staging:
             if "IntegrityError" not in {kind.__name__ for kind in type(error).__mro__}:
                 raise
             dialect.roll_back_to_savepoint(connection)
-            doubled = _doubled(connection, self._stage.table, self._store_table)
+            doubled = doubled_id(connection, self._stage.table, self._store_table)
             dialect.release_savepoint(connection)
             raise DuplicateMessage(doubled) from error
         dialect.release_savepoint(connection)
         return stored
-
-
-def _doubled(connection: Connection, staged: Table, stored: Table) -> str:
-    """Return an id that is staged twice, or staged and stored."""
-    both = select(staged.c.id).join(stored, stored.c.id == staged.c.id).limit(1)
-    twice = select(staged.c.id).group_by(staged.c.id).having(func.count() > 1).limit(1)
-    return connection.execute(both).scalar() or connection.execute(twice).scalar() or "?"
 
 
 def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = False) -> Table:
@@ -347,27 +337,6 @@ def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = 
         Column("body", CONTENT, nullable=False),
         prefixes=list(prefixes),
     )
-
-
-def _stage_in(database: Database, store: Table, name: str) -> Stage:
-    """Return the way in which that product stages. Raises ConfigurationError where none does, MissingExtra."""
-    if find_spec("pyarrow") is None:
-        raise MissingExtra("spark", "writing in bulk")
-    server = cast("Server", database.dialect)
-    match database.dialect.sql.name:
-        case "postgresql":
-            from delayline.sql.dialects.postgresql_staging import PostgresqlStage
-
-            return PostgresqlStage(server, store, name)
-        case "mariadb" | "mysql":
-            from delayline.sql.dialects.mariadb_staging import MariadbStage
-
-            return MariadbStage(server, store, name)
-        case "sqlite":
-            from delayline.sql.dialects.sqlite_staging import SqliteStage
-
-            return SqliteStage(cast("Sqlite", database.dialect), store, name)
-    raise ConfigurationError(f"bulk jobs cannot write to {database.dialect} yet: use PostgreSQL, MariaDB or SQLite")
 
 
 def _earliest(batch: pa.RecordBatch) -> int:
