@@ -315,8 +315,8 @@ class _Task:
                 if marks is not None and piece in marks.there:
                     continue
                 handed = Handed()
-                new = pa.Table.from_batches([self._new(part, handed) for part in parts])
-                for messages in new.combine_chunks().to_batches():
+                new = [one for one in (self._new(part, handed) for part in parts) if one.num_rows]
+                for messages in pa.Table.from_batches(new).combine_chunks().to_batches() if new else ():
                     session = session or await self.levels.session(stack)
                     await _deliver(session, messages, handed)
                 if marks is not None:

@@ -28,6 +28,8 @@ LINE: Final = "_delayline_line"
 CORRUPT: Final = "_delayline_corrupt"
 #: What Java says where a driver is missing.
 NO_DRIVER: Final = re.compile(r"No suitable driver|ClassNotFoundException")
+#: What it says otherwise, behind the name of the exception.
+EXCEPTION: Final = re.compile(r"^:? *[\w.$]+Exception: (.+)$", re.MULTILINE)
 #: Java finds drivers by URL on its class path only; Spark finds them by name in `spark.jars`, too.
 DRIVERS: Final = {
     "jdbc:postgresql:": "org.postgresql.Driver",
@@ -82,13 +84,20 @@ def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> D
             given.setdefault("driver", driver)
     try:
         return spark.read.format(JDBC).options(**given).load()
-    except PySparkException as error:
-        if NO_DRIVER.search(str(error)) is None:
+    except Exception as error:  # what a driver says, as Py4J or Spark Connect has it
+        if isinstance(error, PySparkException) and NO_DRIVER.search(str(error)) is None:
             raise
-        raise ConfigurationError(
-            f"Spark has no JDBC driver for {url.partition('?')[0]}: give it the driver's file, --conf "
+        raise _unreadable(url.partition("?")[0], str(error)) from None
+
+
+def _unreadable(url: str, said: str) -> ConfigurationError:
+    if NO_DRIVER.search(said) is not None:
+        return ConfigurationError(
+            f"Spark has no JDBC driver for {url}: give it the driver's file, --conf "
             "spark.jars=/usr/share/java/postgresql.jar, or --conf spark.jars.packages=org.postgresql:postgresql:42.7.8"
-        ) from None
+        )
+    found = EXCEPTION.search(said)
+    return ConfigurationError(f"{url} cannot be read: {found[1] if found else said.partition(chr(10))[0]}")
 
 
 def _from_csv(header: str, path: str) -> Column:
