@@ -279,7 +279,8 @@ class _Task:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Put what is far aside, then hand over what is near."""
-        rows, far, files = _Rows(batches), Handed(), list[ColdFile]()
+        rows, far = _Rows(batches), Handed()
+        files: list[ColdFile] = []
         attempt: Attempt | None = None
         noted = NOTHING
         if self.store is not None:
