@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from tests.spark.attached import killed, must_die
-from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
+from tests.spark.attached import must_die
+from tests.spark.driven import COMMIT, EXPORT, UNTIL, dispatching, exporting, promoting, scheduling
+from tests.spark.stores import ENDPOINT, PAST, many
 from tests.spark.test_dispatch import arrived, running, settings, until
-from tests.spark.tiers import FIRST, HOUR, spread
+from tests.spark.tiers import spread
 
 from delayline import SqlDelayedMessageStore
-from delayline.spark import Dispatcher, Target, export, promote, read_journal, schedule
-from delayline.sql.dispatchers import DispatcherControl
-from delayline.sql.journal_export import JournalExport
-from delayline.sql.staging import Staging
+from delayline.spark import Dispatcher, Target, export, read_journal, schedule
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
+    from tests.spark.stores import StoreAt
     from tests.spark.tiers import Tiers
 
 NUMBER: Final = 500
 IDS: Final = sorted(f"m{number}" for number in range(NUMBER))
-UNTIL: Final = FIRST + 5 * HOUR
-#: What a step is: a method, and whether the driver dies before it or after it.
-COMMIT: Final = {
-    "staged": ("commit", True),
-    "moved": ("_stored", False),
-    "committed": ("commit", False),
-}
-EXPORT: Final = {
-    "written": ("finish", True),
-    "removed": ("_finish", False),
-    "finished": ("finish", False),
-}
-
-
-def scheduling(spark: SparkSession, step: str, target: Target, source: str) -> None:
-    name, before = COMMIT[step]
-    killed(Staging, name, before=before)
-    schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
-
-
-def promoting(spark: SparkSession, step: str, target: Target) -> None:
-    name, before = COMMIT[step]
-    killed(Staging, name, before=before)
-    promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
-
-
-def exporting(spark: SparkSession, step: str, target: Target, path: str) -> None:
-    name, before = EXPORT[step]
-    killed(JournalExport, name, before=before)
-    export(target, path, spark=spark)
-
-
-def dispatching(spark: SparkSession, step: str, url: str) -> None:
-    killed(DispatcherControl, step, before=False)
-    Dispatcher(settings(StoreAt(url)), shards=1, spark=spark).run()
 
 
 def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:

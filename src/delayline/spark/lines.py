@@ -28,7 +28,9 @@ LINE: Final = "_delayline_line"
 CORRUPT: Final = "_delayline_corrupt"
 #: What Java says where a driver is missing.
 NO_DRIVER: Final = re.compile(r"No suitable driver|ClassNotFoundException")
-#: What it says otherwise, behind the name of the exception.
+#: What Spark says of drivers and of databases that they do not reach.
+OF_JDBC: Final = re.compile(rf"{NO_DRIVER.pattern}|FAILED_JDBC")
+#: What a driver says otherwise, behind the name of the exception.
 EXCEPTION: Final = re.compile(r"^:? *[\w.$]+Exception: (.+)$", re.MULTILINE)
 #: Java finds drivers by URL on its class path only; Spark finds them by name in `spark.jars`, too.
 DRIVERS: Final = {
@@ -85,7 +87,7 @@ def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> D
     try:
         return spark.read.format(JDBC).options(**given).load()
     except Exception as error:  # what a driver says, as Py4J or Spark Connect has it
-        if isinstance(error, PySparkException) and NO_DRIVER.search(str(error)) is None:
+        if isinstance(error, PySparkException) and OF_JDBC.search(str(error)) is None:
             raise
         raise _unreadable(url.partition("?")[0], str(error)) from None
 

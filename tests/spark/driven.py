@@ -1,0 +1,57 @@
+"""What drivers do until they are killed: functions that another process finds by their module."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from tests.spark.attached import killed
+from tests.spark.stores import StoreAt
+from tests.spark.test_dispatch import settings
+from tests.spark.tiers import FIRST, HOUR
+
+from delayline.spark import Dispatcher, export, promote, schedule
+from delayline.sql.dispatchers import DispatcherControl
+from delayline.sql.journal_export import JournalExport
+from delayline.sql.staging import Staging
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from delayline.spark import Target
+
+UNTIL: Final = FIRST + 5 * HOUR
+#: What a step is: a method, and whether the driver dies before it or after it.
+COMMIT: Final = {
+    "staged": ("commit", True),
+    "moved": ("_stored", False),
+    "committed": ("commit", False),
+}
+EXPORT: Final = {
+    "written": ("finish", True),
+    "removed": ("_finish", False),
+    "finished": ("finish", False),
+}
+
+
+def scheduling(spark: SparkSession, step: str, target: Target, source: str) -> None:
+    name, before = COMMIT[step]
+    killed(Staging, name, before=before)
+    schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
+
+
+def promoting(spark: SparkSession, step: str, target: Target) -> None:
+    name, before = COMMIT[step]
+    killed(Staging, name, before=before)
+    promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
+
+
+def exporting(spark: SparkSession, step: str, target: Target, path: str) -> None:
+    name, before = EXPORT[step]
+    killed(JournalExport, name, before=before)
+    export(target, path, spark=spark)
+
+
+def dispatching(spark: SparkSession, step: str, url: str) -> None:
+    killed(DispatcherControl, step, before=False)
+    Dispatcher(settings(StoreAt(url)), shards=1, spark=spark).run()
