@@ -75,9 +75,8 @@ class Migration:
         target = self.plan.target
         if target is None:
             return self._read_only(spark)
-        if isinstance(self._source, TakenSource):  # which is emptied before its endpoints are known
-            for endpoint in self.plan.endpoints or ():
-                target.endpoint_named(endpoint)
+        for endpoint in self._endpoints_to_move():  # before there is a journal, even
+            target.endpoint_named(endpoint)
         with self._turn():
             self._nothing_else_open()
             self._source.take_in(self.plan.endpoints, self.plan.cutoff, spark)
@@ -122,6 +121,11 @@ class Migration:
                 self._settle(run, part)
             self._write(lambda connection: self._end(connection, run, RunState.ABORTED))
             return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
+
+    def _endpoints_to_move(self) -> Sequence[str]:
+        if isinstance(self._source, TakenSource):  # which is emptied before its endpoints are known
+            return self.plan.endpoints or ()
+        return [part.endpoint for part in parts_of(self.plan) if waits(self.plan, part)]
 
     def _parts_for(self, target: Target, run: Run) -> list[HeldPart]:
         """Return what there is to move, with a name for the table that each part is to be held in."""
