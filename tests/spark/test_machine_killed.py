@@ -55,6 +55,7 @@ def stream():
 
 for job in (store, stream, Dispatcher(Settings(endpoint="sales", url=dispatched), shards=2, spark=spark).run):
     threading.Thread(target=job).start()
+threading.Event().wait()
 """
 
 

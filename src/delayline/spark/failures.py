@@ -6,6 +6,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Final
 
+from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.logger import PySparkLogger
 
@@ -21,6 +22,8 @@ OURS: Final = re.compile(r"delayline\.errors\.(\w+): (.+)")
 #: What Spark says where the Python beside it does not see delayline.
 UNKNOWN: Final = "DATA_SOURCE_NOT_FOUND"
 MISSING: Final = re.compile(r"No module named '(delayline|pyspark_delayline|pyarrow|sqlalchemy|psycopg|pymysql)")
+#: How Spark names what has happened.
+CONDITION: Final = re.compile(r"\[[A-Z][A-Z0-9_.]+\] .+")
 LONGEST: Final = 500
 #: PySpark's loggers that write the whole of an error, with Java's stack, to stderr.
 STACKS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
@@ -35,14 +38,14 @@ def in_plain_words() -> Iterator[None]:
         logger.disabled = True
     try:
         yield
-    except PySparkException as error:
+    except (PySparkException, Py4JJavaError) as error:  # of Java's some come as they are
         raise plain(error) from None
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
 
 
-def plain(error: PySparkException) -> DelaylineError:
+def plain(error: PySparkException | Py4JJavaError) -> DelaylineError:
     """Return the delayline error that is inside Spark's, or one that says in a line what Spark has said."""
     text = str(error)
     for name, said in reversed(OURS.findall(text)):
@@ -66,5 +69,6 @@ def plain(error: PySparkException) -> DelaylineError:
         )
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
     named = (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b.*: ", line))
-    said = next(named, lines[0] if lines else type(error).__name__)
+    condition = CONDITION.search(text)
+    said = next(named, condition[0] if condition else lines[0] if lines else type(error).__name__)
     return ConfigurationError(f"the Spark job failed: {said[:LONGEST]}")
