@@ -6,7 +6,6 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Final
 
-from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.logger import PySparkLogger
 
@@ -24,6 +23,8 @@ UNKNOWN: Final = "DATA_SOURCE_NOT_FOUND"
 MISSING: Final = re.compile(r"No module named '(delayline|pyspark_delayline|pyarrow|sqlalchemy|psycopg|pymysql)")
 #: How Spark names what has happened.
 CONDITION: Final = re.compile(r"\[[A-Z][A-Z0-9_.]+\] .+")
+#: Some of Java's errors PySpark passes on as they are; it has Py4J, sessions of Spark Connect need not.
+OF_JAVA: Final = "Py4JJavaError"
 LONGEST: Final = 500
 #: PySpark's loggers that write the whole of an error, with Java's stack, to stderr.
 STACKS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
@@ -38,14 +39,16 @@ def in_plain_words() -> Iterator[None]:
         logger.disabled = True
     try:
         yield
-    except (PySparkException, Py4JJavaError) as error:  # of Java's some come as they are
-        raise plain(error) from None
+    except Exception as error:
+        if isinstance(error, PySparkException) or type(error).__name__ == OF_JAVA:
+            raise plain(error) from None
+        raise
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
 
 
-def plain(error: PySparkException | Py4JJavaError) -> DelaylineError:
+def plain(error: Exception) -> DelaylineError:
     """Return the delayline error that is inside Spark's, or one that says in a line what Spark has said."""
     text = str(error)
     for name, said in reversed(OURS.findall(text)):

@@ -104,8 +104,8 @@ def parallelism(spark: SparkSession) -> int:
     """Return how many tasks the session would cut its own data into: the slots it had when it was asked first."""
     if not is_remote():
         return spark.sparkContext.defaultParallelism
-    places = spark.range(MANY_ROWS).agg((F.max(F.spark_partition_id()) + 1).alias("places"))
-    return int(places.toArrow().column(0)[0].as_py())
+    places = spark.range(MANY_ROWS).select(F.spark_partition_id().alias("place")).agg(F.max("place"))
+    return int(places.toArrow().column(0)[0].as_py()) + 1
 
 
 def _changed(there: SparkSession, given: Mapping[str, str]) -> SparkSession:
