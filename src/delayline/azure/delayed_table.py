@@ -20,6 +20,7 @@ from delayline.azure.table import Table
 from delayline.checks import time_span
 from delayline.clock import EPOCH, SystemClock
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.one_of_many import OneOfMany
 from delayline.delayed.store import DueCount, Outcome
 from delayline.errors import ConfigurationError, DelaylineError, NotStarted, UnsupportedTransactionMode
 from delayline.events import Event, emit
@@ -48,7 +49,7 @@ MOST_REPORTED: Final = 1000
 NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, or call initialize first"
 
 
-class AzureDelayedTable:
+class AzureDelayedTable(OneOfMany):
     """Keeps an endpoint's delayed messages in a table; whoever dispatches has the lease on a container.
 
     table_name: of table and container; `delays` and the SHA-1 of the endpoint's name when left out.
@@ -138,11 +139,6 @@ class AzureDelayedTable:
         if rows:
             self._tell(min(row.message.due for row in rows.values()))
 
-    async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
-        """Lock and return the earliest due message."""
-        batch = await self.fetch_due(at, 1, max_bytes=1, transaction=transaction)
-        return batch[0] if batch else None
-
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
@@ -163,10 +159,6 @@ class AzureDelayedTable:
             return row.message.due
         return None
 
-    async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
-        """Delete the message."""
-        return await self.remove_many([message], transaction) == 1
-
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Delete the messages; what tells where they were is deleted when nothing is due."""
         _refuse(transaction)
@@ -175,10 +167,6 @@ class AzureDelayedTable:
         self._where.leave(row.message.id for row in rows if row.own)
         await self._unlock(messages)
         return sum(deleted)
-
-    async def increment_failure_count(self, message: DelayedMessage) -> bool:
-        """Count a failure and unlock."""
-        return await self.retry_many([message], message.due) == 1
 
     async def retry_many(
         self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None

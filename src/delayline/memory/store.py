@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from delayline.checks import time_span
 from delayline.clock import EPOCH
+from delayline.delayed.one_of_many import OneOfMany
 from delayline.delayed.store import DueCount, Outcome
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
 from delayline.message import in_utc
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Key = tuple["datetime", int, str]  # due, order of arrival, id
 
 
-class MemoryDelayedMessageStore:
+class MemoryDelayedMessageStore(OneOfMany):
     """Keeps delayed messages in memory: for tests, tutorials and messages that may die with the process."""
 
     def __init__(self) -> None:
@@ -63,11 +64,6 @@ class MemoryDelayedMessageStore:
         else:
             in_memory(transaction).on_commit(lambda: self._insert(messages))
 
-    async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
-        """Lock and return the earliest due message."""
-        batch = await self.fetch_due(at, 1, max_bytes=1, transaction=transaction)
-        return batch[0] if batch else None
-
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
@@ -95,10 +91,6 @@ class MemoryDelayedMessageStore:
         """Return the earliest due time of any message."""
         return self._order[0][0] if self._order else None
 
-    async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
-        """Delete the message."""
-        return await self.remove_many([message], transaction) == 1
-
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Delete the messages; in a transaction they stay, locked, until its commit."""
         there = [message.id for message in messages if message.id in self._messages]
@@ -107,10 +99,6 @@ class MemoryDelayedMessageStore:
         else:
             in_memory(transaction).on_commit(lambda: self._delete(there))
         return len(there)
-
-    async def increment_failure_count(self, message: DelayedMessage) -> bool:
-        """Count a failure and unlock."""
-        return await self.retry_many([message], message.due) == 1
 
     async def retry_many(
         self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
+from delayline.delayed.one_of_many import OneOfMany
 from delayline.delayed.store import DueCount, Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 MICROSECOND: Final = timedelta(microseconds=1)
 
 
-class SqlDelayedMessageStore(StorePart):
+class SqlDelayedMessageStore(StorePart, OneOfMany):
     """Keeps delayed messages in a table of a SQL database; `sqlite:///file.db` needs no server.
 
     table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.
@@ -132,11 +133,6 @@ class SqlDelayedMessageStore(StorePart):
         await self._database.insert(statements.insert, rows, transaction)
         await self._notify(min(message.due for message in messages), transaction)
 
-    async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
-        """Lock and return the earliest due message."""
-        batch = await self.fetch_due(at, 1, max_bytes=1, transaction=transaction)
-        return batch[0] if batch else None
-
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
@@ -159,10 +155,6 @@ class SqlDelayedMessageStore(StorePart):
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message."""
         return self._due(await self._locking.next_due())
-
-    async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
-        """Delete the message."""
-        return await self.remove_many([message], transaction) == 1
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Delete the messages."""

@@ -5,7 +5,7 @@ As text a body is twice as long, and a list of ids takes seven times as long to 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from psycopg import Cursor
 from psycopg.pq import Format
@@ -13,6 +13,12 @@ from psycopg.types.array import ListBinaryDumper
 
 if TYPE_CHECKING:
     from psycopg import Connection
+
+#: What binary COPY begins and ends with.
+COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+COPY_END: Final = b"\xff\xff"
+#: PostgreSQL counts microseconds from here, not from 1970.
+YEAR_2000: Final = 946_684_800_000_000
 
 
 def use_binary(connection: Connection[Any]) -> None:

@@ -14,20 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 
 from delayline.clock import to_microseconds
+from delayline.sql.dialects.postgresql_binary import COPY_END, COPY_HEADER, YEAR_2000
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST: Final = 100  # rows; fewer are inserted as fast in the time that its round trips take
 PART: Final = 64  # rows that are sent at once, so that the server takes some while the next are written
-HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
-END: Final = b"\xff\xff"
 FIRST: Final = struct.Struct(">hi")
 LENGTH: Final = struct.Struct(">i")
 INSTANT: Final = struct.Struct(">iqi")
 COUNT: Final = struct.Struct(">ii")
 COLUMNS: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
-YEAR_2000: Final = 946_684_800_000_000  # microseconds
 #: Batches that go by INSERT after one that met an id which was there already: whoever repeats some repeats more.
 HELD_OFF: Final = 100
 #: What an INSERT may have no trouble with, or a better word for: ids that are there, columns of other types, texts that
@@ -68,10 +66,10 @@ class Copies:
 def copy(driver: psycopg.Connection[Any], statement: bytes, rows: Sequence[tuple[Any, ...]]) -> None:
     """Copy the rows, all or none."""
     with psycopg.Cursor(driver).copy(statement) as target:
-        target.write(HEADER)
+        target.write(COPY_HEADER)
         for first in range(0, len(rows), PART):
             target.write(b"".join(map(in_binary, rows[first : first + PART])))
-        target.write(END)
+        target.write(COPY_END)
 
 
 def in_binary(row: tuple[Any, ...]) -> bytes:

@@ -22,6 +22,7 @@ from psycopg.pq import ExecStatus
 
 from delayline.clock import to_microseconds
 from delayline.errors import NotStarted
+from delayline.sql.dialects.postgresql_binary import YEAR_2000
 from delayline.sql.workers import Answer
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ TYPES: Final = (1043, 1043, 1184, 17, 17, 23)
 BINARY: Final = (1,) * len(TYPES)
 INSTANT: Final = struct.Struct(">q")
 COUNT: Final = struct.Struct(">i")
-YEAR_2000: Final = 946_684_800_000_000  # microseconds
 
 
 class LoopInserts:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delayline.sql.dialects.postgresql_binary import COPY_END, COPY_HEADER, YEAR_2000
 from delayline.sql.dialects.server import run
 from delayline.sql.dialects.staged_table import COLUMNS, StagedTable
 from delayline.sql.staging import OnConflict
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-HEADER: Final = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
-TRAILER: Final = struct.pack(">h", -1)
-#: PostgreSQL counts microseconds from 2000.
-YEAR_2000: Final = 946_684_800_000_000
 #: Offsets of Arrow's binary columns have 32 bits.
 LARGEST_PIECE: Final = 256 * 1024 * 1024
 #: How long a table's removal waits for a task that writes to it.
@@ -49,10 +46,10 @@ class PostgresqlStage(StagedTable):
         driver: Any = connection.connection.driver_connection
         statement = f"COPY {self.quoted(self.table).replace('%%', '%')} (attempt, {COLUMNS}) FROM STDIN (FORMAT binary)"
         with driver.cursor() as cursor, cursor.copy(statement) as copy:
-            copy.write(HEADER)
+            copy.write(COPY_HEADER)
             for piece in _pieces(batch):
                 copy.write(copy_rows(attempt, piece))
-            copy.write(TRAILER)
+            copy.write(COPY_END)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert what is staged, in one statement."""
