@@ -137,7 +137,7 @@ def main(names: list[str]) -> int:
     missed = 0
     results: dict[str, Figures] = {}
     RESULTS.mkdir(exist_ok=True)
-    kept = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.json"
+    kept = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}.json"
     described = machine()
     for name in names or [name for name in GOALS if name not in LARGE]:
         ran = subprocess.run(

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from benchmarks.bare import BODY, HEADERS
+from benchmarks.handled import Handled
 from delayline import (
     DelayedMessage,
     Endpoint,
@@ -21,13 +22,12 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
-from delayline.message import encode_headers, from_wire_time, to_wire_time
+from delayline.message import encode_headers, to_wire_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
-    from delayline import MessageContext
 
 DESTINATION = "destination"
 NAME = "bench"
@@ -107,40 +107,16 @@ def url_of(place: Path | str) -> str:
     return place if isinstance(place, str) else f"sqlite:///{place}"
 
 
-def lateness_of(message: Message) -> float:
-    """Return now minus due, in milliseconds."""
-    due = from_wire_time(message.headers[Headers.DELIVER_AT])
-    return (datetime.now(UTC) - due).total_seconds() * 1000
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return the value below which that share of the sorted values lies."""
-    return values[min(len(values) - 1, int(len(values) * share))]
-
-
 async def lateness(place: Path | str, *, number: int, gap: timedelta, prefix: str = "spread") -> Figures:
     """Return how late messages reach a handler of the process that dispatches them."""
-    endpoint, late, done = endpoint_on(place), list[float](), asyncio.Event()
-
-    async def handle(message: Message, context: MessageContext) -> None:
-        del context
-        late.append(lateness_of(message))
-        if len(late) == number:
-            done.set()
-
-    endpoint.handler(handle)
+    endpoint = endpoint_on(place)
+    handled = Handled(endpoint, number)
     async with endpoint:
         async with store_on(place) as store:
             start = datetime.now(UTC) + timedelta(seconds=2 + number / 20_000)
             await fill(store, prefix, (start + gap * position for position in range(number)), NAME)
-        await asyncio.wait_for(done.wait(), 120)
-    late.sort()
-    return {
-        "lateness p50 ms": percentile(late, 0.5),
-        "lateness p99 ms": percentile(late, 0.99),
-        "lateness max ms": late[-1],
-        "early": float(sum(value < 0 for value in late)),
-    }
+        await handled.wait()
+    return handled.lateness()
 
 
 def against(name: str, rates: list[tuple[float, float]]) -> Figures:

@@ -239,17 +239,24 @@ async def drain_rate(url: str, number: int, endpoint_to: Callable[[], Endpoint],
     endpoint = endpoint_to()
     await endpoint.setup()
     await endpoint.transport.setup_infrastructure([DESTINATION])
+    rate = await dispatch_rate(endpoint, due, number)
+    _empty_queues(queues or url)
+    return rate
+
+
+async def dispatch_rate(endpoint: Endpoint, due: datetime, number: int) -> float:
+    """Return messages a second from the instant all are due until the endpoint has dispatched so many."""
     dispatched, logger = Dispatched(number), logging.getLogger("delayline.delayed")
     logger.addHandler(dispatched)
     logger.setLevel(logging.DEBUG)
     async with endpoint:
-        await asyncio.sleep(max(0.0, (due - datetime.now(UTC)).total_seconds()))
+        assert datetime.now(UTC) < due, "the endpoint started after the messages were due"
+        await asyncio.sleep((due - datetime.now(UTC)).total_seconds())
         started = time.perf_counter()
         await asyncio.wait_for(dispatched.done.wait(), PATIENCE)
         elapsed = time.perf_counter() - started
     logger.removeHandler(dispatched)
     logger.setLevel(logging.NOTSET)
-    _empty_queues(queues or url)
     return number / elapsed
 
 

@@ -14,9 +14,10 @@ from azure.data.tables.aio import TableServiceClient
 from azure.storage.queue.aio import QueueServiceClient
 
 from benchmarks.bare import BODY
-from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, against, lateness_of, percentile, scaled
+from benchmarks.handled import Handled
+from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, against, scaled
 from benchmarks.servers import azurite
-from delayline import DelayedMessage, Endpoint, Event, Headers, Message, MessageContext, TransactionMode
+from delayline import DelayedMessage, Endpoint, Event, Headers, Message, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery
 from delayline.azure.envelope import wrap
 from delayline.azure.names import delays_name
@@ -74,29 +75,18 @@ async def store_at(url: str) -> AsyncIterator[AzureDelayedTable]:
 
 async def azure_spread(folder: Path) -> Figures:
     """50 messages a second for 20 s, received by a handler, whose due times the table keeps in whole seconds."""
-    number, late, done = A_SECOND * SECONDS, list[float](), asyncio.Event()
+    number = A_SECOND * SECONDS
     with azurite() as server:
         url = server.new_account()
         endpoint = endpoint_at(url)
-
-        @endpoint.handler
-        async def handle(message: Message, context: MessageContext) -> None:
-            late.append(lateness_of(message))
-            if len(late) == number:
-                done.set()
-
+        handled = Handled(endpoint, number)
         async with store_at(url) as store:
             start = datetime.now(UTC) + timedelta(seconds=10)
             dues = [start + timedelta(seconds=n / A_SECOND) for n in range(number)]
             await store.store_many([delayed(n, due, NAME) for n, due in enumerate(dues)])
-        async with endpoint, asyncio.timeout(PATIENCE):
-            await done.wait()
-    late.sort()
-    return {
-        "lateness p50 ms": percentile(late, 0.5),
-        "lateness p99 ms": percentile(late, 0.99),
-        "early": sum(one < 0 for one in late),
-    }
+        async with endpoint:
+            await handled.wait(PATIENCE)
+    return handled.lateness()
 
 
 async def azure_burst(folder: Path) -> Figures:

@@ -38,7 +38,7 @@ async def pg_concurrent_sends(folder: Path) -> Figures:
 
 async def pg_store_many(folder: Path) -> Figures:
     """`store_many` of 1 000, against binary COPY, 1 000 a commit, and PgQueuer's enqueue of 1 000."""
-    rates, theirs, number, due = [], [], scaled(20_000), datetime.now(UTC) + timedelta(days=365)
+    rates, theirs, number, due = [], [], scaled(100_000), datetime.now(UTC) + timedelta(days=365)
     with postgresql() as (url,):
         for turn in range(ROUNDS):
             raw = bare.many_rate(url, number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import statistics
 import time
 from datetime import UTC, datetime, timedelta
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks import bare_rabbitmq as bare
 from benchmarks import peers_rabbitmq as peers
 from benchmarks.bare import BODY
+from benchmarks.handled import Handled
 from benchmarks.house import (
     DESTINATION,
     NAME,
@@ -19,12 +19,10 @@ from benchmarks.house import (
     Figures,
     against,
     fill_far,
-    lateness_of,
-    percentile,
     scaled,
     store_on,
 )
-from benchmarks.on_server import Dispatched
+from benchmarks.on_server import dispatch_rate
 from benchmarks.servers import postgresql
 from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import DelayedMessage, Endpoint, Headers, Message, SqlDelayedMessageStore, StoredDelivery
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from delayline import DelayedDelivery, MessageContext
+    from delayline import DelayedDelivery
 
 BATCH = 500
 PUBLISHED = scaled(20_000)
@@ -198,72 +196,35 @@ async def _drained(database: str, url: str, number: int) -> float:
     endpoint = _endpoint(url, StoredDelivery(SqlDelayedMessageStore(database)))
     await endpoint.setup()
     await endpoint.transport.setup_infrastructure([DESTINATION])
-    dispatched, logger = Dispatched(number), logging.getLogger("delayline.delayed")
-    logger.addHandler(dispatched)
-    logger.setLevel(logging.DEBUG)
-    async with endpoint:
-        assert datetime.now(UTC) < due
-        await asyncio.sleep((due - datetime.now(UTC)).total_seconds())
-        started = time.perf_counter()
-        await asyncio.wait_for(dispatched.done.wait(), 300)
-        rate = number / (time.perf_counter() - started)
-    logger.removeHandler(dispatched)
-    logger.setLevel(logging.NOTSET)
-    return rate
-
-
-class Handled:
-    """A handler that keeps how late each message is, and tells when the last one is there."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self.late: list[float] = []
-        self.done = asyncio.Event()
-
-    async def __call__(self, message: Message, context: MessageContext) -> None:
-        """Count."""
-        del context
-        self.late.append(lateness_of(message))
-        if len(self.late) == self._number:
-            self.done.set()
-
-    def figures(self, prefix: str = "") -> Figures:
-        """Return the percentiles."""
-        late = sorted(self.late)
-        return {
-            f"{prefix}lateness p50 ms": percentile(late, 0.5),
-            f"{prefix}lateness p99 ms": percentile(late, 0.99),
-            f"{prefix}lateness max ms": late[-1],
-            f"{prefix}early": float(sum(value < 0 for value in late)),
-        }
+    return await dispatch_rate(endpoint, due, number)
 
 
 async def _handled(url: str, number: int) -> float:
-    endpoint, handled = _endpoint(url, DelayLevelDelivery()), Handled(number)
-    endpoint.handler(handled.__call__)
+    endpoint = _endpoint(url, DelayLevelDelivery())
+    handled = Handled(endpoint, number)
     started = time.perf_counter()
     async with endpoint:
-        await asyncio.wait_for(handled.done.wait(), 120)
+        await handled.wait()
         return number / (time.perf_counter() - started)
 
 
 async def _levels_lateness(url: str) -> Figures:
     number = PUBLISHED
-    endpoint, handled = _endpoint(url, DelayLevelDelivery()), Handled(number)
-    endpoint.handler(handled.__call__)
+    endpoint = _endpoint(url, DelayLevelDelivery())
+    handled = Handled(endpoint, number)
     async with endpoint:
         started = time.perf_counter()
         for position in range(0, number, 20):
             delays = (timedelta(seconds=1 + (position + one) % 15) for one in range(20))
             await asyncio.gather(*(endpoint.send(NAME, BODY, delay=delay) for delay in delays))
             await asyncio.sleep(max(0.0, started + position / 1000 - time.perf_counter()))
-        await asyncio.wait_for(handled.done.wait(), 120)
-    return handled.figures("1 to 15 s, ")
+        await handled.wait()
+    return handled.lateness("1 to 15 s, ")
 
 
 async def _stored_lateness(database: str, url: str, number: int, gap: timedelta, prefix: str) -> Figures:
-    endpoint, handled = _endpoint(url, StoredDelivery(SqlDelayedMessageStore(database))), Handled(number)
-    endpoint.handler(handled.__call__)
+    endpoint = _endpoint(url, StoredDelivery(SqlDelayedMessageStore(database)))
+    handled = Handled(endpoint, number)
     await endpoint.setup()
     start = datetime.now(UTC) + timedelta(seconds=2 + number / 10_000)
     async with store_on(database) as store:
@@ -281,5 +242,5 @@ async def _stored_lateness(database: str, url: str, number: int, gap: timedelta,
         for first in range(0, number, 1000):
             await store.store_many(kept[first : first + 1000])
     async with endpoint:
-        await asyncio.wait_for(handled.done.wait(), 180)
-    return handled.figures()
+        await handled.wait(180)
+    return handled.lateness()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from benchmarks.bare import BODY
-from benchmarks.house import NAME, Figures, lateness_of, percentile
+from benchmarks.handled import Handled
+from benchmarks.house import NAME, Figures
 from benchmarks.servers import postgresql
 from delayline import (
     Endpoint,
@@ -50,10 +51,10 @@ async def pg_timeouts(folder: Path) -> Figures:
         start = datetime.now(UTC) + timedelta(seconds=8)
         await _fill(url, [start + position * timedelta(seconds=1) / RATE for position in range(number)])
         endpoint = endpoint_on(url)
-        late, done = _handling(endpoint, number)
+        handled = Handled(endpoint, number)
         async with endpoint:
-            await asyncio.wait_for(done.wait(), 120)
-    return _figures(late)
+            await handled.wait()
+    return handled.lateness()
 
 
 async def pg_timeouts_whole(folder: Path) -> Figures:
@@ -62,15 +63,15 @@ async def pg_timeouts_whole(folder: Path) -> Figures:
     number = RATE * SECONDS
     with postgresql() as [url]:
         endpoint = endpoint_on(url)
-        late, done = _handling(endpoint, number)
+        handled = Handled(endpoint, number)
         async with endpoint:
             cpu, started = time.process_time(), time.perf_counter()
             for position in range(number):
                 await asyncio.sleep(started + position / RATE - time.perf_counter())
                 await endpoint.send(NAME, BODY, delay=DELAY)
-            await asyncio.wait_for(done.wait(), 120)
+            await handled.wait()
             busy = (time.process_time() - cpu) / (time.perf_counter() - started)
-    return _figures(late) | {"share of one core %": busy * 100}
+    return handled.lateness() | {"share of one core %": busy * 100}
 
 
 async def pg_timeouts_rest(folder: Path) -> Figures:
@@ -115,30 +116,6 @@ async def _fill(url: str, dues: list[datetime]) -> None:
             headers = {Headers.MESSAGE_ID: message_id, Headers.DELIVER_AT: to_wire_time(due)}
             await persister.add(Timeout(message_id, Message(message_id, headers, BODY), NAME, due), transaction)
     await persister.close()
-
-
-def _handling(endpoint: Endpoint, number: int) -> tuple[list[float], asyncio.Event]:
-    """Let the endpoint note how late messages are; the event is set when so many have come."""
-    late, done = list[float](), asyncio.Event()
-
-    @endpoint.handler
-    async def handle(message: Message, context: MessageContext) -> None:
-        del context
-        late.append(lateness_of(message))
-        if len(late) == number:
-            done.set()
-
-    return late, done
-
-
-def _figures(late: list[float]) -> Figures:
-    late.sort()
-    return {
-        "lateness p50 ms": percentile(late, 0.5),
-        "lateness p99 ms": percentile(late, 0.99),
-        "lateness max ms": late[-1],
-        "early": float(sum(value < 0 for value in late)),
-    }
 
 
 def _transactions(watch: psycopg.Connection) -> int:
