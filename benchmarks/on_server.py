@@ -234,7 +234,7 @@ class Dispatched(logging.Handler):
 
 async def drain_rate(url: str, number: int, endpoint_to: Callable[[], Endpoint], *, queues: str | None = None) -> float:
     """Return messages a second from the instant all are due until the last has left the store."""
-    due = datetime.now(UTC) + timedelta(seconds=3 + number / 20_000)
+    due = datetime.now(UTC) + timedelta(seconds=5 + number / 10_000)
     await store_rate(url, messages(f"{due:%H%M%S%f}", number, lambda _: due))
     endpoint = endpoint_to()
     await endpoint.setup()
