@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
 
-from tests.servers.azurite import INSTALL as INSTALL_AZURITE
 from tests.servers.azurite import AzuriteServer
-from tests.servers.mariadb import INSTALL as INSTALL_MARIADB
 from tests.servers.mariadb import MariadbServer
-from tests.servers.postgresql import INSTALL as INSTALL_POSTGRESQL
 from tests.servers.postgresql import PostgresqlServer
-from tests.servers.rabbitmq import INSTALL as INSTALL_RABBITMQ
 from tests.servers.rabbitmq import RabbitmqServer
 
 if TYPE_CHECKING:
@@ -44,6 +41,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.server)
 
 
+Server = TypeVar("Server", PostgresqlServer, MariadbServer, RabbitmqServer, AzuriteServer)
+
+
+@contextlib.contextmanager
+def running(kind: type[Server], *settings: str, **options: str) -> Iterator[Server]:
+    """Provide a server of the test's own, as fast as one that survives its own death can be."""
+    if not kind.installed():
+        not_installed(kind.product, kind.install)
+    arguments: list[Any] = [settings] if settings else []
+    server = kind(*arguments, **options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
 def not_installed(product: str, command: str) -> None:
     """Skip on a laptop; fail where every service has to be there."""
     reason = f"{product} is not installed: {command}"
@@ -55,11 +68,8 @@ def not_installed(product: str, command: str) -> None:
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
     """Provide a server whose commits survive its own death, not that of the machine."""
-    if not PostgresqlServer.installed():
-        not_installed("PostgreSQL", INSTALL_POSTGRESQL)
-    server = PostgresqlServer(settings=["fsync=off", "max_prepared_transactions=50"])
-    yield server
-    server.close()
+    with running(PostgresqlServer, "fsync=off", "max_prepared_transactions=50") as server:
+        yield server
 
 
 @pytest.fixture
@@ -73,11 +83,8 @@ def postgresql_url(postgresql: PostgresqlServer) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def mariadb() -> Iterator[MariadbServer]:
     """Provide a server whose commits survive its own death, not that of the machine."""
-    if not MariadbServer.installed():
-        not_installed("MariaDB", INSTALL_MARIADB)
-    server = MariadbServer(settings=["innodb_flush_log_at_trx_commit=2"])
-    yield server
-    server.close()
+    with running(MariadbServer, "innodb_flush_log_at_trx_commit=2") as server:
+        yield server
 
 
 @pytest.fixture
@@ -91,11 +98,8 @@ def mariadb_url(mariadb: MariadbServer) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def rabbitmq() -> Iterator[RabbitmqServer]:
     """Provide a node that no test stops."""
-    if not RabbitmqServer.installed():
-        not_installed("RabbitMQ", INSTALL_RABBITMQ)
-    server = RabbitmqServer()
-    yield server
-    server.close()
+    with running(RabbitmqServer) as server:
+        yield server
 
 
 @pytest.fixture
@@ -109,21 +113,15 @@ def rabbitmq_url(rabbitmq: RabbitmqServer) -> Iterator[str]:
 @pytest.fixture
 def crashing_rabbitmq() -> Iterator[RabbitmqServer]:
     """Provide a node of the test's own, to kill and to start again on the same data."""
-    if not RabbitmqServer.installed():
-        not_installed("RabbitMQ", INSTALL_RABBITMQ)
-    server = RabbitmqServer()
-    yield server
-    server.close()
+    with running(RabbitmqServer) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def azurite() -> Iterator[AzuriteServer]:
     """Provide an emulator of Azure Storage. Its leases and last writes do not survive its death."""
-    if not AzuriteServer.installed():
-        not_installed("Azurite", INSTALL_AZURITE)
-    server = AzuriteServer()
-    yield server
-    server.close()
+    with running(AzuriteServer) as server:
+        yield server
 
 
 @pytest.fixture

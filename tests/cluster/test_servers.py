@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.cluster.harness import PATIENCE, eventually, new_seed
 from tests.cluster.test_steps import IN_HANDLER, POLLER_ONE_FILE, POLLER_TWO_FILES, RECEIVER_ONE_FILE, waits_or_left
+from tests.conftest import running
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
 
@@ -42,13 +43,12 @@ def two(postgresql: PostgresqlServer) -> Iterator[list[str]]:
 @pytest.fixture(params=["postgresql", "mariadb"])
 def crashing(request: pytest.FixtureRequest) -> Iterator[PostgresqlServer | MariadbServer]:
     """Provide a server of one's own of either kind, to be crashed."""
-    server: PostgresqlServer | MariadbServer
     if request.param == "postgresql":
-        server = PostgresqlServer(settings=["fsync=off"])
+        with running(PostgresqlServer, "fsync=off") as server:
+            yield server
     else:
-        server = MariadbServer(settings=["innodb_flush_log_at_trx_commit=2"])
-    yield server
-    server.close()
+        with running(MariadbServer, "innodb_flush_log_at_trx_commit=2") as other:
+            yield other
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])

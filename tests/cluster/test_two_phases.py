@@ -20,8 +20,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 from tests.cluster.harness import PATIENCE, eventually, new_seed
-from tests.conftest import not_installed
-from tests.servers.postgresql import INSTALL, PostgresqlServer
+from tests.conftest import running
+from tests.servers.postgresql import PostgresqlServer
 
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.events import Event
@@ -151,12 +151,8 @@ def bodies(url: str, sql: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[PostgresqlServer, PostgresqlServer]]:
-    if not PostgresqlServer.installed():
-        not_installed("PostgreSQL", INSTALL)
-    one, other = PostgresqlServer(SETTINGS), PostgresqlServer(SETTINGS)
-    yield one, other
-    one.close()
-    other.close()
+    with running(PostgresqlServer, *SETTINGS) as one, running(PostgresqlServer, *SETTINGS) as other:
+        yield one, other
 
 
 @pytest.fixture

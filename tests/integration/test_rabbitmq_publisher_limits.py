@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import not_installed
 from tests.integration.rabbitmq_queues import a_message, declare, drain, opened, to_queue
 from tests.servers.postgresql import free_port
-from tests.servers.rabbitmq import INSTALL, RabbitmqServer
+from tests.servers.rabbitmq import RabbitmqServer
 
 from delayline import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.rabbitmq import RabbitMQTransport
@@ -54,7 +54,7 @@ class GuardedBroker:
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedBroker]:
     if not RabbitmqServer.installed():
-        not_installed("RabbitMQ", INSTALL)
+        not_installed(RabbitmqServer.product, RabbitmqServer.install)
     broker = GuardedBroker(tmp_path_factory.mktemp("tls"))
     yield broker
     broker.server.close()

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.conftest import not_installed
+from tests.conftest import running
 from tests.integration.test_rabbitmq_infrastructure import a_channel
-from tests.servers.rabbitmq import INSTALL, RabbitmqServer
+from tests.servers.rabbitmq import RabbitmqServer
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.address import BrokerAddress
@@ -237,10 +237,7 @@ def test_a_broker_that_is_too_old_is_told(version: str) -> None:
 
 async def test_a_feature_flag_that_is_off_is_told() -> None:
     # Given a broker that was upgraded, and whose flags nobody has enabled
-    if not RabbitmqServer.installed():
-        not_installed("RabbitMQ", INSTALL)
-    server = await asyncio.to_thread(RabbitmqServer, feature_flags="quorum_queue,virtual_host_metadata")
-    try:
+    with running(RabbitmqServer, feature_flags="quorum_queue,virtual_host_metadata") as server:
         async with ManagementApi(BrokerAddress.parse(server.new_vhost()), server.management_url) as api:
             found = by_name(await verify(api, V2))["feature flag"]
             assert not found.ok
@@ -249,5 +246,3 @@ async def test_a_feature_flag_that_is_off_is_told() -> None:
             # When it is enabled as the text says, all is well
             await asyncio.to_thread(server.control, *found.text.rpartition("rabbitmqctl ")[2].split())
             assert by_name(await verify(api, V2))["feature flag"].ok
-    finally:
-        await asyncio.to_thread(server.close)

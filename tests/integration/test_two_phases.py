@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
-from tests.conftest import not_installed
-from tests.servers.postgresql import INSTALL, PostgresqlServer
+from tests.conftest import running
+from tests.servers.postgresql import PostgresqlServer
 
 from delayline import (
     BackendUnavailable,
@@ -204,18 +204,13 @@ async def test_other_pairs_are_left_alone(pair: Pair, postgresql: PostgresqlServ
 
 async def test_a_server_that_prepares_nothing_is_refused(postgresql_url: str) -> None:
     """Given a server as it is installed, when an endpoint starts that needs prepared transactions, then it says so."""
-    if not PostgresqlServer.installed():
-        not_installed("PostgreSQL", INSTALL)
-    server = PostgresqlServer(["fsync=off", "max_prepared_transactions=0"])
-    try:
+    with running(PostgresqlServer, "fsync=off", "max_prepared_transactions=0") as server:
         pair = Pair(postgresql_url, server.new_database())
         with pytest.raises(BackendUnusable, match=r"set max_prepared_transactions in postgresql\.conf .* restart"):
             await pair.endpoint.start()
         other = Pair(server.new_database(), postgresql_url)  # the queues' database prepares nothing
         async with other.endpoint:
             pass
-    finally:
-        server.close()
 
 
 def test_databases_that_cannot_prepare_are_refused(tmp_path: Path) -> None:

@@ -7,19 +7,17 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pymysql
+from tests.servers.own_process import OwnProcess
 from tests.servers.postgresql import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PATIENCE: Final = 60.0
-INSTALL: Final = "apt-get install mariadb-server"
 #: Debian keeps the server where only root's PATH leads.
 PROGRAMS: Final = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 #: Small and quick to start: many of them may run side by side.
@@ -39,16 +37,16 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=PROGRAMS)
 
 
-class MariadbServer:
+class MariadbServer(OwnProcess):
     """A server of its own on a free port, with an administrator `delayline` who needs no password."""
 
     product = "MariaDB"
+    install = "apt-get install mariadb-server"
 
     def __init__(self, settings: Sequence[str] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-mariadb-"))
         self.port = free_port()
         self._settings = [*SMALL, *settings]
-        self._process: subprocess.Popen[bytes] | None = None
         if os.geteuid() == 0:
             shutil.chown(self.folder, "mysql")
         self._install()
@@ -71,29 +69,26 @@ class MariadbServer:
             "CREATE USER IF NOT EXISTS delayline@'127.0.0.1';\n"
             "GRANT ALL ON *.* TO delayline@'127.0.0.1' WITH GRANT OPTION;\n"
         )
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    program("mariadbd") or "mariadbd",
-                    *self._where(),
-                    "--bind-address=127.0.0.1",
-                    f"--port={self.port}",
-                    f"--socket={self.folder / 'socket'}",
-                    f"--pid-file={self.folder / 'pid'}",
-                    f"--init-file={users}",
-                    *(f"--{setting}" for setting in self._settings),
-                ],
-                stdout=log, stderr=log, cwd=self.folder,
-            )  # fmt: skip
-        self._wait()
+        self._begin(
+            [
+                program("mariadbd") or "mariadbd",
+                *self._where(),
+                "--bind-address=127.0.0.1",
+                f"--port={self.port}",
+                f"--socket={self.folder / 'socket'}",
+                f"--pid-file={self.folder / 'pid'}",
+                f"--init-file={users}",
+                *(f"--{setting}" for setting in self._settings),
+            ]
+        )
 
-    def stop(self) -> None:
-        """Stop in order, and wait until it has."""
-        self._end("terminate")
-
-    def kill(self) -> None:
-        """End it the hard way."""
-        self._end("kill")
+    def answers(self) -> bool:
+        """Tell whether its administrator can connect."""
+        try:
+            with self.administrator():
+                return True
+        except pymysql.Error:
+            return False
 
     def close(self) -> None:
         """Stop, and leave nothing behind."""
@@ -139,22 +134,3 @@ class MariadbServer:
         ]
         with (self.folder / "commands.log").open("a") as log:
             subprocess.run(command, check=True, stdout=log, stderr=log, cwd=self.folder)
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                with self.administrator():
-                    return
-            except pymysql.Error:
-                running = self._process is not None and self._process.poll() is None
-                if not running or time.monotonic() > deadline:
-                    log = (self.folder / "log").read_text(errors="replace")
-                    raise RuntimeError(f"MariaDB did not start: {log[-2000:]}") from None
-                time.sleep(0.02)
-
-    def _end(self, how: str) -> None:
-        if self._process is not None:
-            getattr(self._process, how)()
-            self._process.wait(PATIENCE)
-            self._process = None

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PATIENCE: Final = 30.0
-INSTALL: Final = "apt-get install postgresql"
 #: Where Debian keeps the server's programs, which are on nobody's PATH.
 DEBIAN: Final = Path("/usr/lib/postgresql")
 END_OTHERS: Final = """
@@ -49,6 +48,7 @@ class PostgresqlServer:
     """A server of its own on a free port, with a superuser `delayline` whom it trusts."""
 
     product = "PostgreSQL"
+    install = "apt-get install postgresql"
 
     def __init__(self, settings: Sequence[str] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-postgresql-"))

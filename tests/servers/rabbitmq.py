@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 import httpx
+from tests.servers.own_process import PATIENCE, OwnProcess
 from tests.servers.postgresql import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PATIENCE: Final = 60.0
-INSTALL: Final = "apt-get install rabbitmq-server"
 #: Debian's own command changes the user and the environment; the program behind it takes both as they are.
 PROGRAMS: Final = Path("/usr/lib/rabbitmq/bin")
 #: The management API listens so far above AMQP, as on the ports that RabbitMQ comes with.
@@ -39,13 +38,14 @@ SETTINGS: Final = (
 ADVANCED: Final = "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 1000}, {quorum_tick_interval, 1000}]}].\n"
 
 
-class RabbitmqServer:
+class RabbitmqServer(OwnProcess):
     """A node of its own on free ports, with its management plugin and the administrator `guest`.
 
     feature_flags: those to begin with, by name and with commas between; all of them where left out.
     """
 
     product = "RabbitMQ"
+    install = "apt-get install rabbitmq-server"
 
     def __init__(self, settings: Sequence[str] = (), feature_flags: str | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-rabbitmq-"))
@@ -54,7 +54,6 @@ class RabbitmqServer:
         self._names_port = free_port()
         self._feature_flags = feature_flags
         self._node = f"test-{uuid.uuid4().hex[:12]}@localhost"
-        self._process: subprocess.Popen[bytes] | None = None
         self._names: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(base_url=self.management_url, auth=("guest", "guest"), timeout=PATIENCE)
         self._configure([*SETTINGS, *settings])
@@ -73,15 +72,7 @@ class RabbitmqServer:
     def start(self) -> None:
         """Start, and wait until it answers."""
         self._start_names()
-        with (self.folder / "output.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [PROGRAMS / "rabbitmq-server"], stdout=log, stderr=log, cwd=self.folder, env=self._environment()
-            )
-        self._wait()
-
-    def stop(self) -> None:
-        """Stop in order, and wait until it has."""
-        self._end("terminate")
+        self._begin([PROGRAMS / "rabbitmq-server"], self._environment())
 
     def settle(self) -> None:
         """Wait until quorum queues declared before survive `kill`: they are registered on disk half a second late."""
@@ -89,7 +80,7 @@ class RabbitmqServer:
 
     def kill(self) -> None:
         """End it the hard way: quorum queues that have not settled come back without a leader, and answer nobody."""
-        self._end("kill")
+        super().kill()
 
     def close(self) -> None:
         """Stop, and leave nothing behind."""
@@ -191,17 +182,7 @@ class RabbitmqServer:
             check=True, capture_output=True, text=True, timeout=PATIENCE, cwd=self.folder, env=self._environment(),
         ).stdout  # fmt: skip
 
-    def _wait(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not self._answers():
-            running = self._process is not None and self._process.poll() is None
-            if not running or time.monotonic() > deadline:
-                logs = [self.folder / "output.log", *(self.folder / "log").glob("*.log")]
-                said = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
-                raise RuntimeError(f"RabbitMQ did not start: {said}")
-            time.sleep(0.05)
-
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         """Tell whether it takes connections and queues may be declared."""
         try:
             if self._http.get("/api/health/checks/virtual-hosts").status_code != httpx.codes.OK:
@@ -210,12 +191,6 @@ class RabbitmqServer:
                 return True
         except (OSError, httpx.TransportError):
             return False
-
-    def _end(self, how: str) -> None:
-        if self._process is not None:
-            getattr(self._process, how)()
-            self._process.wait(PATIENCE)
-            self._process = None
 
 
 def two_free_ports() -> int:

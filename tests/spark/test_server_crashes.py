@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.conftest import not_installed
-from tests.servers.postgresql import INSTALL, PostgresqlServer
+from tests.conftest import running
+from tests.servers.postgresql import PostgresqlServer
 from tests.spark.stores import StoreAt, many
 from tests.spark.test_cold_tier import before_commit
 from tests.spark.test_failures import in_python, once, staged
@@ -28,11 +28,8 @@ NUMBER = 20_000
 @pytest.fixture
 def crashing() -> Iterator[PostgresqlServer]:
     """Provide a server of the test's own, to be crashed."""
-    if not PostgresqlServer.installed():
-        not_installed("PostgreSQL", INSTALL)
-    server = PostgresqlServer(settings=["fsync=off"])
-    yield server
-    server.close()
+    with running(PostgresqlServer, "fsync=off") as server:
+        yield server
 
 
 def test_a_database_that_crashes_in_the_middle_of_jobs(
