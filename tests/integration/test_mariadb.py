@@ -72,19 +72,23 @@ def server_database(url: str) -> ServerDatabase:
     return database
 
 
-async def test_transactions_lock_no_more_than_they_touch(mariadb_url: str) -> None:
+@pytest.mark.parametrize("half", [2, 500])
+async def test_transactions_lock_no_more_than_they_touch(mariadb_url: str, half: int) -> None:
     # Given two transactions that have half of the table each, and removed it
     store = await opened(mariadb_url)
-    await store.store_many([delayed(f"m{number}") for number in range(4)])
+    await store.store_many([delayed(f"m{number}") for number in range(2 * half)])
     async with asyncio.timeout(PATIENCE), store.transaction() as one, store.transaction() as other:
-        for transaction in (one, other):
-            mine = await store.fetch_due(PAST, 2, max_bytes=100, transaction=transaction)
-            assert await store.remove_many(mine, transaction) == 2
+        held = [
+            (transaction, await store.fetch_due(PAST, half, max_bytes=10**9, transaction=transaction))
+            for transaction in (one, other)
+        ]
+        for transaction, mine in held:
+            assert await store.remove_many(mine, transaction) == half
         # When others store something meanwhile, then they wait for nobody
-        await store.store(delayed("m9"))
+        await store.store(delayed("later"))
         assert await store.next_due() == PAST
     left = await store.fetch_due(PAST, 10, max_bytes=100)
-    assert [message.id for message in left] == ["m9"]
+    assert [message.id for message in left] == ["later"]
     await store.close()
 
 

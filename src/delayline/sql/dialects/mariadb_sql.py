@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Table, UniqueConstraint
+from sqlalchemy import BinaryExpression, Table, UniqueConstraint
 from sqlalchemy.dialects.mysql.base import MySQLCompiler
+from sqlalchemy.sql.operators import in_op
 from sqlalchemy.sql.visitors import iterate
 
 if TYPE_CHECKING:
-    from sqlalchemy import Delete, FromClause, Select, Update
+    from collections.abc import Sequence
+
+    from sqlalchemy import ClauseElement, ColumnElement, Delete, FromClause, Select, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
 
@@ -24,7 +27,7 @@ class IndexedSql(MySQLCompiler):
         """Force an index in SELECT ... FOR UPDATE."""
         if select_stmt._for_update_arg is not None:
             for table in select_stmt.get_final_froms():
-                hint = self._by_index(table).strip().replace("%", "%%")  # hints are templates
+                hint = self._by_index(table, select_stmt.whereclause).strip().replace("%", "%%")  # hints are templates
                 select_stmt = select_stmt.with_hint(table, hint)
         text: str = super().visit_select(select_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
         return text
@@ -33,9 +36,24 @@ class IndexedSql(MySQLCompiler):
         self, update_stmt: Update, from_table: _DMLTableElement, extra_froms: list[FromClause], **options: object
     ) -> str:
         """Force an index in UPDATE."""
-        return super().update_tables_clause(update_stmt, from_table, extra_froms, **options) + self._by_index(
-            from_table
-        )
+        tables = super().update_tables_clause(update_stmt, from_table, extra_froms, **options)
+        return f"{tables}{self._by_index(from_table, update_stmt.whereclause)}"
+
+    def visit_delete(self, delete_stmt: Delete, *arguments: object, **options: Any) -> str:
+        """Go through a list in the order it has, and delete each row by its index.
+
+        With as many ids in the list as there are rows left, the optimizer would read the table, whichever index is
+        forced: pollers would wait for each other's rows, and deadlock.
+        """
+        table, where = delete_stmt.table, delete_stmt.whereclause
+        if not (isinstance(table, Table) and isinstance(where, BinaryExpression) and where.operator is in_op):
+            text: str = super().visit_delete(delete_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
+            return text
+        name, column = self.preparer.format_table(table), where.left
+        kind = self.dialect.type_compiler_instance.process(column.type)
+        listed = f"JSON_TABLE(JSON_ARRAY{self.process(where.right)}, '$[*]' COLUMNS (one {kind} PATH '$')) AS listed"
+        joined = f"{name}{self._by_index(table, where)} ON {self.process(column)} = listed.one"
+        return f"DELETE {name} FROM {listed} STRAIGHT_JOIN {joined}"
 
     def delete_table_clause(
         self, delete_stmt: Delete, from_table: _DMLTableElement, extra_froms: list[FromClause], **options: object
@@ -48,11 +66,16 @@ class IndexedSql(MySQLCompiler):
         key = list(from_table.primary_key) if isinstance(from_table, Table) else []
         if delete_stmt.whereclause is None or any(one in key for one in iterate(delete_stmt.whereclause)):
             return name
-        return f"{name} USING {name}{self._by_index(from_table)}"
+        return f"{name} USING {name}{self._by_index(from_table, delete_stmt.whereclause)}"
 
-    def _by_index(self, table: object) -> str:
+    def _by_index(self, table: object, where: ClauseElement | None) -> str:
+        """Name the indexes that begin with a column of the condition; all of them where none does."""
         if not isinstance(table, Table):
             return ""
-        unique = [next(iter(one.columns)).name for one in table.constraints if isinstance(one, UniqueConstraint)]
-        names = ["PRIMARY", *sorted(unique), *sorted(str(index.name) for index in table.indexes)]
+        firsts = [next(iter(one.columns)) for one in table.constraints if isinstance(one, UniqueConstraint)]
+        unique = {one.name: one for one in sorted(firsts, key=lambda one: one.name)}
+        indexes = sorted((str(one.name), next(iter(one.columns))) for one in table.indexes)
+        known: dict[str, Any] = {"PRIMARY": next(iter(table.primary_key), None), **unique, **dict(indexes)}
+        asked = set() if where is None else set(iterate(where))
+        names = [name for name, column in known.items() if column in asked] or list(known)
         return f" FORCE INDEX ({', '.join(map(self.preparer.quote, names))})"
