@@ -14,9 +14,8 @@ from sqlalchemy.sql.operators import in_op
 from sqlalchemy.sql.visitors import iterate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from sqlalchemy import ClauseElement, ColumnElement, Delete, FromClause, Select, Update
+    from sqlalchemy import ClauseElement, Delete, FromClause, Select, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
 
@@ -39,7 +38,7 @@ class IndexedSql(MySQLCompiler):
         tables = super().update_tables_clause(update_stmt, from_table, extra_froms, **options)
         return f"{tables}{self._by_index(from_table, update_stmt.whereclause)}"
 
-    def visit_delete(self, delete_stmt: Delete, *arguments: object, **options: Any) -> str:
+    def visit_delete(self, delete_stmt: Delete, *arguments: object, **options: object) -> str:
         """Go through a list in the order it has, and delete each row by its index.
 
         With as many ids in the list as there are rows left, the optimizer would read the table, whichever index is
