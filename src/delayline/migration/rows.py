@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from delayline.spark.rejects import INSTANT, faults, without
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 MESSAGE: Final = pa.schema(
@@ -28,13 +28,21 @@ WHY: Final = pa.field("why", pa.string())
 
 def record_batch(rows: Iterable[tuple[Any, ...]]) -> pa.RecordBatch:
     """Return the rows as the columns of messages: a tuple each, with why it can be none behind it if there is one."""
-    columns = list(zip(*rows, strict=True)) or [()] * len(MESSAGE)
+    return from_columns(list(zip(*rows, strict=True)) or [()] * len(MESSAGE))
+
+
+def from_columns(columns: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+    """Return the columns of messages, and why each can be none where there is one column more."""
     schema = MESSAGE if len(columns) == len(MESSAGE) else MESSAGE.append(WHY)
-    columns[3] = tuple(_text(one) for one in columns[3])
-    columns[4] = tuple(None if one is None else bytes(one) for one in columns[4])
-    return pa.RecordBatch.from_arrays(
-        [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema=schema
-    )
+    arrays = []
+    for values, column in zip(columns, schema, strict=True):
+        try:
+            arrays.append(pa.array(values, column.type))
+        except (UnicodeEncodeError, TypeError):
+            if column.name not in AS_IT_CAN_BE:
+                raise
+            arrays.append(pa.array(map(AS_IT_CAN_BE[column.name], values), column.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def reasons_of(messages: pa.RecordBatch, *, largest: int) -> pa.Array:
@@ -53,3 +61,11 @@ def sound(messages: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
 def _text(headers: Any) -> str | None:  # noqa: ANN401 - what the driver gives
     """Return the headers as text that Arrow takes; half a character becomes a question mark."""
     return None if headers is None else str(headers).encode("utf-8", "replace").decode()
+
+
+def _bytes(body: Any) -> bytes | None:  # noqa: ANN401 - as above
+    return None if body is None else bytes(body)
+
+
+#: What drivers give otherwise than Arrow takes it.
+AS_IT_CAN_BE: Final[Mapping[str, Callable[[Any], Any]]] = {"headers": _text, "body": _bytes}

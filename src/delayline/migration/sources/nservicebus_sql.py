@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pyarrow as pa
-from sqlalchemy import Column, Text, null, type_coerce
+from sqlalchemy import Column, Text, cast, null, type_coerce
 
-from delayline.migration.rows import record_batch
+from delayline.migration.rows import MESSAGE, from_columns
 from delayline.migration.source import Part, TableSource
 from delayline.sql.timeout_tables import TimeoutTimes, table_prefix, timeout_table
 
@@ -58,12 +58,15 @@ class NServiceBusSql(TableSource):
         """Return the columns that make a message; headers as the text they are, also where the column is JSON."""
         columns = table.c
         state = columns.State if bodies else null()
-        return columns.Id, columns.Destination, columns.Time, type_coerce(columns.Headers, Text()), state
+        key = cast(columns.Id, Text()) if self.dialect.sql.name == "postgresql" else columns.Id
+        return key, columns.Destination, columns.Time, type_coerce(columns.Headers, Text()), state
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return the messages, under the ids of their timeouts."""
+        keys, destinations, dues, headers, bodies = zip(*rows, strict=True) if rows else [()] * len(MESSAGE)
+        ids = [str(key).lower() for key in keys]
         read = TimeoutTimes(self.dialect).read
-        return record_batch((str(row[0]).lower(), row[1], read(row[2]), row[3], row[4]) for row in rows)
+        return from_columns([ids, destinations, list(map(read, dues)), headers, bodies])
 
     def table_options(self) -> Mapping[str, Any]:
         """Return the character set that .NET's installers give such a table."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from sqlalchemy import inspect, select
@@ -11,10 +12,10 @@ from delayline.spark.options import FORMAT
 from delayline.spark.session import in_this_thread, parallelism
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
 from delayline.sql.staging import OnConflict, Staging, blocking
 from delayline.sql.timeout_tables import table_prefix
-from delayline.sql.waiting import Condition, Span, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".timeouts"
 #: What a task keeps in memory before it is written.
 STAGED_AT_ONCE: Final = 16 * 1024 * 1024
-#: Ids that the store is asked for in one statement.
-ASKED_AT_ONCE: Final = 1000
 TAKEN: Final = "a message with this id waits in the target's store already: cancel one of the two"
 UNKNOWN: Final = "there is no queue {!r} at the target: start its endpoint once, or run delayline setup --queue NAME"
 
@@ -123,23 +122,12 @@ class StoreWave:
         self.queues = queues
         self.largest_message = staging.largest_message
 
-    def refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Return why some of the messages cannot go into the store, by position."""
-        ids = messages.column("id").to_pylist()
-        waiting = {
-            one for first in range(0, len(ids), ASKED_AT_ONCE) for one in self._there(ids[first:][:ASKED_AT_ONCE])
-        }
-        refused = {at: TAKEN for at, one in enumerate(ids) if one in waiting}
-        known = self.queues
-        if known is not None:
-            destinations = messages.column("destination").to_pylist()
-            refused |= {at: UNKNOWN.format(one) for at, one in enumerate(destinations) if one not in known}
-        return refused
-
     async def session(self, stack: AsyncExitStack) -> StoreSession:
-        """Return a session."""
-        del stack
-        return StoreSession(self)
+        """Connect."""
+        database = Database.at(self.staging.url)
+        await database.open()
+        stack.push_async_callback(database.close)
+        return StoreSession(self, database)
 
     def commit(self, name: str, attempts: Sequence[Attempt]) -> None:
         """Move what the tasks have staged into the store, in one transaction with its ledger."""
@@ -149,23 +137,23 @@ class StoreWave:
         """Remove the staging area."""
         self.staging.discard()
 
-    def _there(self, ids: Sequence[str]) -> list[str]:
-        staging = self.staging
-        waiting = Waiting(staging.url, staging.table_name, staging.schema, [Condition("id", "in", ids)])
-        return [row[0] for rows in waiting.rows(["id"], Span(None, None), len(ids)) for row in rows]
-
 
 class StoreSession:
     """Collects a task's messages, and stages them some at a time."""
 
-    def __init__(self, wave: StoreWave) -> None:
+    def __init__(self, wave: StoreWave, database: Database) -> None:
         self._wave = wave
+        self._database = database
+        staging, dialect = wave.staging, database.dialect
+        table = dialect.timeouts_table(dialect.kept_name(staging.table_name), dialect.schema_of(staging.schema))
+        there = select(table.c.id).where(dialect.one_of(table.c.id, "keys"))
+        self._there = Prepared(there, dialect.sql, ["keys"])
         self._waiting: list[pa.RecordBatch] = []
         self._attempts: list[Attempt] = []
 
     async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
         """Stage the messages whose destinations have a queue, and whose ids do not wait there already."""
-        refused = self._wave.refused(messages)
+        refused = await self._refused(messages)
         kept = messages if not refused else messages.filter([n not in refused for n in range(messages.num_rows)])
         if kept.num_rows:
             self._waiting.append(kept)
@@ -177,6 +165,16 @@ class StoreSession:
         """Stage the rest."""
         self._stage()
         return self._attempts
+
+    async def _refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Return why some of the messages cannot go into the store, by position."""
+        ids, known = messages.column("id").to_pylist(), self._wave.queues
+        waiting = {row[0] for row in await self._database.read(partial(self._there.rows_each, keys=ids))}
+        refused = {at: TAKEN for at, one in enumerate(ids) if one in waiting}
+        if known is not None:
+            destinations = messages.column("destination").to_pylist()
+            refused |= {at: UNKNOWN.format(one) for at, one in enumerate(destinations) if one not in known}
+        return refused
 
     def _stage(self) -> None:
         if self._waiting:

@@ -14,7 +14,6 @@ from sqlalchemy.sql.operators import in_op
 from sqlalchemy.sql.visitors import iterate
 
 if TYPE_CHECKING:
-
     from sqlalchemy import ClauseElement, Delete, FromClause, Select, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
