@@ -1,18 +1,21 @@
-"""A private RabbitMQ node for the scenarios: the tests' own, with as many schedulers as it takes by default."""
+"""A private RabbitMQ node for the scenarios: the tests' own, with the settings that RabbitMQ comes with."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tests.servers.rabbitmq import RabbitmqServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 class UnhamperedServer(RabbitmqServer):
-    """The tests' node may use one core only, so that several fit on a machine; this one is to be measured."""
+    """The tests' node may use one core only, and counts often: several fit on a machine. This one is to be measured."""
+
+    settings: ClassVar[Sequence[str]] = ("log.console = false", "log.file.level = warning")
+    advanced: ClassVar[str] = "[].\n"
 
     def _environment(self) -> dict[str, str]:
         loopback = "-kernel inet_dist_use_interface {127,0,0,1}"

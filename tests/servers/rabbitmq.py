@@ -11,7 +11,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import quote
 
 import httpx
@@ -46,6 +46,8 @@ class RabbitmqServer(OwnProcess):
 
     product = "RabbitMQ"
     install = "apt-get install rabbitmq-server"
+    settings: ClassVar[Sequence[str]] = SETTINGS
+    advanced: ClassVar[str] = ADVANCED
 
     def __init__(self, settings: Sequence[str] = (), feature_flags: str | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-rabbitmq-"))
@@ -56,7 +58,7 @@ class RabbitmqServer(OwnProcess):
         self._node = f"test-{uuid.uuid4().hex[:12]}@localhost"
         self._names: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(base_url=self.management_url, auth=("guest", "guest"), timeout=PATIENCE)
-        self._configure([*SETTINGS, *settings])
+        self._configure([*self.settings, *settings])
         self.start()
 
     @staticmethod
@@ -138,7 +140,7 @@ class RabbitmqServer(OwnProcess):
             f"management.tcp.port = {self.management_port}",
         ]
         (self.folder / "rabbitmq.conf").write_text("\n".join([*listeners, *settings, ""]))
-        (self.folder / "advanced.config").write_text(ADVANCED)
+        (self.folder / "advanced.config").write_text(self.advanced)
         (self.folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
         cookie = self.folder / ".erlang.cookie"
         cookie.write_text(secrets.token_hex(10).upper())
