@@ -19,7 +19,7 @@ def journal(path: str, line: str) -> None:
 
 
 async def main(url: str, store_url: str, path: str) -> None:
-    delivery = StoredDelivery(SqlDelayedMessageStore(store_url)) if store_url else DelayLevelDelivery()
+    delivery = StoredDelivery(SqlDelayedMessageStore(store_url), batch_size=5) if store_url else DelayLevelDelivery()
     endpoint = Endpoint("sales", transport=RabbitMQTransport(url), delayed_delivery=delivery, concurrency=8)
 
     @endpoint.handler

@@ -224,9 +224,10 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
         *counts,
     )
     # Texts among the sums would have Spark sort all entries: numbers stand for them meanwhile.
+    # They are few, and made few before they are compared: `min` would have all of them sorted.
     places = entries.select("destination").where("destination IS NOT NULL").distinct()
-    places = places.groupBy(place.alias("place")).agg(F.min("destination").alias("destination"))
-    named = grouped.join(places, "place", "left").drop("place")
+    first = F.array_min(F.collect_list("destination")).alias("destination")
+    named = grouped.join(F.broadcast(places.groupBy(place.alias("place")).agg(first)), "place", "left").drop("place")
     renamed = named.withColumnsRenamed({JournalEvent.RETRIED.value: "retries"})
     return renamed.withColumn("by_receivers", F.lit(leaving == DELIVERED))
 

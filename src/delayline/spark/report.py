@@ -13,6 +13,8 @@ from delayline.spark.failures import in_plain_words
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from pyspark.sql import DataFrame
+
     from delayline.spark.audit import Audit, Totals
 
 #: A page is for people: what is more is in the DataFrames.
@@ -37,25 +39,33 @@ def write_report(audit: Audit, path: str | Path, *, title: str = "Delayed messag
     path = Path(path)
     with in_plain_words():
         totals = audit.totals()
-        page = _page(title, totals, _tables(audit))
+        page = _page(title, totals, _tables(audit, totals))
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(page, encoding="utf-8")
     beside.replace(path)
     return totals
 
 
-def _tables(audit: Audit) -> dict[str, list[dict[str, Any]]]:
+def _tables(audit: Audit, totals: Totals) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each table; nobody looks through millions of messages for what the totals say is not there."""
     frames = {
-        "histogram": audit.histogram,
-        "lateness": audit.lateness.groupBy("hour").max("p50", "p99").orderBy("hour").limit(MOST_HOURS),
-        "destinations": audit.by_destination.limit(LONGEST_TABLE),
-        "errors": audit.errors.limit(LONGEST_TABLE),
-        "forecast": audit.forecast.limit(MOST_HOURS * 10),
-        "lost": audit.lost.select("id", "destination", "due").limit(LONGEST_TABLE),
-        "duplicated": audit.duplicated.select("id", "destination", "due", "extra").limit(LONGEST_TABLE),
-        "early": audit.early.select("id", "destination", "due", "left").limit(LONGEST_TABLE),
+        "histogram": (totals.dispatched, audit.histogram),
+        "lateness": (totals.dispatched, _by_hour(audit)),
+        "destinations": (totals.scheduled, audit.by_destination.limit(LONGEST_TABLE)),
+        "errors": (totals.retries + totals.failed, audit.errors.limit(LONGEST_TABLE)),
+        "forecast": (totals.waiting + totals.overdue, audit.forecast.limit(MOST_HOURS * 10)),
+        "lost": (totals.lost, audit.lost.select("id", "destination", "due").limit(LONGEST_TABLE)),
+        "duplicated": (
+            totals.duplicated,
+            audit.duplicated.select("id", "destination", "due", "extra").limit(LONGEST_TABLE),
+        ),
+        "early": (totals.early, audit.early.select("id", "destination", "due", "left").limit(LONGEST_TABLE)),
     }
-    return {name: frame.toArrow().to_pylist() for name, frame in frames.items()}
+    return {name: frame.toArrow().to_pylist() if number else [] for name, (number, frame) in frames.items()}
+
+
+def _by_hour(audit: Audit) -> DataFrame:
+    return audit.lateness.groupBy("hour").max("p50", "p99").orderBy("hour").limit(MOST_HOURS)
 
 
 def _page(title: str, totals: Totals, tables: Mapping[str, list[dict[str, Any]]]) -> str:
