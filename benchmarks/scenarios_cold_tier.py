@@ -131,8 +131,8 @@ def _hours(folder: Path, url: str, spark: SparkSession) -> Figures:
 
 
 def _until(hours: int) -> timedelta:
-    """Return the horizon that has so many hours from the first one on."""
-    return FIRST + hours * HOUR - datetime.now(UTC)
+    """Return a horizon that ends in the last of so many hours from the first one on: the rest of it moves, too."""
+    return FIRST + hours * HOUR - timedelta(minutes=1) - datetime.now(UTC)
 
 
 def _write(path: Path, rows: int, *, hours: int, begin: int = 0) -> None:
