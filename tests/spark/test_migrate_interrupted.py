@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,14 +19,17 @@ from tests.spark.broker import count, in_levels, with_levels
 from tests.spark.legacy import Legacy, Timeout, fill, some
 from tests.spark.stores import StoreAt
 
-from delayline.errors import ConfigurationError, DelaylineError
-from delayline.migration import Migration, Plan, target_at
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.migration import Migration, Plan, source_at, target_at
+from delayline.migration.journal import HeldPart, Journal
 from delayline.migration.run import Outcome
+from delayline.migration.source import Part
 from delayline.migration.targets.sql_store import StoreWave
 from delayline.migration.verify import run_named, runs_of, verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from pyspark.sql import SparkSession
     from tests.servers.rabbitmq import RabbitmqServer
@@ -201,6 +206,37 @@ def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(
     with pytest.raises(DelaylineError, match="has 3 of 4 rows of batch 0"):
         Migration(plan(legacy, store.url)).run(spark)
     assert store.ids() == []
+
+
+def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batch(tmp_path: Path) -> None:
+    # Given a batch that a task was cut off from, and another one has begun
+    source = source_at("delayline", f"sqlite:///{tmp_path / 'old.db'}")
+    journal = Journal(source.dialect, source.schema)
+    held = HeldPart(0, Part(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
+
+    async def work() -> None:
+        write = source.database.write
+        await source.database.open()
+        try:
+            await write(journal.set_up)
+            await write(partial(journal.begin, name="r", parameters={}))
+            await write(partial(journal.add_part, run="r", held=held, size=4))
+            first, second = [await write(partial(journal.deliver, run="r", part=0, batch=0)) for _ in range(2)]
+            assert first is not None and second is not None
+            finish = partial(journal.finish, run="r", part=0, batch=0)
+            await write(partial(finish, aside={1: ("b", "no queue")}, attempt=second.number, mark=False))
+            # When the first one goes on, before and after the batch is marked
+            late = partial(finish, aside=dict.fromkeys(range(4), ("x", "it waits already")), attempt=first.number)
+            with pytest.raises(BackendUnavailable, match="another task works on batch 0"):
+                await write(partial(late, mark=True))
+            await write(partial(journal.mark, run="r", part=0, batches=[0]))
+            await write(partial(late, mark=False))
+            # Then what the last one has set aside stays
+            assert await source.database.read(partial(journal.set_aside, run="r", limit=9)) == [("b", "no queue")]
+        finally:
+            await source.database.close()
+
+    asyncio.run(work())
 
 
 def test_a_migration_to_rabbitmq_that_is_killed_loses_nothing_and_names_what_may_be_double(

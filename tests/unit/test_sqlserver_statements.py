@@ -17,6 +17,7 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
 from delayline.sql.setup import texts
 from delayline.sql.statements import QueueStatements, StoreStatements
+from delayline.sql.waiting import Condition, Span, Waiting
 
 if TYPE_CHECKING:
     from sqlalchemy import Executable
@@ -183,6 +184,15 @@ def test_a_page_begins_where_the_last_one_ended() -> None:
 
 def test_the_lookout_waits_for_nobody() -> None:
     assert plain(Statements().store.earliest(3).sql).count("WITH (READPAST, READCOMMITTEDLOCK)") == 2
+
+
+def test_a_migration_asks_which_ids_wait() -> None:
+    there = Waiting("mssql://sa:s3cret@host/db", "sales.timeouts", None, [Condition("id", "in", ["a", "b"])])
+    query = there.query(("id", "destination", "due"), Span(None, None)).compile(dialect=dialect().sql)
+    asked = re.sub(r"__\[POSTCOMPILE_\w+\]", "@ids", str(query))
+    assert plain(asked) == (
+        "SELECT Id, Destination, Time FROM {0} WITH (READPAST, READCOMMITTEDLOCK) WHERE Id IN (@ids) ORDER BY Time, Id"
+    )
 
 
 def test_receivers_lock_by_session() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from delayline.migration import EndpointPreview, Outcome, Plan
     from delayline.migration.journal import Run
     from delayline.migration.source import TableSource
+    from delayline.migration.target import Target
     from delayline.migration.verify import Verified
 
 SHOWN: Final = 10
@@ -189,15 +190,13 @@ def history(screen: Screen, source: TableSource) -> None:
 @to_a_target
 @click.option("--run", "name", metavar="NAME", help="Which migration; the last one if left out.")
 @json_option
-def verify(screen: Screen, source: TableSource, target_url: str, target_schema: str | None, name: str | None) -> None:
+def verify(screen: Screen, source: TableSource, target: Target | None, name: str | None) -> None:
     """Hold source, target and journal against each other, message by message; changes nothing.
 
     Messages that may have been delivered twice are named by their ids. Exit code 1 when anything does not add up.
     """
-    from delayline.migration import target_at
     from delayline.migration.verify import verify as compare
 
-    target = target_at(target_url, schema=target_schema)
     if target is None:
         raise ConfigurationError("noop has no messages to verify: give the URL that the messages went to")
     verified = compare(source, target, _spark(), run=name)

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from delayline.cli.due import INSTANTS, instant_given
+from delayline.cli.due import DELAYS, INSTANTS, delay_given, instant_given
 from delayline.cli.options import Command
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
     from delayline.migration.source import TableSource
+    from delayline.migration.target import Target
 
 SOURCE_VARIABLE: Final = "DELAYLINE_MIGRATE_SOURCE"
 TARGET_VARIABLE: Final = "DELAYLINE_MIGRATE_TARGET"
@@ -70,11 +71,35 @@ def on_a_source(command: Command) -> Command:
 
 
 def to_a_target(command: Command) -> Command:
-    """Give a command `target_url` and `target_schema`."""
-    text = f"Where messages go: an amqp: URL, a database with delayline's stores, or noop. [{TARGET_VARIABLE}]"
-    url = click.option("--target", "target_url", required=True, metavar="URL", help=text, envvar=TARGET_VARIABLE)
-    schema = click.option("--target-schema", metavar="NAME", help="Where the target's tables are.")
-    decorated: Command = url(schema(command))
+    """Give a command `target`, None for noop."""
+
+    @functools.wraps(command)
+    def with_target(
+        *args: object,
+        target_url: str,
+        target_schema: str | None,
+        cold_tier: str | None,
+        hot_horizon: timedelta,
+        **arguments: Any,  # noqa: ANN401 - click's
+    ) -> Any:  # noqa: ANN401 - click's
+        from delayline.migration import target_at
+
+        target = target_at(target_url, schema=target_schema, cold_tier=cold_tier, hot_horizon=hot_horizon)
+        return command(*args, target=target, **arguments)
+
+    where = (
+        f"Where messages go: an amqp: or azure: URL, a database with delayline's stores, or noop. [{TARGET_VARIABLE}]"
+    )
+    far = f"With --cold-tier: what is due later waits there: {DELAYS}."
+    options = (
+        click.option("--target", "target_url", required=True, metavar="URL", help=where, envvar=TARGET_VARIABLE),
+        click.option("--target-schema", metavar="NAME", help="Where the target's tables are."),
+        click.option("--cold-tier", metavar="FOLDER", help="Where far messages of the target's stores wait in files."),
+        click.option("--hot-horizon", callback=delay_given, default="1d", show_default=True, help=far),
+    )
+    decorated: Command = with_target
+    for option in reversed(options):
+        decorated = option(decorated)
     return decorated
 
 
@@ -85,19 +110,17 @@ def planned(command: Command) -> Command:
     def with_plan(
         *args: object,
         source: TableSource,
-        target_url: str,
-        target_schema: str | None,
+        target: Target | None,
         endpoints: Sequence[str],
         every: bool,
         cutoff: datetime | None,
         batch_size: int,
         **arguments: Any,  # noqa: ANN401 - click's
     ) -> Any:  # noqa: ANN401 - click's
-        from delayline.migration import Plan, target_at
+        from delayline.migration import Plan
 
         if every == bool(endpoints):
             raise ConfigurationError("say whose messages: --endpoint NAME, once or more often, or --all-endpoints")
-        target = target_at(target_url, schema=target_schema)
         chosen = None if every else tuple(endpoints)
         return command(*args, plan=Plan(source, target, chosen, cutoff, batch_size), **arguments)
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -95,6 +95,13 @@ class HeldPart:
     """The table that they are held in."""
     rows: int
     batches: int
+
+
+class Attempted(NamedTuple):
+    """An attempt at a batch that has begun."""
+
+    number: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -220,8 +227,8 @@ class Journal:
         query = select(columns.batch).where(self._of(run, part), columns.state.in_(UNFINISHED))
         return list(connection.execute(query.order_by(columns.batch)).scalars())
 
-    def deliver(self, connection: Connection, run: str, part: int, batch: int) -> int | None:
-        """Begin an attempt at a batch and return how many rows it has; None for one that is done.
+    def deliver(self, connection: Connection, run: str, part: int, batch: int) -> Attempted | None:
+        """Begin an attempt at a batch and return its number, and how many rows there are; None for one that is done.
 
         Raises BackendUnavailable where the run was aborted meanwhile.
         """
@@ -230,10 +237,10 @@ class Journal:
         begun = update(self.batches).where(mine, columns.state.in_(UNFINISHED))
         begun = begun.values(state=BatchState.DELIVERED.value, attempts=columns.attempts + 1)
         changed = connection.execute(begun).rowcount
-        state, rows = connection.execute(select(columns.state, columns.rows).where(mine)).one()
+        found = connection.execute(select(columns.state, columns.attempts, columns.rows).where(mine)).one()
         if changed:
-            return int(rows)
-        self._must_be_marked(state, run)
+            return Attempted(int(found.attempts), int(found.rows))
+        self._must_be_marked(found.state, run)
         return None
 
     def finish(
@@ -244,10 +251,21 @@ class Journal:
         batch: int,
         aside: Mapping[int, tuple[str, str]],
         *,
+        attempt: int,
         mark: bool,
     ) -> None:
-        """Write down what was set aside of a batch, by its row's number, and mark the batch if the target has it."""
+        """Write down what was set aside of a batch, by its row's number, and mark the batch if the target has it.
+
+        Nothing is written where the batch is done. Raises BackendUnavailable for an attempt that is not the last one.
+        """
         columns, lost = self.batches.c, self.aside.c
+        mine = and_(self._of(run, part), columns.batch == batch)
+        found = connection.execute(select(columns.state, columns.attempts).where(mine).with_for_update()).one()
+        if found.state != BatchState.DELIVERED:
+            self._must_be_marked(found.state, run)
+            return
+        if found.attempts != attempt:
+            raise BackendUnavailable(f"another task works on batch {batch} now: this one's work does not count")
         connection.execute(delete(self.aside).where(lost.run == run, lost.part == part, lost.batch == batch))
         rows = [
             {"run": run, "part": part, "batch": batch, "number": number,
@@ -256,11 +274,8 @@ class Journal:
         ]  # fmt: skip
         if rows:
             connection.execute(insert(self.aside), rows)
-        mine = and_(self._of(run, part), columns.batch == batch)
         if mark:
-            done = update(self.batches).where(mine, columns.state == BatchState.DELIVERED.value)
-            if not connection.execute(done.values(state=BatchState.MARKED.value)).rowcount:
-                self._must_be_marked(connection.execute(select(columns.state).where(mine)).scalar_one(), run)
+            connection.execute(update(self.batches).where(mine).values(state=BatchState.MARKED.value))
 
     def expected(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> int:
         """Return how many rows of these batches go to the target: all but those set aside."""

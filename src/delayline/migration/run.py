@@ -14,10 +14,11 @@ from delayline.migration.holding import give_back, hold, make_room, remove_room
 from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState
 from delayline.migration.plan import parts_of, preview, waits
 from delayline.migration.taken import TakenSource
-from delayline.migration.work import ATTEMPTS, Delivery
+from delayline.migration.target import Staged
+from delayline.migration.work import STAGED, Delivery
 from delayline.spark.failures import in_plain_words
 from delayline.spark.session import parallelism
-from delayline.sql.staging import Attempt, blocking
+from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -179,23 +180,23 @@ class Migration:
             with in_plain_words():
                 partitions = min(len(batches), parallelism(spark))
                 numbers = _numbers(spark, batches, partitions)
-                found = numbers.mapInArrow(delivery.deliver, ATTEMPTS).toArrow().to_pylist()
-            attempts = [Attempt(one["number"], one["rows"], one["earliest"]) for one in found]
+                found = numbers.mapInArrow(delivery.deliver, STAGED).toArrow().column(0).to_pylist()
+            staged = [Staged.of(text) for text in found]
             if not wave.confirms:
-                self._must_add_up(run, part, batches, attempts)
-                wave.commit(_wave_name(run, part, number), attempts)
+                self._must_add_up(run, part, batches, staged)
+                wave.commit(_wave_name(run, part, number), staged)
         except BaseException:
             with contextlib.suppress(Exception):
                 wave.discard()
             raise
         self._write(partial(self._journal.mark, run=run.name, part=part.number, batches=batches))
 
-    def _must_add_up(self, run: Run, part: HeldPart, batches: Sequence[int], attempts: Sequence[Attempt]) -> None:
+    def _must_add_up(self, run: Run, part: HeldPart, batches: Sequence[int], staged: Sequence[Staged]) -> None:
         expected = self._read(partial(self._journal.expected, run=run.name, part=part.number, batches=batches))
-        staged = sum(one.rows for one in attempts)
-        if staged != expected:
+        rows = sum(one.rows for one in staged)
+        if rows != expected:
             raise BackendUnavailable(
-                f"{staged} rows of {part.part.endpoint} were staged where {expected} were to be. Nothing of them "
+                f"{rows} rows of {part.part.endpoint} were staged where {expected} were to be. Nothing of them "
                 "counts; resume the migration"
             )
 

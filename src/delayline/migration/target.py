@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+import json
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+from delayline.sql.cold_files import ColdFile
+from delayline.sql.staging import Attempt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -12,7 +16,30 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-    from delayline.sql.staging import Attempt
+
+class Staged(NamedTuple):
+    """What one session has put somewhere, for the driver to commit."""
+
+    attempt: Attempt
+    files: Sequence[ColdFile] = ()
+    noted: Sequence[Attempt] = ()
+    """What is in the files, for the store's journal."""
+
+    @property
+    def rows(self) -> int:
+        """How many messages it are."""
+        return self.attempt.rows + sum(one.messages for one in self.files)
+
+    @property
+    def text(self) -> str:
+        """It as text, for a column."""
+        return json.dumps(self)
+
+    @classmethod
+    def of(cls, text: str) -> Staged:
+        """Return what the text tells of."""
+        attempt, files, noted = json.loads(text)
+        return cls(Attempt(*attempt), [ColdFile(*one) for one in files], [Attempt(*one) for one in noted])
 
 
 class Session(Protocol):
@@ -22,7 +49,7 @@ class Session(Protocol):
         """Hand over the messages; return why some were not taken, by position. Any other failure is raised."""
         ...
 
-    async def end(self) -> Sequence[Attempt]:
+    async def end(self) -> Sequence[Staged]:
         """Return what the driver has to commit; nothing where the target has it for good."""
         ...
 
@@ -39,7 +66,7 @@ class Wave(Protocol):
         """Return an open session that closes with the stack."""
         ...
 
-    def commit(self, name: str, attempts: Sequence[Attempt]) -> None:
+    def commit(self, name: str, staged: Sequence[Staged]) -> None:
         """Make what the tasks have delivered count, all of it or nothing; repeated under its name nothing happens."""
         ...
 
@@ -56,6 +83,8 @@ class Target(Protocol):
     """Whether a batch that is delivered again leaves no second copy."""
     longest: ClassVar[timedelta | None]
     """How long a message may wait there at most; None for as long as it likes."""
+    grain: ClassVar[timedelta]
+    """What due times are rounded up to there."""
 
     @property
     def largest_message(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -14,10 +14,11 @@ from sqlalchemy import select
 from delayline.errors import ConfigurationError
 from delayline.migration.holding import read_batch
 from delayline.migration.journal import BatchState, HeldPart, Journal, Run
+from delayline.migration.rows import WAITING, WAITING_SCHEMA
 from delayline.migration.source import BATCH, NUMBER
 from delayline.spark.failures import in_plain_words
-from delayline.spark.rejects import INSTANT
 from delayline.sql.staging import blocking
+from delayline.sql.store import MICROSECOND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from delayline.migration.source import TableSource
     from delayline.migration.target import Target
 
-SENT: Final = "id STRING, destination STRING, due TIMESTAMP"
-SENT_SCHEMA: Final = pa.schema([("id", pa.string()), ("destination", pa.string()), ("due", INSTANT)])
 SHOWN: Final = 100
 BATCHES_A_TASK: Final = 50
 
@@ -89,7 +88,7 @@ class Sent:
         left = set(connection.execute(aside).scalars())
         found = read_batch(connection, self.source, self.part.held, batch)
         messages = self.source.messages([row[1:] for row in found if row[0] not in left])
-        return messages.select(SENT_SCHEMA.names)
+        return messages.select(WAITING_SCHEMA.names)
 
 
 def runs_of(source: TableSource) -> list[Run]:
@@ -138,7 +137,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
         there = target.waiting(part.target, spark)
         if there is not None and part.rows:
             with in_plain_words():
-                counted = _compared(_sent(source, found, part, spark, journal), there)
+                counted = _compared(_sent(source, found, part, spark, journal), there, target.grain)
             waiting = (waiting or 0) + counted[0]
             gone += counted[1]
             missing += counted[2]
@@ -156,14 +155,18 @@ def _sent(source: TableSource, run: Run, part: HeldPart, spark: SparkSession, jo
     table = pa.table({"id": pa.array(marked, pa.int64())})
     pieces = max(1, -(-len(marked) // BATCHES_A_TASK))
     numbers = spark.createDataFrame(table).repartition(pieces) if marked else spark.range(0)
-    return numbers.mapInArrow(Sent(source, run.name, part).rows, SENT)
+    return numbers.mapInArrow(Sent(source, run.name, part).rows, WAITING)
 
 
-def _compared(sent: DataFrame, there: DataFrame) -> tuple[int, int, list[str], list[str]]:
-    """Return how many wait as they were sent, how many have left when due; ids of those missing, and changed."""
+def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
+    """Return how many wait as they were sent, how many have left when due; ids of those missing, and changed.
+
+    grain: what due times were rounded up to.
+    """
     now = F.lit(datetime.now(UTC))
     theirs = there.select(F.col("id").alias("there"), F.col("destination").alias("goes_to"), F.col("due").alias("at"))
-    same = (F.col("destination") == F.col("goes_to")) & (F.col("due") == F.col("at"))
+    rounded = (F.unix_micros("at") - F.unix_micros("due")).between(0, grain // MICROSECOND - 1)
+    same = (F.col("destination") == F.col("goes_to")) & rounded
     state = (
         F.when(F.col("there").isNull() & (F.col("due") <= now), "gone")
         .when(F.col("there").isNull(), "missing")

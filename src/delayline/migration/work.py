@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from delayline.migration.journal import HeldPart
     from delayline.migration.source import Part, TableSource
-    from delayline.migration.target import Session, Wave
+    from delayline.migration.target import Session, Staged, Wave
 
-ATTEMPTS: Final = "number BIGINT, rows BIGINT, earliest BIGINT"
-ATTEMPTS_SCHEMA: Final = pa.schema([("number", pa.int64()), ("rows", pa.int64()), ("earliest", pa.int64())])
+STAGED: Final = "staged STRING"
+STAGED_SCHEMA: Final = pa.schema([("staged", pa.string())])
 LOOKED: Final = "reason STRING, rows BIGINT, id STRING"
 LOOKED_SCHEMA: Final = pa.schema([("reason", pa.string()), ("rows", pa.int64()), ("id", pa.string())])
 ROWS_AT_ONCE: Final = 10_000
@@ -45,10 +45,10 @@ class Delivery:
     def deliver(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Deliver the batches with these numbers and yield what the driver has to commit."""
         for some in numbers:
-            attempts = asyncio.run(self._deliver(some.column(0).to_pylist()))
-            yield pa.RecordBatch.from_pylist([one._asdict() for one in attempts], ATTEMPTS_SCHEMA)
+            staged = asyncio.run(self._deliver(some.column(0).to_pylist()))
+            yield pa.RecordBatch.from_pylist([{"staged": one.text} for one in staged], STAGED_SCHEMA)
 
-    async def _deliver(self, batches: Sequence[int]) -> Sequence[Any]:
+    async def _deliver(self, batches: Sequence[int]) -> Sequence[Staged]:
         database = self.source.database
         journal = Journal(database.dialect, self.source.schema)
         await database.open()
@@ -63,20 +63,20 @@ class Delivery:
 
     async def _one(self, journal: Journal, session: Session, batch: int) -> None:
         database, part = self.source.database, self.part.number
-        rows = await database.write(partial(journal.deliver, run=self.run, part=part, batch=batch))
-        if rows is None:
+        attempted = await database.write(partial(journal.deliver, run=self.run, part=part, batch=batch))
+        if attempted is None:
             return
         read = partial(read_batch, source=self.source, name=self.part.held, batch=batch)
         found = await database.read(read)
-        if len(found) != rows:
+        if len(found) != attempted.rows:
             raise BackendUnavailable(
-                f"{self.part.held} has {len(found)} of {rows} rows of batch {batch}: who took them?"
+                f"{self.part.held} has {len(found)} of {attempted.rows} rows of batch {batch}: who took them?"
             )
         numbers = [row[0] for row in found]
         messages = self.source.messages([row[1:] for row in found])
         aside = await self._sent(session, messages, numbers)
-        finish = partial(journal.finish, run=self.run, part=part, batch=batch, aside=aside, mark=self.wave.confirms)
-        await database.write(finish)
+        finish = partial(journal.finish, run=self.run, part=part, batch=batch, aside=aside, attempt=attempted.number)
+        await database.write(partial(finish, mark=self.wave.confirms))
 
     async def _sent(
         self, session: Session, messages: pa.RecordBatch, numbers: Sequence[int]

@@ -170,7 +170,7 @@ def schedule_in_tiers(
     folder = tier.create()
     with ExitStack() as undone:
         undone.callback(staging.discard)
-        rows = _by_hour(marked(messages, known_ids(messages.sparkSession, tier.options, tier)))
+        rows = _by_hour(marked(messages, waiting_in(messages.sparkSession, tier.options, tier)))
         task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from), sender, tier.journaled)
         placed = _gathered(rows.mapInArrow(partial(_place, task=task), PLACED))
         if placed.doubled is not None and on_conflict == OnConflict.FAIL:
@@ -249,21 +249,25 @@ def read_back(text: str) -> ColdFile:
     return ColdFile(*json.loads(text))
 
 
-def known_ids(spark: SparkSession, options: Mapping[str, str], tier: ColdTier | None) -> DataFrame:
-    """Return the ids that wait in the store, and in its cold tier where there is one."""
-    hot = spark.read.format(FORMAT).options(**options).schema("id STRING").load()
-    if tier is None:
+def waiting_in(
+    spark: SparkSession, options: Mapping[str, str], tier: ColdTier | None, *, columns: str = "id STRING"
+) -> DataFrame:
+    """Return what waits in the store, and in its cold tier where there is one: these columns, the id first.
+
+    A message that is promoted meanwhile may come twice.
+    """
+    files, dead = ([], {}) if tier is None else tier.held()  # before the store: then nothing is missed
+    hot = spark.read.format(FORMAT).options(**options).schema(columns).load()
+    if tier is None or not files:
         return hot
-    files, dead = tier.held()
-    if not files:
-        return hot
+    names = [one.split()[0] for one in columns.split(", ")]
     plan = planned(spark, [[one] for one in files], dead)
-    return hot.union(plan.mapInArrow(partial(_ids, folder=ColdFolder(tier.path)), "id STRING"))
+    return hot.union(plan.mapInArrow(partial(_rows, folder=ColdFolder(tier.path), columns=names), columns))
 
 
-def _ids(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator[pa.RecordBatch]:
+def _rows(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     for file, dead in files_of(batches):
-        yield from folder.batches(file, dead, columns=("id",))
+        yield from folder.batches(file, dead, columns=columns)
 
 
 def marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:

@@ -26,12 +26,12 @@ from delayline.spark.cold_tier import (
     WAITS,
     ColdTier,
     described,
-    known_ids,
     marked,
     must_be_quick,
     note,
     part_of,
     read_back,
+    waiting_in,
 )
 from delayline.spark.columns import prepared
 from delayline.spark.levels import ANY_SIZE, LONGEST
@@ -187,7 +187,7 @@ class Handing:
             if turn.batch == 0 and not turn.keeps:  # nobody can run it again
                 undone.callback(turn.ledger.write, Pieces.forget)
             task = _Task(self.levels, sender, door, turn.ledger, self.store, staging.name, folder, journaled)
-            known = known_ids(rows.sparkSession, self.store.options, self.tier)
+            known = waiting_in(rows.sparkSession, self.store.options, self.tier)
             results = _results(self._placed(rows, columns, facts, known), task)
             files = [read_back(text) for one in results for text in one["files"]]
             handed = Handed(duplicates=sum(one["duplicates"] for one in results))

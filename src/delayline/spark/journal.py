@@ -11,7 +11,7 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 
 from delayline.checks import whole_number
 from delayline.errors import BackendUnavailable, ConfigurationError
-from delayline.spark.cold_tier import ColdTier, known_ids
+from delayline.spark.cold_tier import ColdTier, waiting_in
 from delayline.spark.failures import in_plain_words
 from delayline.spark.options import StoreOptions
 from delayline.spark.reader import arrow_batch
@@ -98,7 +98,7 @@ def read_journal(target: Target, path: str | Path, *, spark: SparkSession | None
 def waiting_ids(target: Target, spark: SparkSession) -> DataFrame:
     """Return the ids of what is in the store, and in its cold tier where the target names one, when it is looked at."""
     tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
-    return known_ids(in_this_thread(spark), target.options, tier)
+    return waiting_in(in_this_thread(spark), target.options, tier)
 
 
 def _export(

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from delayline.sql.staging import Attempt
-
 Result = TypeVar("Result")
 #: A broker says itself what is too large for it.
 ANY_SIZE: Final = 1 << 40
@@ -126,9 +124,9 @@ class LevelsSession:
             refused[positions[index]] = str(failure)
         return refused
 
-    async def end(self) -> Sequence[Attempt]:
+    async def end(self) -> tuple[()]:
         """Return nothing for a driver to commit: it is all there."""
-        return []
+        return ()
 
     def _publication(
         self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None

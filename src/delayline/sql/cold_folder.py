@@ -184,7 +184,7 @@ class ColdFolder:
                 system, root = FileSystem.from_uri(S3.sub("s3://", self.path))
             except (ArrowInvalid, OSError, NotImplementedError) as error:
                 raise ConfigurationError(
-                    f"cold_tier={_without_secrets(self.path)!r} cannot be used: {_without_secrets(str(error))}. "
+                    f"cold_tier={without_secrets(self.path)!r} cannot be used: {without_secrets(str(error))}. "
                     "Give a folder, or a URI that begins with file, s3, gs, hdfs or abfss"
                 ) from None
             found = self.__dict__["_kept_place"] = system, root.rstrip("/")
@@ -207,11 +207,11 @@ class ColdFolder:
             yield
         except FileNotFoundError as error:
             raise BackendUnusable(
-                f"cannot {what}: {error}. Is cold_tier={_without_secrets(self.path)!r} where it was held?"
+                f"cannot {what}: {error}. Is cold_tier={without_secrets(self.path)!r} where it was held?"
             ) from error
         except (OSError, ArrowException) as error:
             raise BackendUnusable(
-                f"cannot {what}: {_without_secrets(str(error))}. Check that the folder can be read and written"
+                f"cannot {what}: {without_secrets(str(error))}. Check that the folder can be read and written"
             ) from error
 
 
@@ -300,7 +300,8 @@ def _as_rows(rows: pa.RecordBatch | pa.Table) -> list[ColdRow]:
     ]
 
 
-def _without_secrets(text: str) -> str:
+def without_secrets(text: str) -> str:
+    """Return the text without what a URI, or an error that repeats one, has of keys and passwords."""
     return re.sub(
         r"//[^/@\s]*@", "//***@", re.sub(r"(?i)(access_key|secret_key|token|password)=[^&\s]*", r"\1=***", text)
     )

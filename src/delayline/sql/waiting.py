@@ -61,15 +61,19 @@ class Waiting:
 
     def rows(self, columns: Sequence[str], span: Span, at_once: int) -> Iterator[list[list[Any]]]:
         """Yield the columns of some rows at a time, due times in UTC, headers as text; earliest due first."""
+        reads = readings(columns, self._dialect)
+        for rows in self._run(self.query(columns, span), at_once):
+            yield [[read(value) for read, value in zip(reads, row, strict=True)] for row in rows]
+
+    def query(self, columns: Sequence[str], span: Span) -> Select[Any]:
+        """Return what asks for these columns."""
         chosen = [self._table.c[name] for name in columns]
         query = select(*chosen).where(*self._conditions).order_by(*in_order(self._table))
         if span.start is not None:
             query = query.where(self._compared("due", ">=", span.start))
         if span.end is not None:
             query = query.where(self._compared("due", "<", span.end))
-        reads = readings(columns, self._dialect)
-        for rows in self._run(query, at_once):
-            yield [[read(value) for read, value in zip(reads, row, strict=True)] for row in rows]
+        return query
 
     def _run(self, query: Select[Any], at_once: int) -> Iterator[Sequence[Sequence[Any]]]:
         self._dialect.must_exist()

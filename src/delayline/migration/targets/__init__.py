@@ -6,27 +6,51 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import ConfigurationError
 from delayline.setting_values import masked
-from delayline.spark.schedule import IN_THE_STORE
+from delayline.spark.schedule import IN_THE_STORE, ONE_DAY
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from delayline.migration.target import Target
 
 BROKERS: Final = ("amqp", "amqps")
+ACCOUNTS: Final = "azure"
+#: A database whose stores take batches as an endpoint's are taken.
+NOT_STAGED: Final = "mssql"
 NOOP: Final = "noop"
 
 
-def target_at(url: str, *, schema: str | None = None) -> Target | None:
-    """Return the target at the URL, None for `noop`, which is none. Raises ConfigurationError for another scheme."""
+def target_at(
+    url: str, *, schema: str | None = None, cold_tier: str | None = None, hot_horizon: timedelta = ONE_DAY
+) -> Target | None:
+    """Return the target at the URL, None for `noop`, which is none. Raises ConfigurationError for another scheme.
+
+    cold_tier: where a store's far messages wait in files, those that are due later than hot_horizon from then on.
+    """
     scheme = url.partition(":")[0].partition("+")[0].lower()
+    if cold_tier is not None:
+        if scheme not in IN_THE_STORE:
+            raise ConfigurationError(f"{masked(url)!r} has no cold tier: only a database with delayline's stores has")
+        from delayline.migration.targets.cold_tier import ColdTierStore
+
+        return ColdTierStore(url, cold_tier, hot_horizon=hot_horizon, schema=schema)
     if url == NOOP:
         return None
     if scheme in BROKERS:
         from delayline.migration.targets.rabbitmq_levels import RabbitmqLevels
 
         return RabbitmqLevels(url)
+    if scheme == ACCOUNTS:
+        from delayline.migration.targets.azure_table import AzureTable
+
+        return AzureTable(url)
     if scheme in IN_THE_STORE:
         from delayline.migration.targets.sql_store import SqlStore
 
         return SqlStore(url, schema=schema)
-    known = ", ".join(f"{one}:" for one in (*BROKERS, *IN_THE_STORE))
+    if scheme == NOT_STAGED:
+        from delayline.migration.targets.plain_store import PlainStore
+
+        return PlainStore(url, schema=schema)
+    known = ", ".join(f"{one}:" for one in (*BROKERS, ACCOUNTS, *IN_THE_STORE, NOT_STAGED))
     raise ConfigurationError(f"nothing moves to {masked(url)!r}; give a URL that begins with {known}, or {NOOP}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
 from delayline.spark.levels import ANY_SIZE, LONGEST, BrokerLevels
@@ -9,12 +10,11 @@ from delayline.spark.levels import ANY_SIZE, LONGEST, BrokerLevels
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AsyncExitStack
-    from datetime import timedelta
 
     from pyspark.sql import SparkSession
 
+    from delayline.migration.target import Staged
     from delayline.spark.levels import LevelsSession
-    from delayline.sql.staging import Attempt
 
 
 class RabbitmqLevels(BrokerLevels):
@@ -23,6 +23,7 @@ class RabbitmqLevels(BrokerLevels):
     kind: ClassVar[str] = "rabbitmq-levels"
     exactly_once: ClassVar[bool] = False
     longest: ClassVar[timedelta | None] = LONGEST
+    grain: ClassVar[timedelta] = timedelta(seconds=1)
 
     largest_message: ClassVar[int] = ANY_SIZE
 
@@ -62,7 +63,7 @@ class LevelsWave:
         """Connect."""
         return await self._levels.session(stack)
 
-    def commit(self, name: str, attempts: Sequence[Attempt]) -> None:
+    def commit(self, name: str, staged: Sequence[Staged]) -> None:
         """Do nothing: the broker has confirmed every message."""
 
     def discard(self) -> None:

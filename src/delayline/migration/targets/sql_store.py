@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from sqlalchemy import inspect, select
 
 from delayline.errors import BackendUnusable, ConfigurationError
-from delayline.spark.options import FORMAT
+from delayline.migration.rows import WAITING
+from delayline.migration.target import Staged
+from delayline.spark.cold_tier import ColdTier, waiting_in
 from delayline.spark.session import in_this_thread, parallelism
 from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
 from delayline.sql.staging import OnConflict, Staging, blocking
+from delayline.sql.store import MICROSECOND
 from delayline.sql.timeout_tables import table_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AsyncExitStack
-    from datetime import timedelta
 
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
-    from delayline.sql.staging import Attempt
+    from delayline.migration.target import Wave
 
 SUFFIX: Final = ".timeouts"
 #: What a task keeps in memory before it is written.
@@ -41,6 +44,7 @@ class SqlStore:
     kind: ClassVar[str] = "sql-store"
     exactly_once: ClassVar[bool] = True
     longest: ClassVar[timedelta | None] = None
+    grain: ClassVar[timedelta] = MICROSECOND
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self.url = url
@@ -72,14 +76,20 @@ class SqlStore:
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
         """Return what waits in the endpoint's store."""
-        options = {"url": self.url, "table": f"{endpoint}{SUFFIX}"}
-        if self.schema is not None:
-            options["schema"] = self.schema
-        parts = str(parallelism(spark))
-        reader = in_this_thread(spark).read.format(FORMAT).options(**options, numPartitions=parts)
-        return reader.schema("id STRING, destination STRING, due TIMESTAMP").load()
+        options = {**self.options(endpoint), "numPartitions": str(parallelism(spark))}
+        return waiting_in(in_this_thread(spark), options, self.tier(endpoint), columns=WAITING)
 
-    def begin(self, endpoint: str) -> StoreWave:
+    def options(self, endpoint: str) -> Mapping[str, str]:
+        """Return the options of the data source for the endpoint's store."""
+        options = {"url": self.url, "table": f"{endpoint}{SUFFIX}"}
+        return options if self.schema is None else {**options, "schema": self.schema}
+
+    def tier(self, endpoint: str) -> ColdTier | None:
+        """Return the cold tier of the endpoint's store: it has none."""
+        del endpoint
+        return None
+
+    def begin(self, endpoint: str) -> Wave:
         """Return a new wave, with a staging area of its own."""
         staging = self._staging(endpoint)
         staging.create()
@@ -122,16 +132,24 @@ class StoreWave:
         self.queues = queues
         self.largest_message = staging.largest_message
 
+    def stage(self, batches: Sequence[pa.RecordBatch]) -> Staged:
+        """Stage messages, in a task."""
+        return Staged(self.staging.write(batches))
+
     async def session(self, stack: AsyncExitStack) -> StoreSession:
         """Connect."""
+        return StoreSession(self, await self.connected(stack))
+
+    async def connected(self, stack: AsyncExitStack) -> Database:
+        """Return the open database, which closes with the stack."""
         database = Database.at(self.staging.url)
         await database.open()
         stack.push_async_callback(database.close)
-        return StoreSession(self, database)
+        return database
 
-    def commit(self, name: str, attempts: Sequence[Attempt]) -> None:
+    def commit(self, name: str, staged: Sequence[Staged]) -> None:
         """Move what the tasks have staged into the store, in one transaction with its ledger."""
-        self.staging.commit(attempts, on_conflict=OnConflict.FAIL, run=name)
+        self.staging.commit([one.attempt for one in staged], on_conflict=OnConflict.FAIL, run=name)
 
     def discard(self) -> None:
         """Remove the staging area."""
@@ -149,11 +167,11 @@ class StoreSession:
         there = select(table.c.id).where(dialect.one_of(table.c.id, "keys"))
         self._there = Prepared(there, dialect.sql, ["keys"])
         self._waiting: list[pa.RecordBatch] = []
-        self._attempts: list[Attempt] = []
+        self._staged: list[Staged] = []
 
     async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
         """Stage the messages whose destinations have a queue, and whose ids do not wait there already."""
-        refused = await self._refused(messages)
+        refused = await self.refused(messages)
         kept = messages if not refused else messages.filter([n not in refused for n in range(messages.num_rows)])
         if kept.num_rows:
             self._waiting.append(kept)
@@ -161,12 +179,12 @@ class StoreSession:
             self._stage()
         return refused
 
-    async def end(self) -> Sequence[Attempt]:
+    async def end(self) -> Sequence[Staged]:
         """Stage the rest."""
         self._stage()
-        return self._attempts
+        return self._staged
 
-    async def _refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+    async def refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
         """Return why some of the messages cannot go into the store, by position."""
         ids, known = messages.column("id").to_pylist(), self._wave.queues
         waiting = {row[0] for row in await self._database.read(partial(self._there.rows_each, keys=ids))}
@@ -178,5 +196,5 @@ class StoreSession:
 
     def _stage(self) -> None:
         if self._waiting:
-            self._attempts.append(self._wave.staging.write(self._waiting))
+            self._staged.append(self._wave.stage(self._waiting))
             self._waiting = []

@@ -1,0 +1,209 @@
+"""AzureTable: each batch is written row by row under keys made of due time and id, and counts when Azure has it all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import pyarrow as pa
+
+from delayline.azure.account import AzureAccount
+from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE, check_size
+from delayline.azure.names import Key, delays_name
+from delayline.azure.places import Places
+from delayline.azure.rows import ForeignRow, from_entity, row_of, to_entity
+from delayline.azure.table import LARGEST_PAGE, Table
+from delayline.azure.transport import AzureStorageQueueTransport
+from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
+from delayline.message import DelayedMessage, Message
+from delayline.migration.rows import WAITING, WAITING_SCHEMA
+from delayline.migration.targets.sql_store import TAKEN, UNKNOWN
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from contextlib import AsyncExitStack
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from delayline.azure.rows import Row
+    from delayline.migration.target import Staged
+
+COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
+
+
+class AzureTable:
+    """The delayed messages tables of one storage account, each named after its endpoint; pickled to tasks."""
+
+    kind: ClassVar[str] = "azure-table"
+    exactly_once: ClassVar[bool] = False
+    longest: ClassVar[timedelta | None] = None
+    grain: ClassVar[timedelta] = timedelta(seconds=1)
+
+    #: What a queue takes at most, twice base64, before headers and all that is around them are looked at.
+    largest_message: ClassVar[int] = (LARGEST_TEXT - ROOM_FOR_FAILURE) * 3 // 4
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.name = AzureAccount(url).name
+
+    def __str__(self) -> str:
+        return f"the delayed messages of storage account {self.name}"
+
+    def endpoint_named(self, name: str) -> str:
+        """Return the name: its table's cannot be told back from another spelling. Raises BackendUnusable for none."""
+
+        async def look() -> None:
+            async with self.opened(name) as (_, table):
+                await table.get(Key("0", "0"))
+
+        try:
+            blocking(look())
+        except BackendUnusable as error:
+            raise BackendUnusable(
+                f"{self} have no table of endpoint {name!r}: {error}. Where it is spelt otherwise, as in Sales.Orders, "
+                "name it so with --endpoint"
+            ) from error
+        return name
+
+    def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
+        """Return the destinations that have no queue in the account."""
+
+        async def look() -> Mapping[str, str]:
+            async with self.opened("") as (account, _):
+                queues = Queues(account)
+                found = {one: await queues.refusal(one) for one in destinations}
+                return {one: reason for one, reason in found.items() if reason is not None}
+
+        return blocking(look())
+
+    def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
+        """Return what waits in the endpoint's table; one task reads it, a page at a time."""
+        self.endpoint_named(endpoint)
+
+        def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            if sum(one.num_rows for one in numbers):
+                yield from self.pages(endpoint)
+
+        return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING)
+
+    def pages(self, endpoint: str) -> Iterator[pa.RecordBatch]:
+        """Yield id, destination and due of what waits there."""
+        pages = self._pages(endpoint)
+
+        async def following() -> list[dict[str, object]] | None:
+            return await anext(pages, None)
+
+        with asyncio.Runner() as runner:
+            while (page := runner.run(following())) is not None:
+                yield pa.RecordBatch.from_pylist(page, WAITING_SCHEMA)
+
+    def begin(self, endpoint: str) -> AzureWave:
+        """Return a wave; nothing is staged."""
+        return AzureWave(self, endpoint)
+
+    def committed(self, endpoint: str, name: str) -> bool:
+        """Return False: batches are marked one by one as Azure has them."""
+        del endpoint, name
+        return False
+
+    @asynccontextmanager
+    async def opened(self, endpoint: str) -> AsyncIterator[tuple[AzureAccount, Table]]:
+        """Provide the open account, and the endpoint's table."""
+        account = AzureAccount(self.url)
+        await account.open()
+        try:
+            yield account, Table(account.clients.tables.get_table_client(delays_name(endpoint)))
+        finally:
+            await account.close()
+
+    async def _pages(self, endpoint: str) -> AsyncIterator[list[dict[str, object]]]:
+        page: list[dict[str, object]] = []
+        async with self.opened(endpoint) as (_, table):
+            async for entity in table.waiting(columns=COLUMNS):
+                with contextlib.suppress(ForeignRow):
+                    found = from_entity(entity).message
+                    page.append({"id": found.id, "destination": found.destination, "due": found.due})
+                if len(page) == LARGEST_PAGE:
+                    yield page
+                    page = []
+        yield page
+
+
+class Queues:
+    """The queues of an open account: which there are."""
+
+    def __init__(self, account: AzureAccount) -> None:
+        self._transport = AzureStorageQueueTransport(account)
+        self._known: dict[str, str | None] = {}
+
+    async def refusal(self, destination: str) -> str | None:
+        """Return why a message could not go there, None where it can."""
+        if destination not in self._known:
+            try:
+                await self._transport.count(destination)
+                self._known[destination] = None
+            except QueueNotFound:
+                self._known[destination] = UNKNOWN.format(destination)
+        return self._known[destination]
+
+
+class AzureWave:
+    """Batches of one endpoint on their way into its table."""
+
+    confirms = True
+    largest_message = AzureTable.largest_message
+
+    def __init__(self, target: AzureTable, endpoint: str) -> None:
+        self._target = target
+        self._endpoint = endpoint
+
+    async def session(self, stack: AsyncExitStack) -> AzureSession:
+        """Connect."""
+        account, table = await stack.enter_async_context(self._target.opened(self._endpoint))
+        return AzureSession(table, Queues(account))
+
+    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+        """Do nothing: Azure has every row."""
+
+    def discard(self) -> None:
+        """Do nothing: what Azure has stays."""
+
+
+class AzureSession:
+    """One task's connections to the account."""
+
+    def __init__(self, table: Table, queues: Queues) -> None:
+        self._table = table
+        self._places = Places(table)
+        self._queues = queues
+
+    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Write each message under its key; one that is there already, from an attempt before, is written over."""
+        refused: dict[int, str] = {}
+        rows: dict[int, Row] = {}
+        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
+            message_id, destination, due, headers, body = row
+            reason = await self._queues.refusal(destination)
+            if reason is not None:
+                refused[position] = reason
+                continue
+            message = Message.from_encoded(message_id, (headers or "").encode(), body or b"")
+            try:
+                check_size(message)
+                rows[position] = row_of(DelayedMessage(message, destination, due))
+                to_entity(rows[position])
+            except (InvalidMessage, InvalidDueTime) as error:
+                refused[position] = str(error)
+                rows.pop(position, None)
+        wanted = await self._places.take(list(rows.values()))
+        refused |= {position: TAKEN for position, take in zip(rows, wanted, strict=True) if not take}
+        await self._table.put_each([to_entity(row) for row, take in zip(rows.values(), wanted, strict=True) if take])
+        return refused
+
+    async def end(self) -> tuple[()]:
+        """Return nothing for a driver to commit: it is all there."""
+        return ()

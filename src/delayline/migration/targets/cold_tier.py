@@ -1,0 +1,191 @@
+"""A SQL store with its cold tier: what is near goes to the store, what is far to files, a wave in one transaction."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delayline.checks import time_span
+from delayline.clock import to_microseconds
+from delayline.migration.target import Staged
+from delayline.migration.targets.sql_store import TAKEN, SqlStore, StoreSession, StoreWave
+from delayline.spark.cold_tier import ColdTier, must_be_quick, note
+from delayline.spark.rejects import INSTANT
+from delayline.sql.cold_folder import ColdFolder, HourWriter, without_secrets
+from delayline.sql.staging import OnConflict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AsyncExitStack
+
+    from pyspark.sql import DataFrame, SparkSession
+    from sqlalchemy import Connection, Table
+
+    from delayline.sql.cold_files import ColdFile
+    from delayline.sql.database import Database
+    from delayline.sql.staging import Staging
+
+LATEST: Final = datetime.max.replace(tzinfo=UTC)
+
+
+class ColdTierStore(SqlStore):
+    """The stores of one database, each with its cold tier in that folder: `delayline setup` has made the stores.
+
+    hot_horizon: what is due later waits in files, until it is promoted.
+    """
+
+    kind: ClassVar[str] = "cold-tier"
+
+    def __init__(self, url: str, cold_tier: str, *, hot_horizon: timedelta, schema: str | None = None) -> None:
+        super().__init__(url, schema=schema)
+        self.folder = ColdFolder(cold_tier)
+        self.hot_horizon = time_span("hot_horizon", hot_horizon)
+        self._ours: set[str] = set()
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} with the cold tier {without_secrets(self.folder.path)}"
+
+    def endpoint_named(self, name: str) -> str:
+        """Return whose store there is. Raises BackendUnusable for none, and for a folder that cannot be looked into."""
+        found = super().endpoint_named(name)
+        next(iter(self.folder.lying()), None)
+        return found
+
+    def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
+        """Return what waits in both tiers of the endpoint's store."""
+        return super().waiting(endpoint, spark).dropDuplicates(["id"])
+
+    def begin(self, endpoint: str) -> TiersWave:
+        """Return a new wave, with a staging area of its own."""
+        tier, staging = self.tier(endpoint), self._staging(endpoint)
+        folder = tier.create()
+        staging.create()
+        now = staging.now()
+        far_from = now + self.hot_horizon if self.hot_horizon < LATEST - now else LATEST
+        return TiersWave(
+            staging, self.queues(), self.options(endpoint), folder, to_microseconds(far_from), self._ours,
+            journaled=tier.journaled,
+        )  # fmt: skip
+
+    def tier(self, endpoint: str) -> ColdTier:
+        """Return the cold tier of the endpoint's store."""
+        return ColdTier(self.options(endpoint), self.folder.path)
+
+
+class TiersWave(StoreWave):
+    """Batches of one endpoint on their way into both tiers of its store.
+
+    ours: the names of files that waves before have written: no id comes twice from one source.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        queues: frozenset[str] | None,
+        options: Mapping[str, str],
+        folder: ColdFolder,
+        far_from: int,
+        ours: set[str],
+        *,
+        journaled: bool,
+    ) -> None:
+        super().__init__(staging, queues)
+        self._options = options
+        self._folder = folder
+        self._far_from = far_from
+        self._ours = ours
+        self._journaled = journaled
+        self._began = time.monotonic()
+
+    @property
+    def tier(self) -> ColdTier:
+        """The cold tier."""
+        return ColdTier(self._options, self._folder.path)
+
+    async def session(self, stack: AsyncExitStack) -> StoreSession:
+        """Return a session that knows which ids the files have."""
+        files, dead = self.tier.held()
+        held = HeldIds(self._folder, [one for one in files if one.name not in self._ours], dead)
+        return TiersSession(self, await self.connected(stack), held)
+
+    def stage(self, batches: Sequence[pa.RecordBatch]) -> Staged:
+        """Stage what is near and write what is far, in a task: files exist once a transaction says so."""
+        rows = pa.Table.from_batches(batches).sort_by("due")
+        far = pc.greater_equal(rows.column("due").cast(INSTANT, safe=False).cast(pa.int64()), self._far_from)
+        writer = HourWriter(self._folder)
+        for batch in rows.filter(far).to_batches():
+            writer.write(batch)
+        files = writer.close()
+        attempt = self.staging.write(rows.filter(pc.invert(far)).to_batches())
+        noted = [note(self.staging, self._folder, files)] if self._journaled and files else []
+        return Staged(attempt, files, noted)
+
+    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+        """Move what is near into the store and let the files exist, in one transaction with its ledger."""
+        files = [file for one in staged for file in one.files]
+        self.staging.commit(
+            [one.attempt for one in staged],
+            on_conflict=OnConflict.FAIL,
+            run=name,
+            along=partial(self._register, files=files),
+            elsewhere=[noted for one in staged for noted in one.noted],
+        )
+        self._ours.update(one.name for one in files)
+
+    def _register(self, connection: Connection, staged: Table, *, files: Sequence[ColdFile]) -> None:
+        del staged
+        must_be_quick(self._began)
+        self.tier.catalog.register(connection, files)
+
+
+class TiersSession(StoreSession):
+    """A session that looks for ids in both tiers."""
+
+    def __init__(self, wave: TiersWave, database: Database, held: HeldIds) -> None:
+        super().__init__(wave, database)
+        self._held = held
+
+    async def refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Return why some of the messages cannot go into either tier, by position."""
+        ids = messages.column("id")
+        held = self._held.among(ids)
+        cold = {at: TAKEN for at, one in enumerate(ids.to_pylist()) if one in held} if held else {}
+        return {**cold, **await super().refused(messages)}
+
+
+class HeldIds:
+    """The ids in a tier's files, of each 64 bits in memory: a file is read again only for those that look alike."""
+
+    def __init__(self, folder: ColdFolder, files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> None:
+        self._folder = folder
+        self._files = files
+        self._dead = dead
+        pieces = [(number, _hashed(ids)) for number, file in enumerate(files) for ids in self._ids(file)]
+        self._known = pa.table(
+            {
+                "hash": pa.chunked_array([some for _, some in pieces], pa.int64()),
+                "file": pa.chunked_array([pa.repeat(number, len(some)) for number, some in pieces], pa.int64()),
+            }
+        )
+
+    def among(self, ids: pa.Array) -> set[str]:
+        """Return which of these are in the files."""
+        alike = pc.is_in(self._known.column("hash"), value_set=_hashed(ids))
+        return {
+            one
+            for number in self._known.column("file").filter(alike).unique().to_pylist()
+            for some in self._ids(self._files[number])
+            for one in some.filter(pc.is_in(some, value_set=ids.cast(some.type))).to_pylist()
+        }
+
+    def _ids(self, file: ColdFile) -> list[pa.Array]:
+        return [one.column("id") for one in self._folder.batches(file, self._dead.get(file.name, ()), columns=("id",))]
+
+
+def _hashed(ids: pa.Array) -> pa.Array:
+    return pa.array(map(hash, ids.to_pylist()), pa.int64(), size=len(ids))

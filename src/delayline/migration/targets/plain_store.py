@@ -1,0 +1,135 @@
+"""PlainStore: each batch is stored as an endpoint stores it, in one transaction; for products that cannot stage."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from delayline.errors import InvalidDueTime, InvalidMessage
+from delayline.message import DelayedMessage, Message
+from delayline.migration.targets.sql_store import SUFFIX, TAKEN, UNKNOWN, SqlStore
+from delayline.sql.database import Database
+from delayline.sql.store import SqlDelayedMessageStore
+from delayline.sql.waiting import Condition, Span, Waiting
+from delayline.transaction import TransactionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AsyncExitStack
+    from datetime import datetime
+
+    import pyarrow as pa
+
+    from delayline.migration.target import Staged
+
+#: Ids that the store is asked for in one statement; SQL Server takes 2100 parameters.
+ASKED_AT_ONCE: Final = 1000
+KEPT: Final = ("id", "destination", "due")
+
+
+class PlainStore(SqlStore):
+    """The stores of one database, as those in SQL Server's table of the document: `delayline setup` has made them."""
+
+    kind: ClassVar[str] = "plain-store"
+    exactly_once: ClassVar[bool] = False
+    #: SQL Server's `datetime` has steps of a three-hundredth of a second.
+    grain: ClassVar[timedelta] = timedelta(milliseconds=4)
+
+    def begin(self, endpoint: str) -> PlainWave:
+        """Return a wave; nothing is staged."""
+        return PlainWave(self, endpoint)
+
+    def committed(self, endpoint: str, name: str) -> bool:
+        """Return False: batches are marked one by one as the database has them."""
+        del endpoint, name
+        return False
+
+
+class PlainWave:
+    """Batches of one endpoint on their way into its store."""
+
+    confirms = True
+
+    def __init__(self, target: PlainStore, endpoint: str) -> None:
+        self.url = target.url
+        self.schema = target.schema
+        self.endpoint = endpoint
+        self.queues = target.queues()
+        self.largest_message = target.largest_message
+
+    async def session(self, stack: AsyncExitStack) -> PlainSession:
+        """Open the store."""
+        store = SqlDelayedMessageStore(self.url, schema=self.schema)
+        await store.initialize(self.endpoint, TransactionMode.RECEIVE_ONLY)
+        stack.push_async_callback(store.close)
+        return PlainSession(self, store)
+
+    def there(self, ids: Sequence[str]) -> Mapping[str, tuple[str, datetime]]:
+        """Return where those go that wait there already, and when they are due."""
+        found: dict[str, tuple[str, datetime]] = {}
+        for first in range(0, len(ids), ASKED_AT_ONCE):
+            asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
+            waiting = Waiting(self.url, f"{self.endpoint}{SUFFIX}", self.schema, asked)
+            for rows in waiting.rows(KEPT, Span(None, None), ASKED_AT_ONCE):
+                found |= {one: (destination, due) for one, destination, due in rows}
+        return found
+
+    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+        """Do nothing: each batch has its own transaction."""
+
+    def discard(self) -> None:
+        """Do nothing: what the database has stays."""
+
+
+class PlainSession:
+    """One task's connection to the store."""
+
+    def __init__(self, wave: PlainWave, store: SqlDelayedMessageStore) -> None:
+        self._wave = wave
+        self._store = store
+        self._dialect = Database.at(wave.url).dialect
+
+    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Store the messages; one that waits there as it is, from an attempt before, is not stored twice."""
+        refused: dict[int, str] = {}
+        sound: dict[int, DelayedMessage] = {}
+        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
+            message_id, destination, due, headers, body = row
+            if self._wave.queues is not None and destination not in self._wave.queues:
+                refused[position] = UNKNOWN.format(destination)
+                continue
+            try:
+                message = Message(message_id, json.loads(headers) if headers else {}, body or b"")
+                sound[position] = DelayedMessage(message, destination, self._kept(due))
+            except (InvalidMessage, InvalidDueTime) as error:
+                refused[position] = str(error)
+        refused |= await self._stored(sound)
+        return refused | self._taken(sound)
+
+    def _taken(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
+        """Return which ids wait there for another message: storing has left that one as it was."""
+        there = self._wave.there([one.id for one in messages.values()])
+        ours = {position: (one.destination, one.due) for position, one in messages.items()}
+        return {at: TAKEN for at, one in messages.items() if there.get(one.id, ours[at]) != ours[at]}
+
+    def _kept(self, due: datetime) -> datetime:
+        """Return the time that the database keeps for it, not before it. Raises InvalidDueTime."""
+        return self._dialect.from_due(self._dialect.to_due(due))
+
+    async def _stored(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
+        """Store all of them, or each that can be where one cannot; return why some cannot."""
+        try:
+            await self._store.store_many(list(messages.values()))
+        except (InvalidMessage, InvalidDueTime) as error:
+            if len(messages) == 1:
+                return dict.fromkeys(messages, str(error))
+            refused: dict[int, str] = {}
+            for position, message in messages.items():
+                refused |= await self._stored({position: message})
+            return refused
+        return {}
+
+    async def end(self) -> tuple[()]:
+        """Return nothing for a driver to commit: it is all there."""
+        return ()

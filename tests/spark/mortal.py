@@ -1,0 +1,80 @@
+"""A target whose tasks are killed behind a batch: it is delivered, and nobody has heard of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AsyncExitStack
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from delayline.migration.target import Session, Staged, Target, Wave
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """Where they are counted, how many there are to be, and the message behind whose batch tasks die."""
+
+    folder: Path
+    number: int
+    behind: str
+
+    def come_to(self, ids: Sequence[str]) -> None:
+        """Kill this process where it is time."""
+        if self.behind in ids and len(list(self.folder.iterdir())) < self.number:
+            (self.folder / f"{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal:
+    """The target, with waves whose tasks die."""
+
+    def __init__(self, target: Target, deaths: Deaths) -> None:
+        self._target = target
+        self._deaths = deaths
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the target's
+        return getattr(self._target, name)
+
+    def __str__(self) -> str:
+        return str(self._target)
+
+    def begin(self, endpoint: str) -> MortalWave:
+        return MortalWave(self._target.begin(endpoint), self._deaths)
+
+
+class MortalWave:
+    def __init__(self, wave: Wave, deaths: Deaths) -> None:
+        self.wave = wave
+        self.deaths = deaths
+        self.largest_message = wave.largest_message
+        self.confirms = wave.confirms
+
+    async def session(self, stack: AsyncExitStack) -> MortalSession:
+        return MortalSession(await self.wave.session(stack), self.deaths)
+
+    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+        self.wave.commit(name, staged)
+
+    def discard(self) -> None:
+        self.wave.discard()
+
+
+class MortalSession:
+    def __init__(self, session: Session, deaths: Deaths) -> None:
+        self._session = session
+        self._deaths = deaths
+
+    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        refused = await self._session.deliver(messages)
+        self._deaths.come_to(messages.column("id").to_pylist())
+        return refused
+
+    async def end(self) -> Sequence[Staged]:
+        return await self._session.end()

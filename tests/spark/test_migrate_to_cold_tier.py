@@ -1,0 +1,199 @@
+"""Timeouts move to a store with a cold tier: near ones to the store, far ones to files."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from tests.spark.arrivals import arrivals_at
+from tests.spark.legacy import LATER, Legacy, Timeout
+from tests.spark.mortal import Deaths, Mortal
+from tests.spark.stores import StoreAt, frame
+from tests.spark.test_migrate_cli import Shell
+from tests.spark.test_migrate_interrupted import dying
+from tests.spark.tiers import Tiers
+
+from delayline import SqlTransport
+from delayline.delayed.delivery import StoredDelivery
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
+from delayline.migration import Migration, Plan, preview, target_at
+from delayline.migration.journal import Journal
+from delayline.migration.targets.cold_tier import TiersWave
+from delayline.migration.verify import verify
+from delayline.sql import SqlDelayedMessageStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+    from delayline.migration.target import Target
+
+ENDPOINT = "sales"
+FAR = datetime(9000, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def legacy(mariadb_url: str) -> Legacy:
+    return Legacy(mariadb_url, ENDPOINT)
+
+
+def cold(tiers: Tiers, **how: Any) -> Target:  # noqa: ANN401 - target_at's own
+    found = target_at(tiers.hot.url, cold_tier=str(tiers.folder), **how)
+    assert found is not None
+    return found
+
+
+def test_what_is_near_arrives_and_what_is_far_waits_in_files(
+    spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given timeouts overdue, soon due and far off, and of those that cannot move one whose id is in the tier already
+    soon = (datetime.now(UTC) + timedelta(seconds=20)).replace(microsecond=0)
+    store, target = tiers.hot, cold(tiers)
+    legacy.add(
+        ENDPOINT,
+        Timeout(1, ENDPOINT, datetime(2020, 1, 1, tzinfo=UTC)), Timeout(2, ENDPOINT, soon, state="früh".encode()),
+        Timeout(3, time=LATER), Timeout(4, time=FAR, state=None), Timeout(5, time=LATER + timedelta(hours=2)),
+        Timeout(6, time=LATER), Timeout(7, "gone"), Timeout(8, None),
+    )  # fmt: skip
+    monkeypatch.setattr("delayline.migration.plan.WAVE_ROWS", 3)
+    plan = Plan(legacy.source, target, [ENDPOINT], batch_size=3)
+    asyncio.run(SqlTransport(store.url).setup_infrastructure(["billing"]))
+    asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
+    tiers.schedule(frame(spark, Timeout(6).id, "other"))
+
+    def work() -> None:
+        # When they are looked at, nothing changes
+        files = tiers.files()
+        [shown] = preview(plan, spark)
+        assert (shown.rows, sorted(number for _, number, _ in shown.unmovable)) == (8, [1, 1])
+        assert tiers.files() == files
+        # and when they are moved, those that cannot go are back
+        outcome = Migration(plan).run(spark)
+        assert sorted(reason for reason, _ in outcome.reasons) == [
+            "a message with this id waits in the target's store already: cancel one of the two",
+            "destination must be a text of 1 to 200 characters",
+            "there is no queue 'gone' at the target: start its endpoint once, or run delayline setup --queue NAME",
+        ]
+        assert legacy.ids(ENDPOINT) == [Timeout(number).id for number in (6, 7, 8)]
+        assert store.ids() == [Timeout(number).id for number in (1, 2)]
+        verified = verify(legacy.source, target, spark)
+        assert (verified.ok, verified.moved, verified.waiting, verified.repeatable) == (True, 5, 5, [])
+        # and the store's journal has heard of both tiers
+        with psycopg.connect(store.url) as connection:
+            journaled = connection.execute("SELECT id FROM delayline_journal WHERE event = 'scheduled'").fetchall()
+        assert sorted(one for (one,) in journaled) == sorted([*(Timeout(n).id for n in range(1, 7)), "other"])
+
+    arrived = arrivals_at(ENDPOINT, SqlTransport(store.url), StoredDelivery(SqlDelayedMessageStore(store.url)), 2, work)
+
+    # Then they arrive when they are due
+    assert [one.body for one in arrived] == [b"{}", "früh".encode()]
+    assert arrived[1].on_time(soon)
+    assert arrived[0].headers["Ключ 🔑"] == "Größe"
+    # the others wait in files, as they were
+    waiting = {one.id: one for one in tiers.waiting()}
+    assert set(waiting) == {Timeout(number).id for number in (3, 4, 5, 6)} | {"other"}
+    assert (waiting[Timeout(4).id].due, waiting[Timeout(4).id].message.body) == (FAR, b"")
+    assert waiting[Timeout(3).id].message.headers["NServiceBus.MessageId"] == "message-3"
+    assert store.ids() == []
+    # and verify knows them wherever they are
+    assert tiers.promote(LATER + timedelta(minutes=1)).stored == 3
+    verified = verify(legacy.source, target, spark)
+    assert (verified.ok, verified.waiting, verified.gone, verified.missing) == (True, 3, 2, [])
+    # and misses what somebody cancels
+    tiers.cancel(Timeout(5).id)
+    assert list(verify(legacy.source, target, spark).missing) == [Timeout(5).id]
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "after"),
+    [(TiersWave, "commit", False), (TiersWave, "commit", True), (Journal, "mark", False), (Migration, "_end", False)],
+)
+@pytest.mark.parametrize("then", ["resume", "abort"])
+def test_a_driver_that_dies_at_any_step_loses_and_doubles_nothing(
+    spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch, where: type, step: str,
+    after: bool, then: str,
+) -> None:  # fmt: skip
+    # Given a driver that dies at a step
+    near = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+    legacy.add(ENDPOINT, *(Timeout(number, time=near if number % 2 else LATER) for number in range(1, 9)))
+    ids, plan = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT], batch_size=4)
+    with dying(monkeypatch, where, step, after=after):
+        Migration(plan).run(spark)
+    # When it is resumed, or aborted
+    if then == "resume":
+        assert Migration(plan).resume(spark).complete
+    else:
+        Migration(plan).abort()
+    # Then each message is in one place
+    moved = then == "resume" or (step, after) != ("commit", False)
+    assert (tiers.ids(), legacy.ids(ENDPOINT)) == ((ids, []) if moved else ([], ids))
+    verified = verify(legacy.source, cold(tiers), spark)
+    assert (verified.ok, verified.moved, verified.restored) == (True, 8 * moved, 8 * (not moved))
+    assert verified.repeatable == []
+
+
+def test_what_tasks_that_died_have_left_counts_nothing(
+    spark: SparkSession, legacy: Legacy, tiers: Tiers, tmp_path: Path
+) -> None:
+    # Given a task that is killed behind its last batch, when others have staged some
+    near = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+    legacy.add(ENDPOINT, *(Timeout(number, time=near if number % 2 else LATER) for number in range(1, 9)))
+    ids = legacy.ids(ENDPOINT)
+    (tmp_path / "deaths").mkdir()
+    mortal = Mortal(cold(tiers), Deaths(tmp_path / "deaths", 1, Timeout(8).id))
+    # When the migration runs, and the task is tried again
+    assert Migration(Plan(legacy.source, mortal, [ENDPOINT], batch_size=2)).run(spark).complete  # type: ignore[arg-type]
+    # Then each message is there once
+    assert (tiers.ids(), len(tiers.hot.ids()), legacy.ids(ENDPOINT)) == (ids, 4, [])
+    assert verify(legacy.source, cold(tiers), spark).ok
+
+
+def test_files_of_a_wave_that_fails_hold_nothing(
+    spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legacy.add(ENDPOINT, *(Timeout(number) for number in range(1, 4)))
+    plan = Plan(legacy.source, cold(tiers), [ENDPOINT])
+
+    def fail(*_: object, **__: object) -> None:
+        raise BackendUnavailable("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TiersWave, "_register", fail)
+        with pytest.raises(BackendUnavailable):
+            Migration(plan).run(spark)
+    assert (len(tiers.files()), tiers.ids()) == (1, [])
+    assert Migration(plan).resume(spark).complete
+    assert tiers.ids() == [Timeout(number).id for number in range(1, 4)]
+
+
+def test_a_tier_that_cannot_be_is_refused_before_anything_moves(
+    spark: SparkSession, legacy: Legacy, tiers: Tiers, tmp_path: Path
+) -> None:
+    legacy.add(ENDPOINT, Timeout(1))
+    tables = legacy.everything()
+    (tmp_path / "file").write_text("in the way")
+    for wrong, error, why in (
+        ({"url": tiers.hot.url, "cold_tier": str(tmp_path / "file")}, BackendUnusable, "cannot look through"),
+        ({"url": f"sqlite:///{tmp_path / 'none.db'}", "cold_tier": "x"}, BackendUnusable, "none.db"),
+        ({"url": tiers.hot.url, "cold_tier": "ftp://me:hunter2@host"}, ConfigurationError, r"ftp://\*\*\*@host"),
+        ({"url": "amqp://broker", "cold_tier": "x"}, ConfigurationError, "has no cold tier"),
+    ):
+        with pytest.raises(error, match=why):
+            Migration(Plan(legacy.source, target_at(**wrong), [ENDPOINT])).run(spark)  # type: ignore[arg-type]
+    assert legacy.everything() == tables
+
+
+def test_commands_take_the_tier(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell, tier = Shell(legacy.url, store.url, monkeypatch), ("--cold-tier", str(tmp_path / "cold"))
+    legacy.add(ENDPOINT, Timeout(1), Timeout(2, time=FAR))
+    moved = shell.document("run", "--all-endpoints", *tier, "--hot-horizon", "500000d")
+    assert (moved["moved"], store.ids()) == (2, [Timeout(1).id])
+    verified = shell.document("verify", *tier)
+    assert (verified["ok"], verified["waiting"]) == (True, 2)
+    assert "give that target" in shell.run("verify", code=2)
