@@ -31,6 +31,8 @@ KINDS: Final = (
     "rabbitmq-levels",
     "azure-storage",
     "ravendb",
+    "celery-levels",
+    "celery-scheduled",
 )
 
 

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
+ADVICE: Final = "Create them with: delayline rabbitmq create"
 SILENCE: Final = 1.0  # seconds without a message, before the level is counted again
 PATIENCE: Final = 30  # such silences, while others seem to hold what is left
 
 
-async def must_have_levels(levels: DelayInfrastructure, address: BrokerAddress, connection: BrokerConnection) -> None:
+async def must_have_levels(
+    levels: DelayInfrastructure, address: BrokerAddress, connection: BrokerConnection, *, advice: str = ADVICE
+) -> None:
     """Raise BackendUnusable where they are not complete."""
 
     async def look(channel: Channel) -> None:
@@ -36,8 +39,7 @@ async def must_have_levels(levels: DelayInfrastructure, address: BrokerAddress, 
         await connection.run(look)
     except NothingThere as error:
         raise BackendUnusable(
-            f"there are no complete delay levels {levels.prefix}* at {address}: {error}. "
-            "Create them with: delayline rabbitmq create"
+            f"there are no complete delay levels {levels.prefix}* at {address}: {error}. {advice}"
         ) from error
 
 

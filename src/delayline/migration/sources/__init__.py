@@ -20,7 +20,13 @@ TABLES: Final[dict[str, type[TableSource]]] = {
     one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)
 }
 #: Places that are no tables; loaded when one is named, as each needs an extra of its own.
-PLACES: Final = {"rabbitmq-levels": "RabbitmqLevels", "azure-storage": "AzureStorage", "ravendb": "RavenDb"}
+PLACES: Final = {
+    "rabbitmq-levels": "RabbitmqLevels",
+    "azure-storage": "AzureStorage",
+    "ravendb": "RavenDb",
+    "celery-levels": "CeleryLevels",
+    "celery-scheduled": "CeleryScheduled",
+}
 
 
 def source_at(

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidMessage
@@ -25,7 +25,7 @@ from delayline.rabbitmq.delay_levels import LEVELS, parse, remaining, seconds_un
 from delayline.rabbitmq.due_times import Unmovable, waiting
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.kept_apart import carried, headers_of
-from delayline.rabbitmq.level_reading import batches, channel_of, must_have_levels
+from delayline.rabbitmq.level_reading import ADVICE, batches, channel_of, must_have_levels
 from delayline.rabbitmq.properties import message_from, unchanged
 from delayline.rabbitmq.publisher import Publication, Publisher
 from delayline.sql.staging import blocking
@@ -45,6 +45,18 @@ BATCH: Final = 200
 SAMPLE: Final = 1000
 
 
+class Found(NamedTuple):
+    """What a message of a level says."""
+
+    id: str | None
+    destination: str | None
+    due: datetime
+    headers: str | None
+    """As JSON."""
+    why: str | None
+    """Why it can be no message."""
+
+
 class RabbitmqLevels(TakenSource):
     """The delay levels of one virtual host, v2, or what ?delays= in the URL says. They belong to nobody.
 
@@ -52,6 +64,7 @@ class RabbitmqLevels(TakenSource):
     """
 
     kind: ClassVar[str] = "rabbitmq-levels"
+    advice: ClassVar[str] = ADVICE
 
     def __init__(self, place: str, journal: str, *, schema: str | None = None) -> None:
         super().__init__(place, journal, schema=schema)
@@ -97,18 +110,47 @@ class RabbitmqLevels(TakenSource):
                     async with channel_of(connection) as channel:
                         seen = 0
                         async for some in batches(channel, queue, min(found, SAMPLE), size=SAMPLE, ahead=SAMPLE):
-                            tally.add([_taken(one, level, endpoint) for one in some], which, bounds)
+                            tally.add([self._read(one, level, endpoint) for one in some], which, bounds)
                             seen += len(some)
                     tally.of(endpoint).unseen += max(0, found - seen)
 
         blocking(look())
         return tally
 
+    def found(self, delivered: DeliveredMessage, level: int, now: datetime) -> Found:
+        """Return what a message of a level says."""
+        routing_key, why = delivered.routing_key or "", None
+        parsed = parse(routing_key)
+        destination = None if parsed is None else parsed[1]
+        left = 1 << level if parsed is None else remaining(parsed[0], level)
+        due = now + timedelta(seconds=left)
+        try:
+            found = waiting(routing_key, headers_of(delivered), level, now)
+            destination, due = found.destination, found.due
+        except Unmovable as error:
+            why = str(error)
+        name, headers, broken = _content(delivered)
+        return Found(name, destination, due, headers, why or broken)
+
+    def _read(self, delivered: DeliveredMessage, level: int, endpoint: str) -> Taken:
+        """Return a message of a level as it is kept: what it says, and all of AMQP's that it came with."""
+        routing_key, body = delivered.routing_key or "", bytes(delivered.body)
+        properties = unchanged(carried(delivered))
+        name, destination, due, headers, why = self.found(delivered, level, datetime.now(UTC))
+        digest = hashlib.sha256(
+            b"\0".join([routing_key.encode("utf-8", "surrogatepass"), properties, body])
+        ).hexdigest()
+        original: dict[str, Any] = {
+            "level": level, "routing_key": routing_key, "properties": base64.b64encode(properties).decode(),
+        }  # fmt: skip
+        key = f"{digest}-{uuid.uuid4().hex}"
+        return Taken(key, endpoint, name, destination, due, headers, body, why, json.dumps(original).encode())
+
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[BrokerConnection]:
         connection = BrokerConnection(self.address, NAME)
         try:
-            await must_have_levels(self.levels, self.address, connection)
+            await must_have_levels(self.levels, self.address, connection, advice=self.advice)
             yield connection
         finally:
             await connection.close()
@@ -126,7 +168,7 @@ class RabbitmqLevels(TakenSource):
             return
         async with channel_of(connection) as channel:
             async for some in batches(channel, queue, found, size=BATCH, ahead=2 * BATCH):
-                new, known = _apart([_taken(one, level, endpoint) for one in some], doubts)
+                new, known = _apart([self._read(one, level, endpoint) for one in some], doubts)
                 await self.database.write(partial(self._keep_new, rows=new))
                 await self._acknowledge(channel, queue, some)
                 await self.database.write(partial(self._settle, new=new, known=known))
@@ -178,30 +220,6 @@ def _the_endpoint(which: Which) -> str:
             "wait; each keeps its own destination"
         )
     return which.endpoints[0]
-
-
-def _taken(delivered: DeliveredMessage, level: int, endpoint: str) -> Taken:
-    """Return a message of a level as it is kept: what it says, when it is due, and all of AMQP's that it came with."""
-    routing_key, now, why = delivered.routing_key or "", datetime.now(UTC), None
-    properties = unchanged(carried(delivered))
-    parsed = parse(routing_key)
-    destination = None if parsed is None else parsed[1]
-    left = 1 << level if parsed is None else remaining(parsed[0], level)
-    due = now + timedelta(seconds=left)
-    try:
-        found = waiting(routing_key, headers_of(delivered), level, now)
-        destination, due = found.destination, found.due
-    except Unmovable as error:
-        why = str(error)
-    name, headers, broken = _content(delivered)
-    body = bytes(delivered.body)
-    digest = hashlib.sha256(b"\0".join([routing_key.encode("utf-8", "surrogatepass"), properties, body])).hexdigest()
-    original: dict[str, Any] = {
-        "level": level, "routing_key": routing_key, "properties": base64.b64encode(properties).decode(),
-    }  # fmt: skip
-    key = f"{digest}-{uuid.uuid4().hex}"
-    kept = json.dumps(original).encode()
-    return Taken(key, endpoint, name, destination, due, headers, body, why or broken, kept)
 
 
 def _content(delivered: DeliveredMessage) -> tuple[str | None, str | None, str | None]:

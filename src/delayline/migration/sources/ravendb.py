@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import glob
 import json
 import pickle
 from dataclasses import dataclass, replace
@@ -14,13 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pyarrow as pa
-from sqlalchemy import select
 
-from delayline.errors import ConfigurationError
-from delayline.migration.journal import BatchState, Journal
-from delayline.migration.source import BATCH, NUMBER
+from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.sources.ravendb_file import documents
-from delayline.migration.taken import PAGE, Taken, TakenSource, Which, key_of
+from delayline.migration.taken import PAGE, Taken, Which, key_of
 from delayline.migration.tally import Bounds, Tally
 from delayline.spark.failures import in_plain_words
 from delayline.sql.staging import blocking
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyspark.sql import SparkSession
-    from sqlalchemy import Connection
 
     from delayline.migration.journal import HeldPart
 
@@ -45,7 +40,7 @@ NO_OWNER: Final = "it names no endpoint: it moves with the one that --endpoint n
 IN_THE_HAND: Final = "another tool was moving it when the file was written: abort that, and export again"
 
 
-class RavenDb(TakenSource):
+class RavenDb(ExportedFiles):
     """Timeouts in export files, `*` and `?` in the path standing for several. Each task of Spark's reads a file.
 
     A file stays as it is: the journal knows what has moved, and no run moves that again. What names no endpoint belongs
@@ -53,43 +48,20 @@ class RavenDb(TakenSource):
     """
 
     kind: ClassVar[str] = "ravendb"
-
-    def __str__(self) -> str:
-        return f"RavenDB's export {self.place}"
-
-    @property
-    def files(self) -> list[str]:
-        """The files. Raises ConfigurationError for none."""
-        found = [self.place] if Path(self.place).is_file() else sorted(glob.glob(self.place))  # noqa: PTH207 - anywhere
-        if not found:
-            raise ConfigurationError(
-                f"there is no file {self.place}: give the path of what RavenDB's smuggler has written"
-            )
-        return [str(Path(one).absolute()) for one in found]
+    written_by: ClassVar[str] = "RavenDB"
 
     async def take(self, which: Which, spark: SparkSession) -> None:
         """Have tasks copy the timeouts into the table beside the journal."""
-        moved = await self.database.read(self._moved)
+        moved = await self.database.read(self.moved)
         _on_each(self.files, spark, Copy(self, which, moved).of)
-
-    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
-        """Do nothing: a file keeps what it has."""
-        del rows
-        return {}
 
     def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
         """Read the files in tasks, which add up what is in them."""
-        moved = blocking(self.database.look(self._moved))
+        moved = blocking(self.database.look(self.moved))
         total = Tally()
         for one in _on_each(self.files, spark, Copy(self, which, moved, bounds).of):
             total.merge(one)
         return total
-
-    def _moved(self, connection: Connection) -> list[tuple[str, HeldPart]]:
-        """Return runs of this source, and what they held: some of it has moved."""
-        journal = Journal(self.dialect, self.schema)
-        runs = [one.name for one in journal.list_runs(connection) if one.parameters.get("source") == str(self)]
-        return [(run, part) for run in runs for part in journal.list_parts(connection, run)]
 
 
 @dataclass(frozen=True)
@@ -109,14 +81,14 @@ class Copy:
         tally, database = Tally(), self.source.database
         if self.bounds is not None:
             for rows in self._pieces(path):
-                new = await database.look(partial(self._new, rows=rows))
+                new = await database.look(partial(self.source.new, rows=rows, moved=self.moved))
                 tally.add(new, self.which, self.bounds)
             return tally
         await database.open()
         try:
             for rows in self._pieces(path):
                 some = [one for one in rows if self.which.includes(one.due)]
-                new = await database.read(partial(self._new, rows=some))
+                new = await database.read(partial(self.source.new, rows=some, moved=self.moved))
                 await database.write(partial(self.source.keep, rows=new))
         finally:
             await database.close()
@@ -142,23 +114,6 @@ class Copy:
         if named is None:
             return None if self.bounds is None else replace(one, endpoint=NOBODY, why=NO_OWNER)
         return replace(one, endpoint=named[0]) if len(named) == 1 else None
-
-    def _new(self, connection: Connection, *, rows: Sequence[Taken]) -> list[Taken]:
-        """Return those that no run has moved."""
-        source, keys = self.source, [one.key for one in rows]
-        journal = Journal(source.dialect, source.schema)
-        gone: set[str] = set()
-        for run, part in self.moved:
-            held = source.held(part.held)
-            marked = select(journal.batches.c.batch).where(
-                journal.batches_in(run, part.number, [BatchState.MARKED.value])
-            )
-            aside = select(journal.aside.c.number).where(journal.asides_of(run, part.number))
-            query = select(held.c[source.key]).where(
-                held.c[source.key].in_(keys), held.c[BATCH].in_(marked), held.c[NUMBER].not_in(aside)
-            )
-            gone.update(connection.execute(query).scalars())
-        return [one for one in rows if one.key not in gone]
 
 
 def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Tally]) -> list[Tally]:

@@ -1,0 +1,96 @@
+"""Celery's ETA tasks that workers hold: what `celery inspect scheduled --json` has written."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.migration.sources.celery_tasks import FOLLOWERS, JSON, NoMessage, queue_in, task_of
+from delayline.migration.sources.exported import ExportedFiles
+from delayline.migration.taken import IN_DOUBT, PAGE, Taken, Which, key_of
+from delayline.migration.tally import Bounds, Tally
+from delayline.sql.staging import blocking
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NOTHING_FOLLOWS: Final = dict.fromkeys(FOLLOWERS)
+
+
+class CeleryScheduled(ExportedFiles):
+    """Tasks in export files. Workers hold them too, until they are revoked: each is in doubt, and `verify` says so.
+
+    The endpoint that is named is the one in whose store the messages are to wait.
+    """
+
+    kind: ClassVar[str] = "celery-scheduled"
+    written_by: ClassVar[str] = "Celery"
+
+    async def take(self, which: Which, spark: SparkSession) -> None:
+        """Copy the tasks into the table beside the journal; workers hold no more of them than they prefetch."""
+        del spark
+        moved = await self.database.read(self.moved)
+        tasks = [one for one in self._tasks(which) if which.includes(one.due)]
+        for first in range(0, len(tasks), PAGE):
+            some = tasks[first : first + PAGE]
+            new = await self.database.read(partial(self.new, rows=some, moved=moved))
+            await self.database.write(partial(self.keep, rows=new))
+
+    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+        """Count them."""
+        del spark
+        tally, tasks = Tally(), self._tasks(which)
+        moved = blocking(self.database.look(self.moved))
+        tally.add(blocking(self.database.look(partial(self.new, rows=tasks, moved=moved))), which, bounds)
+        return tally
+
+    def _tasks(self, which: Which) -> list[Taken]:
+        """Return the tasks, each once: one that a worker has given back may be at another one by now."""
+        if which.endpoints is None or len(which.endpoints) != 1:
+            raise ConfigurationError(
+                "Celery's tasks belong to no endpoint: name the one in whose store they are to wait with --endpoint"
+            )
+        found = [
+            _taken(entry, which.endpoints[0]) for path in self.files for worker in _workers(path) for entry in worker
+        ]
+        return list({one.key: one for one in found}.values())
+
+
+def _workers(path: str) -> list[list[dict[str, Any]]]:
+    """Return what each worker has answered. Raises BackendUnusable for a file that is no such export."""
+    why = "it is no object with a list of tasks for each worker"
+    try:
+        answers = json.loads(Path(path).read_bytes())
+        if isinstance(answers, dict) and all(isinstance(one, list) for one in answers.values()):
+            workers = list(answers.values())
+            if all(isinstance(entry, dict) for worker in workers for entry in worker):
+                return workers
+    except OSError as error:
+        raise BackendUnusable(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    raise BackendUnusable(f"{path} is not what `celery inspect scheduled --json` writes: {why}")
+
+
+def _taken(entry: dict[str, Any], endpoint: str) -> Taken:
+    """Return a task as it is kept; its body is made as Celery makes it."""
+    given = entry.get("request")
+    request: dict[str, Any] = given if isinstance(given, dict) else {}
+    place = request.get("delivery_info")
+    routing_key = place.get("routing_key") if isinstance(place, dict) else None
+    name = str(request.get("id") or "") or None
+    args, kwargs = request.get("args"), request.get("kwargs")
+    body = json.dumps([args, kwargs, NOTHING_FOLLOWS], ensure_ascii=False).encode("utf-8", "replace")
+    fields = {"task": request.get("type") or request.get("name"), "id": name, "eta": entry.get("eta")}
+    key, destination = key_of(name or json.dumps(entry, sort_keys=True)), None
+    try:
+        destination = queue_in(routing_key) if isinstance(routing_key, str) else None
+        if not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise NoMessage("its arguments were exported as text, no JSON: let Celery run it")  # noqa: TRY301
+        task = task_of(fields, JSON, body)
+    except NoMessage as error:
+        return Taken(key, endpoint, name, destination, None, None, body, str(error), state=IN_DOUBT)
+    return Taken(key, endpoint, name, destination, task.due, task.headers, body, state=IN_DOUBT)

@@ -1,0 +1,69 @@
+"""Files that another product has exported: they stay as they are, and the journal knows what has moved."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from sqlalchemy import select
+
+from delayline.errors import ConfigurationError
+from delayline.migration.journal import BatchState, Journal
+from delayline.migration.source import BATCH, NUMBER
+from delayline.migration.taken import Taken, TakenSource
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sqlalchemy import Connection
+
+    from delayline.migration.journal import HeldPart
+
+
+class ExportedFiles(TakenSource):
+    """Messages in export files, `*` and `?` in the path standing for several."""
+
+    written_by: ClassVar[str]
+    """What has written the files."""
+
+    def __str__(self) -> str:
+        return f"{self.written_by}'s export {self.place}"
+
+    @property
+    def files(self) -> list[str]:
+        """The files. Raises ConfigurationError for none."""
+        found = [self.place] if Path(self.place).is_file() else sorted(glob.glob(self.place))  # noqa: PTH207 - anywhere
+        if not found:
+            raise ConfigurationError(
+                f"there is no file {self.place}: give the path of what {self.written_by} has written"
+            )
+        return [str(Path(one).absolute()) for one in found]
+
+    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+        """Do nothing: a file keeps what it has."""
+        del rows
+        return {}
+
+    def moved(self, connection: Connection) -> list[tuple[str, HeldPart]]:
+        """Return runs of this source, and what they held: some of it has moved."""
+        journal = Journal(self.dialect, self.schema)
+        runs = [one.name for one in journal.list_runs(connection) if one.parameters.get("source") == str(self)]
+        return [(run, part) for run in runs for part in journal.list_parts(connection, run)]
+
+    def new(self, connection: Connection, rows: Sequence[Taken], moved: Sequence[tuple[str, HeldPart]]) -> list[Taken]:
+        """Return those that none of these runs has moved."""
+        keys = [one.key for one in rows]
+        journal = Journal(self.dialect, self.schema)
+        gone: set[str] = set()
+        for run, part in moved:
+            held = self.held(part.held)
+            marked = select(journal.batches.c.batch).where(
+                journal.batches_in(run, part.number, [BatchState.MARKED.value])
+            )
+            aside = select(journal.aside.c.number).where(journal.asides_of(run, part.number))
+            query = select(held.c[self.key]).where(
+                held.c[self.key].in_(keys), held.c[BATCH].in_(marked), held.c[NUMBER].not_in(aside)
+            )
+            gone.update(connection.execute(query).scalars())
+        return [one for one in rows if one.key not in gone]
