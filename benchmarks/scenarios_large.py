@@ -76,8 +76,8 @@ async def _looks(url: str) -> Figures:
 
     soon = datetime.now(UTC) + NEAR
     for turn in range(ROUNDS):
-        near = messages(f"near{turn}", scaled(20_000), lambda n: soon + timedelta(milliseconds=n))
-        far = messages(f"far{turn}", scaled(20_000), lambda _: soon + MONTH * chance.random())
+        near = messages(f"near{turn}", scaled(100_000), lambda n: soon + timedelta(milliseconds=n))
+        far = messages(f"far{turn}", scaled(100_000), lambda _: soon + MONTH * chance.random())
         rates.setdefault("dispatch", []).append(await drain_rate(url, BURST, lambda: endpoint_on(url)))
         rates.setdefault("scheduling near", []).append(await store_rate(url, near))
         rates.setdefault("scheduling over a month", []).append(await store_rate(url, far))
