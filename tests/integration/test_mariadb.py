@@ -276,6 +276,22 @@ def certificate_authorities() -> str:
     return file
 
 
+async def test_connections_read_this_machines_certificates_once(
+    mariadb_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes a tenth of a second, and nobody is verified by them."""
+    load, reads = ssl.SSLContext.load_default_certs, []
+
+    def counted(self: ssl.SSLContext, *arguments: ssl.Purpose) -> None:
+        reads.append(arguments)
+        load(self, *arguments)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counted)
+    for _ in range(3):
+        Mariadb(make_url(mariadb_url)).connect().close()
+    assert len(reads) <= 1
+
+
 async def test_a_server_without_tls_is_refused_when_the_url_asks_for_it(mariadb_url: str) -> None:
     with pytest.raises(BackendUnusable, match=r"agree on no encryption.*ssl_"):
         await SqlTransport(f"{mariadb_url}?ssl_ca={certificate_authorities()}").start()

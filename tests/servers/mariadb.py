@@ -99,7 +99,9 @@ class MariadbServer(OwnProcess):
     def administrator(self) -> Iterator[Any]:
         """Connect with every right, in autocommit, and provide a cursor."""
         with (
-            pymysql.connect(host="127.0.0.1", port=self.port, user="delayline", autocommit=True) as connection,
+            pymysql.connect(
+                host="127.0.0.1", port=self.port, user="delayline", autocommit=True, ssl_disabled=True
+            ) as connection,
             connection.cursor() as cursor,
         ):
             yield cursor

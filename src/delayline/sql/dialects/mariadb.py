@@ -8,7 +8,7 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import func, literal_column
+from sqlalchemy import event, func, literal_column
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.exc import InvalidRequestError
 
@@ -23,7 +23,7 @@ from delayline.sql.local_wake_ups import LocalWakeUps
 from delayline.sql.names import must_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
@@ -81,6 +81,7 @@ class Mariadb(ServerDialect):
             arguments["password"] = url.password.encode()  # PyMySQL would make Latin-1 of it
         super().__init__(url, connect_args=arguments, paramstyle="format")
         self.engine.dialect.statement_compiler = IndexedSql
+        event.listen(self.engine, "do_connect", _connected)
         self._room = 0
 
     @property
@@ -244,6 +245,14 @@ class Mysql(Mariadb):
     driver = "mysql+pymysql"
     extra = "mysql"
     oldest = (8, 0, 17)  # the first with a collation for names that are equal only when they are the same
+
+
+def _connected(dialect: object, record: object, arguments: Sequence[Any], options: Mapping[str, Any]) -> object:
+    """Return a connection of the driver's, for SQLAlchemy."""
+    from delayline.sql.dialects.mariadb_tls import SharingConnection
+
+    del dialect, record
+    return SharingConnection(*arguments, **options)
 
 
 def _largest(packet: int) -> int:
