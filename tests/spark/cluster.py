@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyspark
 from tests.servers.postgresql import free_port
+from tests.spark.conftest import JAVA
 
 from delayline.spark import find_java
 
@@ -24,6 +25,8 @@ BIN: Final = Path(pyspark.__file__).parent / "bin"
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE: Final = 90.0
 WORKERS: Final = 2
+#: Two hundred partitions, as Spark cuts the data of a cluster, would be for more than four thousand rows.
+SETTINGS: Final = ["spark.driver.host=127.0.0.1", "spark.sql.shuffle.partitions=2"]
 
 
 class Cluster:
@@ -35,11 +38,12 @@ class Cluster:
         self.url = f"spark://127.0.0.1:{self.port}"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {
-            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_CONF_DIR")},
             "JAVA_HOME": str(find_java()),
             "SPARK_LOCAL_IP": "127.0.0.1",
             "PYSPARK_PYTHON": sys.executable,
             "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": JAVA,
         }
         self.wheel = self._build()
 
@@ -75,7 +79,7 @@ class Cluster:
         """Run a program through spark-submit, the wheel shipped to the executors."""
         job = self.folder / "job.py"
         job.write_text(program)
-        settings = ["spark.executor.memory=512m", "spark.driver.host=127.0.0.1", *conf]
+        settings = ["spark.executor.memory=512m", f"spark.executor.extraJavaOptions={JAVA}", *SETTINGS, *conf]
         command = [str(BIN / "spark-submit"), "--master", self.url, "--py-files", str(self.wheel)]
         command += [word for one in settings for word in ("--conf", one)]
         return subprocess.run(

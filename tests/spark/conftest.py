@@ -11,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.spark`, however pytest was started
 
+from tests.spark.daemon import forking
 from tests.spark.stores import StoreAt
 from tests.spark.tiers import Tiers
 
@@ -24,6 +25,12 @@ MASTER: Final = "local[2,3]"
 ROOT: Final = str(Path(__file__).parents[2])
 #: For JVMs that live for seconds.
 JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+#: What a user would have set on this machine.
+DEFAULTS: Final = {
+    "spark.python.daemon.module": "tests.spark.daemon",
+    "spark.driver.memory": "1g",
+    "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
+}
 #: Of Debian's libpostgresql-jdbc-java.
 JDBC_DRIVER: Final = Path("/usr/share/java/postgresql.jar")
 
@@ -37,10 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def small_javas() -> None:
-    """Have every JVM that a test starts compile little, and its Python workers find the tests."""
+def small_sparks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have every JVM that a test starts compile little, and fork its Python workers, which find the tests."""
+    folder = tmp_path_factory.mktemp("conf")
+    (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in DEFAULTS.items()))
+    os.environ["SPARK_CONF_DIR"] = str(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     os.environ["SPARK_SUBMIT_OPTS"] = JAVA
+    with forking():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -48,15 +60,22 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     from delayline.spark.session import spark_session
 
     conf = {
-        "spark.python.daemon.module": "tests.spark.daemon",
-        "spark.driver.memory": "1g",
         "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
-        "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
         **({"spark.jars": str(JDBC_DRIVER)} if JDBC_DRIVER.exists() else {}),
     }
     session = spark_session(MASTER, conf=conf)
     yield session
     session.stop()
+
+
+@pytest.fixture
+def small_batches(spark: SparkSession) -> Iterator[None]:
+    """Have tasks hand their rows on a hundred at a time, so that one can fail in between."""
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = spark.conf.get(name)
+    spark.conf.set(name, 100)
+    yield
+    spark.conf.set(name, str(before))
 
 
 @pytest.fixture

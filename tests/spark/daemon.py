@@ -1,25 +1,139 @@
-"""What Spark forks its Python workers from in the tests: each would import these for a second or two otherwise.
+"""What Spark's Python workers are forked from in the tests: one process that has imported what they need.
 
-Nothing that starts threads may be imported before a fork, so neither pyarrow nor numpy.
+Spark starts a daemon for each kind of worker in each JVM, and each would import the same things for a second or two.
+Here a daemon that Spark starts only asks for its place to be taken by a fork of that process, with its files, its
+arguments and its variables; where there is no such process it does the work itself.
+
+Nothing that has started threads may be forked: the libraries that would start some are told not to.
 """
 
 from __future__ import annotations
 
-import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-import psycopg  # noqa: F401
-import pyspark.sql.datasource
-import pyspark.worker  # noqa: F401
-import sqlalchemy.dialects.mysql
-import sqlalchemy.dialects.postgresql
-import sqlalchemy.dialects.sqlite  # noqa: F401
-from pyspark.daemon import manager
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-import delayline.config
-import delayline.sql.journal_export
-import delayline.sql.taken
-import delayline.sql.waiting  # noqa: F401
+#: The variable that says where the process listens.
+PLACE: Final = "DELAYLINE_TESTS_FORK_AT"
+SERVE: Final = "serve"
+SINGLE: Final = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+MODULES: Final = ("delayline.config", "pandas", "psycopg", "pyarrow.parquet", "pymysql", "pyspark.worker")
+#: All modules of these.
+PACKAGES: Final = (
+    "pyspark.sql.worker",
+    "delayline.spark",
+    "delayline.sql",
+    "delayline.sql.dialects",
+    "delayline.migration",
+)
+LOOK_EVERY: Final = 5.0  # seconds, whether the tests are still there
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Run the process, for all daemons that are started meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="delayline-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        place = str(Path(folder, "socket"))
+        listener.bind(place)
+        listener.listen()
+        environment = {**os.environ, "PYTHONHASHSEED": "0", **SINGLE}  # the seed is what Spark gives its workers
+        command = [sys.executable, "-m", "tests.spark.daemon", SERVE]
+        with subprocess.Popen(command, stdin=listener.fileno(), env=environment) as process:
+            listener.close()  # else nobody would be told that the process is dead
+            os.environ[PLACE] = place
+            try:
+                yield
+            finally:
+                del os.environ[PLACE]
+                process.terminate()
+
+
+def _preload() -> None:
+    import gc
+    import importlib
+    import pkgutil
+
+    for name in MODULES:
+        importlib.import_module(name)
+    for name in PACKAGES:
+        for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
+            importlib.import_module(f"{name}.{module.name}")
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "what was imported has started a thread"
+    gc.freeze()
+
+
+def _serve() -> None:
+    parent = os.getppid()
+    listener = socket.socket(fileno=os.dup(0))
+    _preload()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener.settimeout(LOOK_EVERY)
+    while os.getppid() == parent:
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _take_place(connection)
+            connection.close()
+
+
+def _take_place(connection: socket.socket) -> None:
+    """Be the daemon that has asked, to the end."""
+    from pyspark.daemon import manager
+
+    text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    while more := connection.recv(1 << 16):
+        text += more
+    asked = json.loads(text)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.chdir(asked["folder"])
+    sys.argv, sys.path[:] = asked["arguments"], asked["path"]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        manager()
+    finally:
+        os._exit(1)
+
+
+def _ask(place: str) -> None:
+    asked = {"environment": dict(os.environ), "folder": str(Path.cwd()), "arguments": sys.argv, "path": sys.path}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(place)
+        text = json.dumps(asked).encode()
+        sent = socket.send_fds(connection, [text], [0, 1, 2])
+        connection.sendall(text[sent:])
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # until it has ended
+
+
+def main() -> None:
+    """Be what Spark has started, or the process that stands in for it."""
+    if SERVE in sys.argv:
+        _serve()
+    elif PLACE in os.environ:
+        _ask(os.environ[PLACE])
+    else:
+        from pyspark.daemon import manager
+
+        os.environ |= SINGLE
+        _preload()
+        manager()
+
 
 if __name__ == "__main__":
-    gc.freeze()
-    manager()
+    main()

@@ -237,9 +237,10 @@ def test_files_that_nobody_knows_are_swept_after_a_day_and_others_are_not(spark:
     assert not file.exists() and not any(other.exists() for other in others)
 
 
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("upstream", ["python", "java"])
 def test_a_job_that_fails_for_good_holds_nothing(spark: SparkSession, tiers: Tiers, upstream: str) -> None:
-    data = spread(spark, 20_000, hours=2)
+    data = spread(spark, NUMBER, hours=2)
     failing = in_python(data, lambda: True) if upstream == "python" else in_java(data)
     with pytest.raises(DelaylineError, match="fails on purpose"):
         tiers.schedule(failing, run="nightly")
@@ -247,12 +248,13 @@ def test_a_job_that_fails_for_good_holds_nothing(spark: SparkSession, tiers: Tie
     assert tiers.schedule(spread(spark, 100, hours=2), run="nightly").held == 100
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_a_task_that_fails_once_holds_its_messages_once(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
-    data = in_python(spread(spark, 20_000, hours=2), once(tmp_path / "failed"))
-    assert tiers.schedule(data).held == 20_000
+    data = in_python(spread(spark, NUMBER, hours=2), once(tmp_path / "failed"))
+    assert tiers.schedule(data).held == NUMBER
     assert (tmp_path / "failed").exists()
-    assert tiers.promote(FIRST + 3 * HOUR).stored == 20_000
-    assert tiers.hot.ids() == ids(20_000)
+    assert tiers.promote(FIRST + 3 * HOUR).stored == NUMBER
+    assert tiers.hot.ids() == ids()
 
 
 def test_due_times_at_the_edges_whatever_the_sessions_time_zone(spark: SparkSession, tiers: Tiers) -> None:

@@ -35,8 +35,7 @@ from tests.spark.tiers import FIRST, HOUR, spread
 
 url, folder = sys.argv[1], Path(sys.argv[2])
 store = StoreAt(url)
-builder = SparkSession.builder.remote("local[2]").config("spark.sql.shuffle.partitions", "2")
-spark = builder.config("spark.python.authenticate.socketTimeout", "90s").getOrCreate()
+spark = SparkSession.builder.remote("local[2]").config("spark.sql.shuffle.partitions", "2").getOrCreate()
 hot, cold = Target(url, endpoint="sales"), Target(url, endpoint="sales", cold_tier=str(folder / "cold"))
 far = FIRST + 10 * HOUR - datetime.now(UTC)
 found = {"kind": type(spark).__module__, "same": spark_session() is spark, "slots": parallelism(spark)}

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from tests.spark.stores import StoreAt
 
-ROWS = 20_000
-BAD = 12_345
+pytestmark = pytest.mark.usefixtures("small_batches")
+ROWS = 2000
+BAD = 1234
 
 
 def in_python(data: DataFrame, failing: Callable[[], bool]) -> DataFrame:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-NUMBER = 20_000
+pytestmark = pytest.mark.usefixtures("small_batches")
+NUMBER = 2000
 
 
 @pytest.fixture
