@@ -1,0 +1,75 @@
+"""Statements that PostgreSQL holds up half way, for as long as a test likes, and who has sent them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from tests.spark.test_dispatch import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LOCK: Final = 20_300_102
+FUNCTION: Final = f"""
+CREATE FUNCTION held() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  PERFORM pg_advisory_xact_lock({LOCK});
+  IF TG_OP = 'DELETE' THEN RETURN OLD; END IF;
+  RETURN NEW;
+END $$
+"""
+#: Those that wait for the lock.
+WAITING: Final = """
+SELECT pid, client_port FROM pg_stat_activity JOIN pg_locks USING (pid)
+WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()
+"""
+
+
+class Held:
+    """What is held up."""
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self._connection = connection
+
+    def wait(self, number: int, over: Callable[[], bool]) -> None:
+        """Wait until so many statements are held up; fails where it is over before."""
+        until(lambda: over() or len(self._connection.execute(WAITING).fetchall()) == number)
+        assert not over(), "it was over before it was held up"
+
+    def senders(self) -> list[int]:
+        """Return the processes that have sent what is held up."""
+        server = self._connection.info.port
+        return [_process_at(port, server) for _, port in self._connection.execute(WAITING).fetchall()]
+
+    def let_go(self) -> None:
+        """Go on with them, and wait until the database has noticed that their senders are dead."""
+        pids = [pid for pid, _ in self._connection.execute(WAITING).fetchall()]
+        self._connection.execute("SELECT pg_advisory_unlock(%s)", [LOCK])
+        there = "SELECT FROM pg_stat_activity WHERE pid = ANY(%s)"
+        until(lambda: not self._connection.execute(there, [pids]).fetchall())
+
+
+@contextmanager
+def held(url: str, *where: str) -> Iterator[Held]:
+    """Hold up whatever fires one of the triggers: each as in CREATE, from when it fires to its condition."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("SELECT pg_advisory_lock(%s)", [LOCK])
+        connection.execute(FUNCTION)
+        for number, when in enumerate(where):
+            kind = "CONSTRAINT TRIGGER" if "DEFERRED" in when else "TRIGGER"
+            connection.execute(f"CREATE {kind} held_{number} {when} EXECUTE FUNCTION held()".encode())
+        yield Held(connection)
+
+
+def _process_at(port: int, server: int) -> int:
+    """Return the process at this end of a connection to a server on this machine."""
+    ends = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    [inode] = [end[9] for end in ends if end[1:3] == [f"0100007F:{one:04X}" for one in (port, server)]]
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if str(file.readlink()) == f"socket:[{inode}]":
+                return int(file.parts[2])
+    raise AssertionError(f"nobody is at port {port}")

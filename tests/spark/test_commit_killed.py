@@ -1,0 +1,96 @@
+"""The process in which Spark commits is killed at each step of that: all messages of the job wait, or none."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import pytest
+from pyspark.errors import PySparkException
+from tests.spark.held import held
+from tests.spark.stores import ENDPOINT, many
+from tests.spark.test_dispatch import PATIENCE
+from tests.spark.test_failures import staged
+from tests.spark.test_stream import files, write
+
+from delayline import ConfigurationError
+from delayline.spark import Target, schedule
+from delayline.spark.session import in_this_thread
+from delayline.sql.staging import STREAMS, Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+    from tests.spark.stores import StoreAt
+
+NUMBER: Final = 500
+IDS: Final = sorted(f"m{number}" for number in range(NUMBER))
+LEDGER: Final = "delayline_spark_runs"
+#: Steps of a commit, by what holds it up there.
+STEPS: Final = {
+    "staged": f"BEFORE INSERT ON {LEDGER}",
+    "half moved": "BEFORE INSERT ON \"sales.timeouts\" FOR EACH ROW WHEN (NEW.id = 'm250')",
+    "moved": f"BEFORE UPDATE ON {LEDGER}",
+    "committed": f"AFTER UPDATE ON {LEDGER} DEFERRABLE INITIALLY DEFERRED FOR EACH ROW",
+}
+
+
+@pytest.fixture
+def source(spark: SparkSession, tmp_path: Path) -> Path:
+    """Provide Parquet with messages."""
+    path = tmp_path / "source.parquet"
+    many(spark, NUMBER).coalesce(1).write.parquet(str(path))
+    return path
+
+
+@contextmanager
+def killed_at(step: str, store: StoreAt, work: Callable[[], object]) -> Iterator[Callable[[], object]]:
+    """Kill the process that commits the work, as with kill -9; yields what returns as the work does."""
+    Staging(store.url, "sales.timeouts", name=STREAMS).create()  # for the ledger
+    with held(store.url, STEPS[step]) as commit, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        commit.wait(1, running.done)
+        for process in commit.senders():
+            os.kill(process, signal.SIGKILL)
+        commit.let_go()
+        yield lambda: running.result(PATIENCE)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_job(spark: SparkSession, store: StoreAt, source: Path, step: str) -> None:
+    target = Target(store.url, endpoint=ENDPOINT)
+
+    def job() -> tuple[int, bool]:
+        done = schedule(source, target, run="campaign", spark=spark)
+        return done.stored, done.repeated
+
+    # When the commit of a job is killed
+    with killed_at(step, store, job) as result, pytest.raises(ConfigurationError) as told:
+        result()
+    assert "\n" not in str(told.value) and "\tat " not in str(told.value)
+    # Then all or nothing has happened, and nothing else is left
+    all_there = step == "committed"
+    assert (store.ids(), staged(store)) == (IDS if all_there else [], [STREAMS])
+    # And run again it does what is left to do
+    assert job() == (NUMBER, all_there)
+    assert store.ids() == IDS
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_stream(spark: SparkSession, store: StoreAt, source: Path, tmp_path: Path, step: str) -> None:
+    def stream() -> None:
+        write(files(in_this_thread(spark), source), store, tmp_path / "checkpoint", txnAppId="loader")
+
+    # When the commit of a batch is killed
+    with killed_at(step, store, stream) as result, pytest.raises(PySparkException):
+        result()
+    # Then all or nothing has happened
+    assert store.ids() == (IDS if step == "committed" else [])
+    # And started again the stream does what is left to do: ids that wait would be an error
+    stream()
+    assert store.ids() == IDS
