@@ -50,8 +50,8 @@ def arrived(store: StoreAt) -> list[str]:
     return asyncio.run(look())
 
 
-def until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def until(reached: Callable[[], object], *, patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
     while not reached():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.1)
