@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-#: The fixtures that start one.
+#: The fixtures that start one; parameters are called so, too.
 SERVERS: Final = {
     "azurite",
     "azure_url",
@@ -37,7 +37,9 @@ SERVERS: Final = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a server: those tests run without coverage, which they add nothing to and which slows them."""
     for item in items:
-        if SERVERS & set(getattr(item, "fixturenames", ())):
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        products = {str(value).removesuffix("_url") for value in parameters}
+        if SERVERS & products.union(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.server)
 
 
