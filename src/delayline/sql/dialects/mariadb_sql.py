@@ -14,7 +14,7 @@ from sqlalchemy.sql.operators import in_op
 from sqlalchemy.sql.visitors import iterate
 
 if TYPE_CHECKING:
-    from sqlalchemy import ClauseElement, Delete, FromClause, Select, Update
+    from sqlalchemy import Delete, FromClause, Select, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
 
@@ -25,7 +25,7 @@ class IndexedSql(MySQLCompiler):
         """Force an index in SELECT ... FOR UPDATE."""
         if select_stmt._for_update_arg is not None:
             for table in select_stmt.get_final_froms():
-                hint = self._by_index(table, select_stmt.whereclause).strip().replace("%", "%%")  # hints are templates
+                hint = self._by_index(table).strip().replace("%", "%%")  # hints are templates
                 select_stmt = select_stmt.with_hint(table, hint)
         text: str = super().visit_select(select_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
         return text
@@ -34,8 +34,9 @@ class IndexedSql(MySQLCompiler):
         self, update_stmt: Update, from_table: _DMLTableElement, extra_froms: list[FromClause], **options: object
     ) -> str:
         """Force an index in UPDATE."""
-        tables = super().update_tables_clause(update_stmt, from_table, extra_froms, **options)
-        return f"{tables}{self._by_index(from_table, update_stmt.whereclause)}"
+        return super().update_tables_clause(update_stmt, from_table, extra_froms, **options) + self._by_index(
+            from_table
+        )
 
     def visit_delete(self, delete_stmt: Delete, *arguments: object, **options: object) -> str:
         """Go through a list in the order it has, and delete each row by its index.
@@ -50,7 +51,7 @@ class IndexedSql(MySQLCompiler):
         name, column = self.preparer.format_table(table), where.left
         kind = self.dialect.type_compiler_instance.process(column.type)
         listed = f"JSON_TABLE(JSON_ARRAY{self.process(where.right)}, '$[*]' COLUMNS (one {kind} PATH '$')) AS listed"
-        joined = f"{name}{self._by_index(table, where)} ON {self.process(column)} = listed.one"
+        joined = f"{name}{self._by_index(table)} ON {self.process(column)} = listed.one"
         return f"DELETE {name} FROM {listed} STRAIGHT_JOIN {joined}"
 
     def delete_table_clause(
@@ -64,16 +65,11 @@ class IndexedSql(MySQLCompiler):
         key = list(from_table.primary_key) if isinstance(from_table, Table) else []
         if delete_stmt.whereclause is None or any(one in key for one in iterate(delete_stmt.whereclause)):
             return name
-        return f"{name} USING {name}{self._by_index(from_table, delete_stmt.whereclause)}"
+        return f"{name} USING {name}{self._by_index(from_table)}"
 
-    def _by_index(self, table: object, where: ClauseElement | None) -> str:
-        """Name the indexes that begin with a column of the condition; all of them where none does."""
+    def _by_index(self, table: object) -> str:
         if not isinstance(table, Table):
             return ""
-        firsts = [next(iter(one.columns)) for one in table.constraints if isinstance(one, UniqueConstraint)]
-        unique = {one.name: one for one in sorted(firsts, key=lambda one: one.name)}
-        indexes = sorted((str(one.name), next(iter(one.columns))) for one in table.indexes)
-        known: dict[str, Any] = {"PRIMARY": next(iter(table.primary_key), None), **unique, **dict(indexes)}
-        asked = set() if where is None else set(iterate(where))
-        names = [name for name, column in known.items() if column in asked] or list(known)
+        unique = [next(iter(one.columns)).name for one in table.constraints if isinstance(one, UniqueConstraint)]
+        names = ["PRIMARY", *sorted(unique), *sorted(str(index.name) for index in table.indexes)]
         return f" FORCE INDEX ({', '.join(map(self.preparer.quote, names))})"
