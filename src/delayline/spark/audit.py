@@ -223,8 +223,7 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
         F.count_if(gone & (F.col("at") < F.col("due"))).alias("early_in_journal"),
         *counts,
     )
-    # Texts among the sums would have Spark sort all entries: numbers stand for them meanwhile.
-    # They are few, and made few before they are compared: `min` would have all of them sorted.
+    # Texts among the sums would have Spark sort all entries, as would `min` of them: numbers stand for them meanwhile.
     places = entries.select("destination").where("destination IS NOT NULL").distinct()
     first = F.array_min(F.collect_list("destination")).alias("destination")
     named = grouped.join(F.broadcast(places.groupBy(place.alias("place")).agg(first)), "place", "left").drop("place")
