@@ -1,4 +1,4 @@
-"""A target whose tasks are killed behind a batch: it is delivered, and nobody has heard of it."""
+"""A target whose tasks are killed around a batch: before it is delivered, or when nobody has heard of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from delayline.migration.target import Session, Staged, Target, Wave
+    from delayline.migration.target import Attempted, Delivered, Session, Staged, Target, Wave
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Deaths:
     folder: Path
     number: int
     behind: str
+    before: bool = False
+    """Whether they die when the target does not have the batch yet."""
 
     def come_to(self, ids: Sequence[str]) -> None:
         """Kill this process where it is time."""
@@ -59,8 +61,8 @@ class MortalWave:
     async def session(self, stack: AsyncExitStack) -> MortalSession:
         return MortalSession(await self.wave.session(stack), self.deaths)
 
-    def commit(self, name: str, staged: Sequence[Staged]) -> None:
-        self.wave.commit(name, staged)
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+        self.wave.commit(staged, attempts)
 
     def discard(self) -> None:
         self.wave.discard()
@@ -71,10 +73,13 @@ class MortalSession:
         self._session = session
         self._deaths = deaths
 
-    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        refused = await self._session.deliver(messages)
-        self._deaths.come_to(messages.column("id").to_pylist())
-        return refused
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+        ids = messages.column("id").to_pylist()
+        if self._deaths.before:
+            self._deaths.come_to(ids)
+        delivered = await self._session.deliver(messages, attempt)
+        self._deaths.come_to(ids)
+        return delivered
 
     async def end(self) -> Sequence[Staged]:
         return await self._session.end()

@@ -185,7 +185,7 @@ def test_an_abort_shows_what_did_not_move_and_nothing_else(
     storage.add(Timeout(1, PAST), Timeout(2), Timeout(3, LATER + timedelta(days=1)))
     source = source_at("azure-storage", storage.url, journal=store.url)
     plan = Plan(source, target_at(store.url), None, batch_size=1)
-    monkeypatch.setattr("delayline.migration.plan.WAVE_ROWS", 1)
+    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 1)
     deliver, waves = Migration._deliver, []
 
     def fail_at_second(self: Migration, *arguments: Any) -> None:  # noqa: ANN401 - its own

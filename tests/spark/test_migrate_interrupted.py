@@ -17,15 +17,18 @@ from sqlalchemy import text
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import count, in_levels, with_levels
 from tests.spark.legacy import Legacy, Timeout, fill, some
+from tests.spark.mortal import Deaths, Mortal
 from tests.spark.stores import StoreAt
 
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration import Migration, Plan, source_at, target_at
-from delayline.migration.journal import HeldPart, Journal
+from delayline.migration.journal import HeldPart, Journal, batch_name
+from delayline.migration.rows import record_batch
 from delayline.migration.run import Outcome
 from delayline.migration.source import Part
-from delayline.migration.targets.sql_store import StoreWave
+from delayline.migration.targets.sql_store import SqlStore
 from delayline.migration.verify import run_named, runs_of, verify
+from delayline.sql.runs import CLOSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +56,14 @@ def any_legacy(request: pytest.FixtureRequest) -> Legacy:
 
 def plan(legacy: Legacy, url: str, **how: Any) -> Plan:  # noqa: ANN401 - Plan's own
     return Plan(legacy.source, target_at(url), **{"endpoints": [ENDPOINT], "batch_size": 4, **how})
+
+
+def mortal_plan(legacy: Legacy, store: StoreAt, folder: Path, *, number: int, before: bool = False) -> Plan:
+    """Return a plan whose tasks die around the batch of the first timeout."""
+    target = target_at(store.url)
+    assert target is not None
+    mortal: Any = Mortal(target, Deaths(folder, number, Timeout(1).id, before))
+    return Plan(legacy.source, mortal, [ENDPOINT], batch_size=4)
 
 
 @contextlib.contextmanager
@@ -85,49 +96,87 @@ def test_a_driver_that_dies_between_steps_is_resumed(
     assert verified.waiting == 10
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("then", ["resume", "abort"])
 def test_a_commit_that_nobody_knows_of_counts_once(
-    spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, after: bool, then: str
+    spark: SparkSession, any_legacy: Legacy, store: StoreAt, tmp_path: Path, committed: bool, then: str
 ) -> None:
     legacy = any_legacy
-    # Given a driver that died around the target's commit
-    legacy.add(ENDPOINT, *some(10))
+    # Given a run whose tasks died around the target's commit of one batch, until it was given up
+    legacy.add(ENDPOINT, *some(4))
     before = legacy.rows(ENDPOINT)
-    with dying(monkeypatch, StoreWave, "commit", after=after):
-        Migration(plan(legacy, store.url)).run(spark)
+    with pytest.raises(DelaylineError):
+        Migration(mortal_plan(legacy, store, tmp_path, number=9, before=not committed)).run(spark)
+    assert len(store.ids()) == (4 if committed else 0)
     # When it is resumed, or aborted
     if then == "resume":
         assert Migration(plan(legacy, store.url)).resume(spark).complete
     else:
         Migration(plan(legacy, store.url)).abort()
     # Then each message is in one place, as it was
-    moved = after or then == "resume"
-    assert len(store.ids()) == (10 if moved else 0)
+    moved = committed or then == "resume"
+    assert len(store.ids()) == (4 if moved else 0)
     assert legacy.rows(ENDPOINT) == ([] if moved else before)
     verified = verify(legacy.source, target_at(store.url), spark)  # type: ignore[arg-type]
     assert verified.ok
     assert verified.repeatable == []
 
 
+def test_what_was_set_aside_is_what_the_attempt_that_counts_has_set_aside(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, tmp_path: Path
+) -> None:
+    # Given a batch of which one id waits at the target, and a task that dies when the rest is committed
+    legacy.add(ENDPOINT, *some(4))
+    store.put(Timeout(2).id)
+    # When it is tried again, and finds that all of its ids wait there now
+    outcome = Migration(mortal_plan(legacy, store, tmp_path, number=1)).run(spark)
+    # Then one was set aside, and is back; the others have moved
+    assert [number for _, number in outcome.reasons] == [1]
+    assert legacy.ids(ENDPOINT) == [Timeout(2).id]
+    assert store.ids() == [Timeout(number).id for number in range(1, 5)]
+    assert verify(legacy.source, target_at(store.url), spark).ok  # type: ignore[arg-type]
+
+
+def test_a_task_that_outlives_an_abort_commits_nothing(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, tmp_path: Path
+) -> None:
+    # Given a batch that a task has read and not committed
+    legacy.add(ENDPOINT, *some(4))
+    with pytest.raises(DelaylineError):
+        Migration(mortal_plan(legacy, store, tmp_path, number=9, before=True)).run(spark)
+    # When the run is aborted, and then the task goes on
+    Migration(plan(legacy, store.url)).abort()
+    batches = SqlStore(store.url).batches(ENDPOINT)
+
+    async def go_on() -> int:
+        async with contextlib.AsyncExitStack() as stack:
+            await batches.opened(stack)
+            rows = record_batch((timeout.id, "billing", timeout.time, "{}", b"") for timeout in some(4))
+            return await batches.store(batch_name(run_named(legacy.source, None).name, 0, 0), 1, rows)
+
+    # Then its batch is closed
+    assert asyncio.run(go_on()) == CLOSED
+    assert (store.ids(), len(legacy.ids(ENDPOINT))) == ([], 4)
+
+
 def test_an_abort_gives_back_exactly_what_was_not_completed(
     spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     legacy = any_legacy
-    # Given two waves, of which one was committed, with rows that look alike to nobody
-    monkeypatch.setattr("delayline.migration.plan.WAVE_ROWS", 8)
+    # Given several waves, of which one was delivered, with rows that look alike to nobody
+    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 8)
     rows = [*some(15), Timeout(16, state=None, saga=None, version="5"), Timeout(17, destination=None)]
     legacy.add(ENDPOINT, *rows)
     before = {str(row[0]): row for row in legacy.rows(ENDPOINT)}
-    commit, calls = StoreWave.commit, []
+    deliver, calls = Migration._deliver, []
 
-    def die_at_second(self: StoreWave, name: str, attempts: Any) -> None:  # noqa: ANN401 - as it is
-        calls.append(name)
+    def die_at_second(self: Migration, *arguments: Any) -> None:  # noqa: ANN401 - as they are
+        calls.append(arguments)
         if len(calls) == 2:
             raise Killed
-        commit(self, name, attempts)
+        deliver(self, *arguments)
 
-    monkeypatch.setattr(StoreWave, "commit", die_at_second)
+    monkeypatch.setattr(Migration, "_deliver", die_at_second)
     with pytest.raises(Killed):
         Migration(plan(legacy, store.url)).run(spark)
 
@@ -173,7 +222,7 @@ def test_other_parameters_and_second_runs_are_refused(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     legacy.add(ENDPOINT, *some(5))
-    with dying(monkeypatch, StoreWave, "commit", after=False):
+    with dying(monkeypatch, Migration, "_deliver", after=False):
         Migration(plan(legacy, store.url)).run(spark)
     with pytest.raises(ConfigurationError, match="batch_size was '4', now it is '5'"):
         Migration(plan(legacy, store.url, batch_size=5)).resume(spark)
@@ -205,7 +254,7 @@ def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(
     monkeypatch.setattr(Migration, "_hold", hold_and_lose)
     with pytest.raises(DelaylineError, match="has 3 of 4 rows of batch 0"):
         Migration(plan(legacy, store.url)).run(spark)
-    assert store.ids() == []
+    assert not set(store.ids()) & {Timeout(number).id for number in range(1, 5)}
 
 
 def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batch(tmp_path: Path) -> None:
@@ -223,14 +272,14 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
             await write(partial(journal.add_part, run="r", held=held, size=4))
             first, second = [await write(partial(journal.deliver, run="r", part=0, batch=0)) for _ in range(2)]
             assert first is not None and second is not None
-            finish = partial(journal.finish, run="r", part=0, batch=0)
-            await write(partial(finish, aside={1: ("b", "no queue")}, attempt=second.number, mark=False))
+            aside = partial(journal.put_aside, run="r", part=0, batch=0)
+            await write(partial(aside, aside={1: ("b", "no queue")}, attempt=second.number))
             # When the first one goes on, before and after the batch is marked
-            late = partial(finish, aside=dict.fromkeys(range(4), ("x", "it waits already")), attempt=first.number)
+            late = partial(aside, aside=dict.fromkeys(range(4), ("x", "it waits already")), attempt=first.number)
             with pytest.raises(BackendUnavailable, match="another task works on batch 0"):
-                await write(partial(late, mark=True))
-            await write(partial(journal.mark, run="r", part=0, batches=[0]))
-            await write(partial(late, mark=False))
+                await write(late)
+            await write(partial(journal.mark, run="r", part=0, attempts={0: second.number}))
+            await write(late)
             # Then what the last one has set aside stays
             assert await source.database.read(partial(journal.set_aside, run="r", limit=9)) == [("b", "no queue")]
         finally:

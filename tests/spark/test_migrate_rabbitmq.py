@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from tests.servers.rabbitmq import RabbitmqServer
 
-    from delayline.spark.levels import LevelsSession
+    from delayline.migration.target import Attempted, Delivered
+    from delayline.migration.targets.rabbitmq_levels import ConfirmedSession
 
 ENDPOINT = "sales"
 
@@ -129,12 +130,12 @@ def test_a_batch_in_doubt_is_given_back_by_an_abort_and_named(
     legacy.add(ENDPOINT, *some(6))
 
     class Failing(LevelsWave):
-        async def session(self, stack: AsyncExitStack) -> LevelsSession:
+        async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
             session = await super().session(stack)
             deliver = session.deliver
 
-            async def publish_and_fail(messages: pa.RecordBatch) -> Mapping[int, str]:
-                await deliver(messages)
+            async def publish_and_fail(messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+                await deliver(messages, attempt)
                 raise ConnectionError("the task fails on purpose")
 
             session.deliver = publish_and_fail  # type: ignore[method-assign]
@@ -167,18 +168,18 @@ def test_an_executor_that_is_killed_is_replaced(
     flag = str(tmp_path / "killed")
 
     class Dying(LevelsWave):
-        async def session(self, stack: AsyncExitStack) -> LevelsSession:
+        async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
             session = await super().session(stack)
             deliver = session.deliver
 
-            async def publish_and_die(messages: pa.RecordBatch) -> Mapping[int, str]:
-                refused = await deliver(messages)
+            async def publish_and_die(messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+                delivered = await deliver(messages, attempt)
                 try:
                     os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
-                    return refused
+                    return delivered
                 os.kill(os.getpid(), signal.SIGKILL)
-                return refused
+                return delivered
 
             session.deliver = publish_and_die  # type: ignore[method-assign]
             return session
@@ -204,7 +205,7 @@ def test_a_broker_that_dies_stops_the_run_which_goes_on_with_it(
     with_levels(url, V2)
     crashing_rabbitmq.settle()
     legacy.add(ENDPOINT, *some(20))
-    monkeypatch.setattr("delayline.migration.plan.WAVE_ROWS", 10)
+    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 10)
     begin, waves = RabbitmqLevels.begin, []
 
     def stop_at_second(self: RabbitmqLevels, endpoint: str) -> LevelsWave:

@@ -59,7 +59,7 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
         Timeout(3, time=LATER), Timeout(4, time=FAR, state=None), Timeout(5, time=LATER + timedelta(hours=2)),
         Timeout(6, time=LATER), Timeout(7, "gone"), Timeout(8, None),
     )  # fmt: skip
-    monkeypatch.setattr("delayline.migration.plan.WAVE_ROWS", 3)
+    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 3)
     plan = Plan(legacy.source, target, [ENDPOINT], batch_size=3)
     asyncio.run(SqlTransport(store.url).setup_infrastructure(["billing"]))
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))

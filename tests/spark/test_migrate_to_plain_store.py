@@ -22,6 +22,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, InvalidMessage
 from delayline.migration import Migration, Plan, target_at
 from delayline.migration.rows import record_batch
+from delayline.migration.target import Attempted
 from delayline.migration.targets.plain_store import PlainSession, PlainStore, PlainWave
 from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayline import DelayedMessage
+    from delayline.migration.target import Delivered
     from delayline.transaction import Transaction
 
 ENDPOINT = "sales"
@@ -138,16 +140,20 @@ class Folding(SqlDelayedMessageStore):
 def test_a_message_that_the_store_refuses_keeps_no_other_from_it(tmp_path: Path) -> None:
     store = StoreAt(f"sqlite:///{tmp_path / 'store.db'}")
 
-    async def deliver() -> Mapping[int, str]:
+    async def nothing(refused: Mapping[int, str]) -> None:
+        del refused
+
+    async def deliver() -> Delivered:
         folding = Folding(store.url)
         await folding.initialize(ENDPOINT, TransactionMode.RECEIVE_ONLY)
         session = PlainSession(PlainWave(PlainStore(store.url), ENDPOINT), folding)
         try:
-            return await session.deliver(record_batch((one, "billing", LATER, None, b"") for one in ("a", "A", "b")))
+            messages = record_batch((one, "billing", LATER, None, b"") for one in ("a", "A", "b"))
+            return await session.deliver(messages, Attempted("batch", 1, nothing))
         finally:
             await folding.close()
 
-    assert asyncio.run(deliver()) == {1: "an id like that waits already"}
+    assert asyncio.run(deliver()).refused == {1: "an id like that waits already"}
     assert store.ids() == ["a", "b"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pyspark.sql import types
 
 from delayline import ConfigurationError, InvalidMessage
 from delayline.errors import DelaylineError
-from delayline.outgoing import check_name
+from delayline.outgoing import check_headers, check_name
 from delayline.spark import Target
 from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant, whole
 from delayline.spark.rejects import faults, must_be_good, without
@@ -183,3 +186,26 @@ def test_delayline_itself_never_loads_spark() -> None:
         "import sys, delayline; print([name for name in sys.modules if name.split('.')[0] in ('pyspark', 'pyarrow')])"
     )
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def is_taken(headers: str) -> bool:
+    """Tell whether a send would take headers that read like that."""
+    try:
+        check_headers(json.loads(headers) if headers else {})
+    except (ValueError, RecursionError, InvalidMessage):
+        return False
+    return True
+
+
+@given(
+    st.text('{}":,\\ \n\f\x00a1é', max_size=20)
+    | st.text('":,\\ \na', max_size=9).map('{{"a":"b{}"}}'.format)
+    | st.dictionaries(st.text(), st.text() | st.integers()).map(json.dumps)
+    | st.dictionaries(st.text("é🚀 a"), st.text("é🚀 a")).map(lambda one: json.dumps(one, ensure_ascii=False, indent=2))
+)
+@example('{"NServiceBus.TimeToBeReceived":"soon"}')
+@example('{"a":"b",}')
+@example(" { } ")
+def test_headers_are_taken_that_a_send_takes_and_no_others(headers: str) -> None:
+    taken, other = faults(batch({"headers": headers}, {"headers": None}), largest=1000).is_null().to_pylist()
+    assert (taken, other) == (is_taken(headers), True)

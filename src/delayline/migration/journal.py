@@ -34,9 +34,9 @@ from delayline.migration.source import Part
 from delayline.sql.schema import CONTENT, DUE, text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import ColumnElement, Connection, FromClause
 
     from delayline.sql.dialect import Dialect
 
@@ -97,7 +97,7 @@ class HeldPart:
     batches: int
 
 
-class Attempted(NamedTuple):
+class Begun(NamedTuple):
     """An attempt at a batch that has begun."""
 
     number: int
@@ -155,7 +155,10 @@ class Journal:
             "delayline_migration_aside",
             metadata,
             Column(*run, primary_key=True),
-            *(Column(one, BigInteger, primary_key=True, autoincrement=False) for one in ("part", "batch", "number")),
+            *(
+                Column(one, BigInteger, primary_key=True, autoincrement=False)
+                for one in ("part", "batch", "attempt", "number")
+            ),
             Column("id", CONTENT, nullable=False),
             Column("reason", text(REASON), nullable=False),
         )
@@ -227,7 +230,7 @@ class Journal:
         query = select(columns.batch).where(self._of(run, part), columns.state.in_(UNFINISHED))
         return list(connection.execute(query.order_by(columns.batch)).scalars())
 
-    def deliver(self, connection: Connection, run: str, part: int, batch: int) -> Attempted | None:
+    def deliver(self, connection: Connection, run: str, part: int, batch: int) -> Begun | None:
         """Begin an attempt at a batch and return its number, and how many rows there are; None for one that is done.
 
         Raises BackendUnavailable where the run was aborted meanwhile.
@@ -239,24 +242,23 @@ class Journal:
         changed = connection.execute(begun).rowcount
         found = connection.execute(select(columns.state, columns.attempts, columns.rows).where(mine)).one()
         if changed:
-            return Attempted(int(found.attempts), int(found.rows))
+            return Begun(int(found.attempts), int(found.rows))
         self._must_be_marked(found.state, run)
         return None
 
-    def finish(
+    def put_aside(
         self,
         connection: Connection,
         run: str,
         part: int,
         batch: int,
-        aside: Mapping[int, tuple[str, str]],
-        *,
         attempt: int,
-        mark: bool,
+        aside: Mapping[int, tuple[str, str]],
     ) -> None:
-        """Write down what was set aside of a batch, by its row's number, and mark the batch if the target has it.
+        """Write down the id and the reason of what an attempt leaves out, by its row's number.
 
-        Nothing is written where the batch is done. Raises BackendUnavailable for an attempt that is not the last one.
+        It counts if the attempt does. Nothing is written where the batch is done. Raises BackendUnavailable for an
+        attempt that is not the last one.
         """
         columns, lost = self.batches.c, self.aside.c
         mine = and_(self._of(run, part), columns.batch == batch)
@@ -266,37 +268,42 @@ class Journal:
             return
         if found.attempts != attempt:
             raise BackendUnavailable(f"another task works on batch {batch} now: this one's work does not count")
-        connection.execute(delete(self.aside).where(lost.run == run, lost.part == part, lost.batch == batch))
+        before = and_(self.asides_of(run, part), lost.batch == batch, lost.attempt == attempt)
+        connection.execute(delete(self.aside).where(before))
         rows = [
-            {"run": run, "part": part, "batch": batch, "number": number,
+            {"run": run, "part": part, "batch": batch, "attempt": attempt, "number": number,
              "id": key.encode("utf-8", "replace"), "reason": reason[:REASON]}
             for number, (key, reason) in aside.items()
         ]  # fmt: skip
         if rows:
             connection.execute(insert(self.aside), rows)
-        if mark:
-            connection.execute(update(self.batches).where(mine).values(state=BatchState.MARKED.value))
 
-    def expected(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> int:
-        """Return how many rows of these batches go to the target: all but those set aside."""
-        first, last = min(batches), max(batches)
+    def mark(self, connection: Connection, run: str, part: int, attempts: Mapping[int, int]) -> None:
+        """Mark batches that the target has for good, by the attempts that count; of others nothing was set aside.
+
+        Raises BackendUnavailable where the run was aborted meanwhile.
+        """
         columns, lost = self.batches.c, self.aside.c
-        rows = select(func.sum(columns.rows)).where(
-            self._of(run, part), columns.batch.between(first, last), columns.state.in_(UNFINISHED)
-        )
-        aside = (
-            select(func.count())
-            .select_from(self.aside)
-            .where(lost.run == run, lost.part == part, lost.batch.between(first, last))
-        )
-        return int(connection.execute(rows).scalar() or 0) - connection.execute(aside).scalar_one()
+        for attempt in set(attempts.values()):
+            batches = [batch for batch, counts in attempts.items() if counts == attempt]
+            named = and_(self._of(run, part), columns.batch.in_(batches))
+            done = update(self.batches).where(named, columns.state.in_(UNFINISHED))
+            if connection.execute(done.values(state=BatchState.MARKED.value)).rowcount < len(batches):
+                for state in connection.execute(select(columns.state).where(named)).scalars():
+                    self._must_be_marked(state, run)
+            others = and_(self.asides_of(run, part), lost.batch.in_(batches), lost.attempt != attempt)
+            connection.execute(delete(self.aside).where(others))
 
-    def mark(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> None:
-        """Mark the delivered ones among a span of batches: the target has committed them all."""
-        columns = self.batches.c
-        span = columns.batch.between(min(batches), max(batches))
-        done = update(self.batches).where(self._of(run, part), span, columns.state == BatchState.DELIVERED.value)
-        connection.execute(done.values(state=BatchState.MARKED.value))
+    def expected(self, connection: Connection, run: str, part: int, attempts: Mapping[int, int]) -> int:
+        """Return how many rows of these batches go to the target: all but those that these attempts have set aside."""
+        columns, lost = self.batches.c, self.aside.c
+        rows = select(func.sum(columns.rows)).where(self._of(run, part), columns.batch.in_(list(attempts)))
+        by_attempt = select(lost.batch, lost.attempt, func.count()).where(
+            self.asides_of(run, part), lost.batch.in_(list(attempts))
+        )
+        found = connection.execute(by_attempt.group_by(lost.batch, lost.attempt))
+        aside = sum(int(number) for batch, attempt, number in found if attempts[batch] == attempt)
+        return int(connection.execute(rows).scalar() or 0) - aside
 
     def restore(self, connection: Connection, run: str) -> None:
         """Write down that what was not done went back."""
@@ -309,7 +316,7 @@ class Journal:
         columns = self.batches.c
         query = select(columns.state, func.sum(columns.rows)).where(columns.run == run).group_by(columns.state)
         rows = {state: int(number) for state, number in connection.execute(query)}
-        aside = select(func.count()).select_from(self.aside).where(self.aside.c.run == run)
+        aside = select(func.count()).select_from(self._counted).where(self.aside.c.run == run)
         number = int(connection.execute(aside).scalar_one())
         staged, delivered, marked, restored = (rows.get(one.value, 0) for one in BatchState)
         return Progress(sum(rows.values()), staged, delivered, marked, restored, number)
@@ -317,13 +324,13 @@ class Journal:
     def reasons(self, connection: Connection, run: str) -> list[tuple[str, int]]:
         """Return why rows were set aside, the most frequent reason first."""
         reason = self.aside.c.reason
-        query = select(reason, func.count()).where(self.aside.c.run == run).group_by(reason)
+        query = select(reason, func.count()).select_from(self._counted).where(self.aside.c.run == run).group_by(reason)
         return sorted(((why, int(number)) for why, number in connection.execute(query)), key=lambda one: -one[1])
 
     def set_aside(self, connection: Connection, run: str, limit: int) -> list[tuple[str, str]]:
         """Return ids of rows that were set aside, and why."""
         columns = self.aside.c
-        query = select(columns.id, columns.reason).where(columns.run == run)
+        query = select(columns.id, columns.reason).select_from(self._counted).where(columns.run == run)
         rows = connection.execute(query.order_by(columns.part, columns.batch, columns.number).limit(limit))
         return [(bytes(key).decode(), reason) for key, reason in rows]
 
@@ -346,6 +353,14 @@ class Journal:
     def _of(self, run: str, part: int) -> ColumnElement[bool]:
         return and_(self.batches.c.run == run, self.batches.c.part == part)
 
+    @property
+    def _counted(self) -> FromClause:
+        """What was set aside by the attempts that count, or by the last one as long as none does."""
+        batches, aside = self.batches.c, self.aside.c
+        same = and_(batches.run == aside.run, batches.part == aside.part, batches.batch == aside.batch)
+        last = or_(batches.state == BatchState.MARKED.value, batches.attempts == aside.attempt)
+        return self.aside.join(self.batches, and_(same, last))
+
     def _must_be_marked(self, state: str, run: str) -> None:
         if state != BatchState.MARKED:
             raise BackendUnavailable(f"migration {run} was aborted meanwhile: this task's work does not count")
@@ -355,3 +370,8 @@ class Journal:
 
     def _time(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
         return self._dialect.from_due(kept)
+
+
+def batch_name(run: str, part: int, batch: int) -> str:
+    """Return what a target's ledger calls the batch."""
+    return f"migration {run} {part} {batch}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, case, func, null, select
 
 from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
-from delayline.migration.source import chosen
+from delayline.migration.holding import for_bulk
+from delayline.migration.source import LATEST, chosen
 from delayline.migration.taken import TakenSource, Which
 from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pyspark.sql import SparkSession
-    from sqlalchemy import ColumnElement, Connection, Table
+    from sqlalchemy import ColumnElement, Connection
 
     from delayline.migration.source import Part, TableSource
     from delayline.migration.target import Target
 
 BATCH_SIZE: Final = 1000
-#: Rows that go together, about: one job of Spark's, and one transaction where the target is a store.
+#: Rows that go together, about, as one job of Spark's.
 WAVE_ROWS: Final = 100_000
 ALL: Final = "*"
 ANY_SIZE: Final = 1 << 40
@@ -74,13 +75,12 @@ class Plan:
             "endpoints": ALL if self.endpoints is None else ", ".join(sorted(self.endpoints)),
             "cutoff": "" if self.cutoff is None else self.cutoff.isoformat(),
             "batch_size": str(self.batch_size),
-            "wave": str(max(1, WAVE_ROWS // self.batch_size)),
         }
 
     def must_match(self, kept: Mapping[str, str]) -> None:
         """Raise ConfigurationError naming each parameter that the run was begun with otherwise."""
         given = self.parameters
-        other = [name for name in given if name != "wave" and given[name] != kept.get(name, "")]
+        other = [name for name in given if given[name] != kept.get(name, "")]
         if other:
             said = "; ".join(f"{name} was {kept.get(name, '')!r}, now it is {given[name]!r}" for name in other)
             raise ConfigurationError(
@@ -201,30 +201,34 @@ def _preview(plan: Plan, part: Part, spark: SparkSession, *, bodies: bool) -> En
 
 
 def _counted(connection: Connection, plan: Plan, part: Part) -> tuple[EndpointPreview, int, int]:
+    """Return what there is of the part, how many rows no run takes, and how many the target cannot hold so long."""
     source, now = plan.source, datetime.now(UTC)
     table = source.table(part.table)
-    due, movable, mine = table.c[source.due], source.movable(part, plan.cutoff), source.owned(part)
-    rows, first, last = connection.execute(select(func.count(), func.min(due), func.max(due)).where(movable)).one()
-    overdue = _count(connection, table, movable, due < source.kept_due(now))
-    everything = _count(connection, table, source.movable(part, None))
-    outside = _count(connection, table, mine) - everything
+    due, movable = table.c[source.due], source.movable(part, plan.cutoff)
     longest = None if plan.target is None else plan.target.longest
-    too_far = 0 if longest is None else _count(connection, table, movable, due > source.kept_due(now + longest))
-    destinations: list[tuple[str | None, int]] = []
-    if source.destination is not None:
-        column = table.c[source.destination]
-        grouped = select(column, func.count()).where(movable).group_by(column)
-        destinations = sorted(
-            ((one, int(number)) for one, number in connection.execute(grouped)), key=lambda one: -one[1]
-        )
-    times = [None if one is None else source.read_due(one) for one in (first, last)]
-    shown = EndpointPreview(part.endpoint, rows, times[0], times[1], overdue, everything - rows, destinations)
-    return shown, outside, too_far
+    latest = LATEST if longest is None or longest > LATEST - now else now + longest
+    group = null() if source.destination is None else table.c[source.destination]
+    query = select(
+        group, func.count(), _number(source.movable(part, None)), _number(movable),
+        _number(and_(movable, due < source.kept_due(now))), _number(and_(movable, due > source.kept_due(latest))),
+        func.min(case((movable, due))), func.max(case((movable, due))),
+    )  # fmt: skip
+    grouped = [] if source.destination is None else [group]
+    if source.dialect.sql.name == "postgresql":  # whose settings for a statement live in transactions
+        source.dialect.begin(connection)
+    for_bulk(connection, source)
+    found = connection.execute(query.select_from(table).where(source.owned(part)).group_by(*grouped)).fetchall()
+    mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in found) for place in range(1, 6))
+    first, last = ([source.read_due(row[place]) for row in found if row[place] is not None] for place in (6, 7))
+    destinations = sorted(((row[0], int(row[3])) for row in found if row[3] and grouped), key=lambda one: -one[1])
+    shown = EndpointPreview(
+        part.endpoint, rows, min(first, default=None), max(last, default=None), overdue, everything - rows, destinations
+    )
+    return shown, mine - everything, too_far
 
 
-def _count(connection: Connection, table: Table, *conditions: ColumnElement[bool]) -> int:
-    counted: Any = connection.execute(select(func.count()).select_from(table).where(*conditions)).scalar_one()
-    return int(counted)
+def _number(condition: ColumnElement[bool]) -> ColumnElement[int]:
+    return func.count(case((condition, 1)))
 
 
 def _ask_the_target(target: Target, shown: EndpointPreview) -> None:

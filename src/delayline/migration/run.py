@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.holding import give_back, hold, make_room, remove_room
-from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState
-from delayline.migration.plan import parts_of, preview, waits
+from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState, batch_name
+from delayline.migration.plan import WAVE_ROWS, parts_of, preview, waits
 from delayline.migration.taken import TakenSource
 from delayline.migration.target import Staged
-from delayline.migration.work import STAGED, Delivery
+from delayline.migration.work import DONE, Delivery
 from delayline.spark.failures import in_plain_words
 from delayline.spark.session import parallelism
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyspark.sql import SparkSession
     from sqlalchemy import Connection
@@ -119,7 +119,7 @@ class Migration:
             if run.state is RunState.PREPARING:
                 return self._give_up(run)
             for part in self._read(partial(self._journal.list_parts, run=run.name)):
-                self._settle(run, part)
+                self._settle(run, part, close=True)
             self._write(lambda connection: self._end(connection, run, RunState.ABORTED))
             return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
 
@@ -148,51 +148,57 @@ class Migration:
         began = datetime.now(UTC)
         for part in self._read(partial(self._journal.list_parts, run=run.name)):
             self._settle(run, part)
-            for wave, batches in self._waves(run, part):
+            at_once = max(1, WAVE_ROWS // self.plan.batch_size)
+            unfinished = self._unfinished(run, part)
+            for first in range(0, len(unfinished), at_once):
                 self._tell(run)
-                self._deliver(run, target, part, wave, batches, spark)
+                self._deliver(run, target, part, unfinished[first : first + at_once], spark)
         self._tell(run)
         self._write(lambda connection: self._end(connection, run, RunState.COMPLETED))
         seconds = (datetime.now(UTC) - began).total_seconds()
         return self._outcome(run.name, RunState.COMPLETED, seconds, left=self._source.put_back())
 
-    def _waves(self, run: Run, part: HeldPart) -> Iterator[tuple[int, list[int]]]:
-        """Yield the batches to go, in the waves that they were in from the beginning."""
-        size = int(run.parameters["wave"])
-        waves: dict[int, list[int]] = {}
-        for batch in self._read(partial(self._journal.unfinished, run=run.name, part=part.number)):
-            waves.setdefault(batch // size, []).append(batch)
-        yield from waves.items()
+    def _unfinished(self, run: Run, part: HeldPart) -> list[int]:
+        return self._read(partial(self._journal.unfinished, run=run.name, part=part.number))
 
-    def _settle(self, run: Run, part: HeldPart) -> None:
-        """Mark what the target has committed and the source does not know of yet."""
+    def _settle(self, run: Run, part: HeldPart, *, close: bool = False) -> None:
+        """Mark what the target has committed and the source does not know of yet.
+
+        close: and let nobody commit the rest, as a task could that has outlived its driver.
+        """
+        names = {batch_name(run.name, part.number, batch): batch for batch in self._unfinished(run, part)}
         target = self.plan.target
-        for wave, batches in self._waves(run, part):
-            if target is not None and target.committed(part.target, _wave_name(run, part, wave)):
-                self._write(partial(self._journal.mark, run=run.name, part=part.number, batches=batches))
+        if target is None or not names:
+            return
+        if close:
+            target.close(part.target, list(names))
+        there = target.committed(part.target, list(names))
+        if there:
+            attempts = {names[name]: attempt for name, attempt in there.items()}
+            self._write(partial(self._journal.mark, run=run.name, part=part.number, attempts=attempts))
 
-    def _deliver(
-        self, run: Run, target: Target, part: HeldPart, number: int, batches: Sequence[int], spark: SparkSession
-    ) -> None:
+    def _deliver(self, run: Run, target: Target, part: HeldPart, batches: Sequence[int], spark: SparkSession) -> None:
         wave = target.begin(part.target)
         delivery = Delivery(self._source, wave, run.name, part)
         try:
             with in_plain_words():
                 partitions = min(len(batches), parallelism(spark))
                 numbers = _numbers(spark, batches, partitions)
-                found = numbers.mapInArrow(delivery.deliver, STAGED).toArrow().column(0).to_pylist()
-            staged = [Staged.of(text) for text in found]
+                done = numbers.mapInArrow(delivery.deliver, DONE).toArrow().to_pylist()
             if not wave.confirms:
-                self._must_add_up(run, part, batches, staged)
-                wave.commit(_wave_name(run, part, number), staged)
+                staged = [Staged.of(one["staged"]) for one in done if one["staged"] is not None]
+                attempts = {one["batch"]: one["attempt"] for one in done if one["batch"] is not None}
+                self._must_add_up(run, part, attempts, staged)
+                named = {batch_name(run.name, part.number, batch): attempt for batch, attempt in attempts.items()}
+                wave.commit(staged, named)
+                self._write(partial(self._journal.mark, run=run.name, part=part.number, attempts=attempts))
         except BaseException:
             with contextlib.suppress(Exception):
                 wave.discard()
             raise
-        self._write(partial(self._journal.mark, run=run.name, part=part.number, batches=batches))
 
-    def _must_add_up(self, run: Run, part: HeldPart, batches: Sequence[int], staged: Sequence[Staged]) -> None:
-        expected = self._read(partial(self._journal.expected, run=run.name, part=part.number, batches=batches))
+    def _must_add_up(self, run: Run, part: HeldPart, attempts: Mapping[int, int], staged: Sequence[Staged]) -> None:
+        expected = self._read(partial(self._journal.expected, run=run.name, part=part.number, attempts=attempts))
         rows = sum(one.rows for one in staged)
         if rows != expected:
             raise BackendUnavailable(
@@ -286,10 +292,6 @@ class Migration:
 
 def _new_name() -> str:
     return f"{datetime.now(UTC):%Y%m%d%H%M%S}_{secrets.token_hex(3)}"
-
-
-def _wave_name(run: Run, part: HeldPart, wave: int) -> str:
-    return f"migration {run.name} {part.number} {wave}"
 
 
 def _numbers(spark: SparkSession, batches: Sequence[int], partitions: int) -> Any:  # noqa: ANN401 - a DataFrame

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from delayline.sql.cold_files import ColdFile
 from delayline.sql.staging import Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from contextlib import AsyncExitStack
     from datetime import timedelta
 
@@ -42,11 +43,30 @@ class Staged(NamedTuple):
         return cls(Attempt(*attempt), [ColdFile(*one) for one in files], [Attempt(*one) for one in noted])
 
 
+class Attempted(NamedTuple):
+    """One attempt at a batch."""
+
+    name: str
+    """The batch's, for a target that keeps a ledger."""
+    number: int
+    foretell: Callable[[Mapping[int, str]], Awaitable[None]]
+    """Writes down why some messages are not taken, by position: to be awaited before the others count for good."""
+
+
+class Delivered(NamedTuple):
+    """What became of a batch."""
+
+    attempt: int
+    """The one that counts: this one, or one before of which nobody had heard."""
+    refused: Mapping[int, str] = MappingProxyType({})
+    """Why some messages were not taken, by position, as far as that was not foretold."""
+
+
 class Session(Protocol):
     """One task's way to the target."""
 
-    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Hand over the messages; return why some were not taken, by position. Any other failure is raised."""
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+        """Hand over the messages; any failure but those of single messages is raised."""
         ...
 
     async def end(self) -> Sequence[Staged]:
@@ -66,8 +86,8 @@ class Wave(Protocol):
         """Return an open session that closes with the stack."""
         ...
 
-    def commit(self, name: str, staged: Sequence[Staged]) -> None:
-        """Make what the tasks have delivered count, all of it or nothing; repeated under its name nothing happens."""
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+        """Make what these attempts have delivered count, all of it or nothing, under the names of their batches."""
         ...
 
     def discard(self) -> None:
@@ -111,6 +131,10 @@ class Target(Protocol):
         """Return a new wave for that endpoint, under the target's name for it."""
         ...
 
-    def committed(self, endpoint: str, name: str) -> bool:
-        """Tell whether a wave of that name was committed."""
+    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+        """Return which attempts count of those of the batches that were committed; none where there is no ledger."""
+        ...
+
+    def close(self, endpoint: str, names: Sequence[str]) -> None:
+        """Let no task commit these batches from now on, if that can be; those that are committed are."""
         ...

@@ -15,19 +15,20 @@ from sqlalchemy import and_, select
 
 from delayline.errors import BackendUnavailable
 from delayline.migration.holding import read_batch
-from delayline.migration.journal import Journal
+from delayline.migration.journal import Journal, batch_name
 from delayline.migration.rows import reasons_of, sound
+from delayline.migration.target import Attempted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from delayline.migration.journal import HeldPart
+    from delayline.migration.journal import Begun, HeldPart
     from delayline.migration.source import Part, TableSource
     from delayline.migration.target import Session, Staged, Wave
 
-STAGED: Final = "staged STRING"
-STAGED_SCHEMA: Final = pa.schema([("staged", pa.string())])
+DONE: Final = "staged STRING, batch BIGINT, attempt BIGINT"
+DONE_SCHEMA: Final = pa.schema([("staged", pa.string()), ("batch", pa.int64()), ("attempt", pa.int64())])
 LOOKED: Final = "reason STRING, rows BIGINT, id STRING"
 LOOKED_SCHEMA: Final = pa.schema([("reason", pa.string()), ("rows", pa.int64()), ("id", pa.string())])
 ROWS_AT_ONCE: Final = 10_000
@@ -43,54 +44,61 @@ class Delivery:
     part: HeldPart
 
     def deliver(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Deliver the batches with these numbers and yield what the driver has to commit."""
+        """Deliver the batches with these numbers; yield what the driver has to commit, and whose work that is."""
         for some in numbers:
-            staged = asyncio.run(self._deliver(some.column(0).to_pylist()))
-            yield pa.RecordBatch.from_pylist([{"staged": one.text} for one in staged], STAGED_SCHEMA)
+            staged, attempts = asyncio.run(self._deliver(some.column(0).to_pylist()))
+            rows: list[dict[str, object]] = [{"staged": one.text} for one in staged]
+            rows += [{"batch": batch, "attempt": attempt} for batch, attempt in attempts.items()]
+            yield pa.RecordBatch.from_pylist(rows, DONE_SCHEMA)
 
-    async def _deliver(self, batches: Sequence[int]) -> Sequence[Staged]:
+    async def _deliver(self, batches: Sequence[int]) -> tuple[Sequence[Staged], Mapping[int, int]]:
         database = self.source.database
         journal = Journal(database.dialect, self.source.schema)
         await database.open()
         try:
             async with contextlib.AsyncExitStack() as stack:
                 session = await self.wave.session(stack)
-                for batch in batches:
-                    await self._one(journal, session, batch)
-                return await session.end()
+                attempts = [(batch, await self._one(journal, session, batch)) for batch in batches]
+                return await session.end(), {batch: one for batch, one in attempts if one is not None}
         finally:
             await database.close()
 
-    async def _one(self, journal: Journal, session: Session, batch: int) -> None:
-        database, part = self.source.database, self.part.number
-        attempted = await database.write(partial(journal.deliver, run=self.run, part=part, batch=batch))
-        if attempted is None:
-            return
-        read = partial(read_batch, source=self.source, name=self.part.held, batch=batch)
-        found = await database.read(read)
-        if len(found) != attempted.rows:
-            raise BackendUnavailable(
-                f"{self.part.held} has {len(found)} of {attempted.rows} rows of batch {batch}: who took them?"
-            )
-        numbers = [row[0] for row in found]
-        messages = self.source.messages([row[1:] for row in found])
-        aside = await self._sent(session, messages, numbers)
-        finish = partial(journal.finish, run=self.run, part=part, batch=batch, aside=aside, attempt=attempted.number)
-        await database.write(partial(finish, mark=self.wave.confirms))
-
-    async def _sent(
-        self, session: Session, messages: pa.RecordBatch, numbers: Sequence[int]
-    ) -> Mapping[int, tuple[str, str]]:
-        """Hand over the messages that are sound; return the id and the reason of each other, by its row's number."""
+    async def _one(self, journal: Journal, session: Session, batch: int) -> int | None:
+        """Deliver a batch and return the attempt that counts; None for one that is done."""
+        write, run, part = self.source.database.write, self.run, self.part.number
+        begun = await write(partial(journal.deliver, run=run, part=part, batch=batch))
+        if begun is None:
+            return None
+        numbers, messages = await self._read(batch, begun)
         reasons = reasons_of(messages, largest=self.wave.largest_message)
-        going = sound(messages, reasons)
-        places = [place for place, reason in enumerate(reasons.to_pylist()) if reason is None]
-        aside = {place: reason for place, reason in enumerate(reasons.to_pylist()) if reason is not None}
-        if going.num_rows:
-            refused = await session.deliver(going)
-            aside |= {places[position]: reason for position, reason in refused.items()}
-        ids = messages.column("id")
-        return {numbers[place]: (ids[place].as_py() or "", reason) for place, reason in aside.items()}
+        known = {place: reason for place, reason in enumerate(reasons.to_pylist()) if reason is not None}
+        places = [place for place in range(messages.num_rows) if place not in known]
+        put_aside = partial(journal.put_aside, run=run, part=part, batch=batch, attempt=begun.number)
+
+        async def foretell(refused: Mapping[int, str]) -> None:
+            if not known and not refused:
+                return
+            ids, every = messages.column("id"), known | {places[at]: reason for at, reason in refused.items()}
+            aside = {numbers[place]: (ids[place].as_py() or "", reason) for place, reason in every.items()}
+            await write(partial(put_aside, aside=aside))
+
+        attempt = Attempted(batch_name(run, part, batch), begun.number, foretell)
+        await foretell({})
+        counts, refused = await session.deliver(sound(messages, reasons), attempt)
+        if refused:
+            await foretell(refused)
+        if self.wave.confirms:
+            await write(partial(journal.mark, run=run, part=part, attempts={batch: counts}))
+        return counts
+
+    async def _read(self, batch: int, begun: Begun) -> tuple[Sequence[int], pa.RecordBatch]:
+        read = partial(read_batch, source=self.source, name=self.part.held, batch=batch)
+        found = await self.source.database.read(read)
+        if len(found) != begun.rows:
+            raise BackendUnavailable(
+                f"{self.part.held} has {len(found)} of {begun.rows} rows of batch {batch}: who took them?"
+            )
+        return [row[0] for row in found], self.source.messages([row[1:] for row in found])
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,6 @@ class LevelsSession:
             refused[positions[index]] = str(failure)
         return refused
 
-    async def end(self) -> tuple[()]:
-        """Return nothing for a driver to commit: it is all there."""
-        return ()
-
     def _publication(
         self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None
     ) -> Publication:

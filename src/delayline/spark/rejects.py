@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.errors import InvalidMessage
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers
 from delayline.outgoing import check_headers
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ EARLIEST: Final = -62_135_596_800_000_000
 LATEST: Final = 253_402_300_799_999_999
 BEYOND_LEVELS: Final = "due lies further away than delay levels reach, 3106 days: give a store for those"
 SHOWN: Final = 80  # characters of a value in a reason
+SPACE: Final = r"[ \t\r\n]*"
+TEXT: Final = r'"[^"\\\x00-\x1f]{}"'
+PAIR: Final = SPACE.join(["", TEXT.format("+"), ":", TEXT.format("*"), ""])
+#: A JSON object of texts without escapes: what nearly all headers are.
+PLAIN_HEADERS: Final = rf"^{SPACE}\{{({PAIR}(,{PAIR})*|{SPACE})\}}{SPACE}$"
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,15 @@ def _name_faults(what: str, names: pa.Array, longest: int) -> Iterable[tuple[pa.
 
 
 def _header_faults(headers: pa.Array) -> pa.Array:
-    """Look once at each value that there is: bulk messages share theirs."""
-    encoded = headers.dictionary_encode()
+    """Look once at each value that there is and that is not plainly right: bulk messages share theirs."""
+    looks_right = pc.and_not(
+        pc.match_substring_regex(headers, PLAIN_HEADERS),
+        pc.match_substring_regex(headers, re.escape(Headers.TIME_TO_BE_RECEIVED)),
+    )
+    others = pc.invert(pc.fill_null(looks_right, True))
+    encoded = headers.filter(others).dictionary_encode()
     reasons = pa.array([_header_fault(text) for text in encoded.dictionary.to_pylist()], pa.string())
-    return reasons.take(encoded.indices)
+    return pc.replace_with_mask(pa.nulls(len(headers), pa.string()), others, reasons.take(encoded.indices))
 
 
 @lru_cache(maxsize=4096)

@@ -7,18 +7,25 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import BigInteger, Column, MetaData, Table, inspect, select, update
+from sqlalchemy.schema import CreateTable
 
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.sql.schema import DUE, text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from sqlalchemy import Connection
 
     from delayline.sql.dialect import Dialect
 
 #: The number of a batch before the first one.
 NONE_YET: Final = -1
+#: In place of an attempt: there may be none any more.
+CLOSED: Final = 0
+#: Names that are asked for in one statement.
+AT_ONCE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,8 @@ def runs_table(schema: str | None = None) -> Table:
         "delayline_spark_runs",
         MetaData(schema=schema),
         Column("run", text(MAXIMUM_ID_LENGTH), primary_key=True),
-        Column("batch", BigInteger, nullable=False),  # of a stream the last one; of a job 0
+        # Of a stream the last one; of a job 0; of a batch that is a run of its own, which attempt has committed it.
+        Column("batch", BigInteger, nullable=False),
         Column("stored", BigInteger, nullable=False),
         Column("duplicates", BigInteger, nullable=False),
         Column("rejected", BigInteger, nullable=False),
@@ -55,17 +63,45 @@ class Runs:
         self._dialect = dialect
         self.table = runs_table(schema)
 
+    def create(self, connection: Connection) -> None:
+        """Make the table, unless it is there."""
+        if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
+            self._dialect.make(connection, CreateTable(self.table))
+
     def begin(self, connection: Connection, run: str, batch: int = 0) -> Committed | None:
         """Take the run for this transaction; return what it has committed, None where this batch is new.
 
         Waits for another transaction that has the run, and then sees what that one did.
         """
+        last, committed = self._taken(connection, run)
+        return None if last < batch else committed
+
+    def begin_attempt(self, connection: Connection, run: str) -> int | None:
+        """Take a batch that is a run of its own, as `begin` does; return whose attempt has committed it, or CLOSED."""
+        last, _ = self._taken(connection, run)
+        return None if last == NONE_YET else last
+
+    def attempts(self, connection: Connection, runs: Sequence[str]) -> dict[str, int]:
+        """Return which attempts have committed those of the batches that any has."""
         columns = self.table.c
-        nothing = {"run": run, "batch": NONE_YET, "stored": 0, "duplicates": 0, "rejected": 0, "finished": None}
-        connection.execute(self._dialect.insert_new(self.table, "run").values(nothing))
-        query = select(columns.batch, columns.stored, columns.duplicates, columns.rejected)
-        found = connection.execute(query.where(columns.run == run).with_for_update()).one()
-        return None if found.batch < batch else Committed(*found[1:], repeated=True)
+        if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
+            return {}
+        found: dict[str, int] = {}
+        for first in range(0, len(runs), AT_ONCE):
+            named = columns.run.in_(runs[first : first + AT_ONCE])
+            rows = connection.execute(select(columns.run, columns.batch).where(named, columns.batch > CLOSED))
+            found |= {run: int(attempt) for run, attempt in rows}
+        return found
+
+    def add(self, connection: Connection, attempts: Mapping[str, int]) -> None:
+        """Write down which attempts at batches the transaction commits, or CLOSED; what is there already stays."""
+        now = connection.execute(select(self._dialect.in_seconds(0))).scalar_one()
+        rows = [
+            {"run": run, "batch": attempt, "stored": 0, "duplicates": 0, "rejected": 0, "finished": now}
+            for run, attempt in attempts.items()
+        ]
+        if rows:
+            connection.execute(self._dialect.insert_new(self.table, "run"), rows)
 
     def end(self, connection: Connection, run: str, batch: int, committed: Committed) -> None:
         """Write down what the transaction has done."""
@@ -82,6 +118,14 @@ class Runs:
         query = select(columns.stored, columns.duplicates, columns.rejected)
         found = connection.execute(query.where(columns.run == run, columns.batch >= batch)).first()
         return None if found is None else Committed(*found)
+
+    def _taken(self, connection: Connection, run: str) -> tuple[int, Committed]:
+        columns = self.table.c
+        nothing = {"run": run, "batch": NONE_YET, "stored": 0, "duplicates": 0, "rejected": 0, "finished": None}
+        connection.execute(self._dialect.insert_new(self.table, "run").values(nothing))
+        query = select(columns.batch, columns.stored, columns.duplicates, columns.rejected)
+        found = connection.execute(query.where(columns.run == run).with_for_update()).one()
+        return found.batch, Committed(*found[1:], repeated=True)
 
 
 def check_run(run: str) -> str:

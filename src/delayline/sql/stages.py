@@ -39,6 +39,11 @@ def stage_in(database: Database, store: Table, name: str) -> Stage:
     raise ConfigurationError(f"bulk jobs cannot write to {database.dialect} yet: use PostgreSQL, MariaDB or SQLite")
 
 
+def breaks_a_key(error: BaseException) -> bool:
+    """Tell whether the driver's error says that a row has a key that another has."""
+    return "IntegrityError" in {kind.__name__ for kind in type(error).__mro__}
+
+
 def doubled_id(connection: Connection, staged: Table, stored: Table) -> str:
     """Return an id that is staged twice, or staged and stored."""
     both = select(staged.c.id).join(stored, stored.c.id == staged.c.id).limit(1)

@@ -15,8 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, inspect, select
-from sqlalchemy.schema import CreateTable
+from sqlalchemy import BigInteger, Column, MetaData, Table, select
 
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
@@ -25,7 +24,7 @@ from delayline.sql.database import Database
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.runs import Committed, Runs, check_run
 from delayline.sql.schema import CONTENT, DUE, queue_tables, text
-from delayline.sql.stages import doubled_id, stage_in
+from delayline.sql.stages import breaks_a_key, doubled_id, stage_in
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -84,6 +83,10 @@ class Stage(Protocol):
         """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
         ...
 
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
+        ...
+
     def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
         """Delete the rows of the attempts, and of those with a number below `before`."""
         ...
@@ -140,7 +143,7 @@ class Staging:
             for batch in batches:
                 if batch.num_rows:
                     rows += batch.num_rows
-                    first = _earliest(batch)
+                    first = earliest_due(batch)
                     earliest = first if earliest is None else min(first, earliest)
                     yield batch
 
@@ -239,9 +242,7 @@ class Staging:
     def _make(self, connection: Connection) -> None:
         dialect = self._database.dialect
         with dialect.setting_up(connection):
-            ledger = self._runs.table
-            if not inspect(connection).has_table(ledger.name, schema=ledger.schema):
-                dialect.make(connection, CreateTable(ledger))
+            self._runs.create(connection)
             self._stage.create(connection)
 
     def _left_over(self, connection: Connection) -> list[str]:
@@ -313,7 +314,7 @@ class Staging:
         try:
             stored = self._stage.move(connection, numbers, on_conflict)
         except dialect.errors as error:
-            if "IntegrityError" not in {kind.__name__ for kind in type(error).__mro__}:
+            if not breaks_a_key(error):
                 raise
             dialect.roll_back_to_savepoint(connection)
             doubled = doubled_id(connection, self._stage.table, self._store_table)
@@ -339,7 +340,8 @@ def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = 
     )
 
 
-def _earliest(batch: pa.RecordBatch) -> int:
+def earliest_due(batch: pa.RecordBatch) -> int:
+    """Return the first due time of the rows, in microseconds since 1970."""
     import pyarrow.compute as pc
     from pyarrow import int64, timestamp
 

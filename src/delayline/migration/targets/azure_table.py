@@ -20,6 +20,7 @@ from delayline.azure.transport import AzureStorageQueueTransport
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
+from delayline.migration.target import Delivered
 from delayline.migration.targets.sql_store import TAKEN, UNKNOWN
 from delayline.sql.staging import blocking
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from delayline.azure.rows import Row
-    from delayline.migration.target import Staged
+    from delayline.migration.target import Attempted, Staged
 
 COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
 
@@ -105,10 +106,13 @@ class AzureTable:
         """Return a wave; nothing is staged."""
         return AzureWave(self, endpoint)
 
-    def committed(self, endpoint: str, name: str) -> bool:
-        """Return False: batches are marked one by one as Azure has them."""
-        del endpoint, name
-        return False
+    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+        """Return nothing: batches are marked one by one as Azure has them."""
+        del endpoint, names
+        return {}
+
+    def close(self, endpoint: str, names: Sequence[str]) -> None:
+        """Do nothing: there is no ledger of batches."""
 
     @asynccontextmanager
     async def opened(self, endpoint: str) -> AsyncIterator[tuple[AzureAccount, Table]]:
@@ -166,7 +170,7 @@ class AzureWave:
         account, table = await stack.enter_async_context(self._target.opened(self._endpoint))
         return AzureSession(table, Queues(account))
 
-    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         """Do nothing: Azure has every row."""
 
     def discard(self) -> None:
@@ -181,7 +185,7 @@ class AzureSession:
         self._places = Places(table)
         self._queues = queues
 
-    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Write each message under its key; one that is there already, from an attempt before, is written over."""
         refused: dict[int, str] = {}
         rows: dict[int, Row] = {}
@@ -202,7 +206,7 @@ class AzureSession:
         wanted = await self._places.take(list(rows.values()))
         refused |= {position: TAKEN for position, take in zip(rows, wanted, strict=True) if not take}
         await self._table.put_each([to_entity(row) for row, take in zip(rows.values(), wanted, strict=True) if take])
-        return refused
+        return Delivered(attempt.number, refused)
 
     async def end(self) -> tuple[()]:
         """Return nothing for a driver to commit: it is all there."""

@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 
 from delayline.checks import time_span
 from delayline.clock import to_microseconds
-from delayline.migration.target import Staged
-from delayline.migration.targets.sql_store import TAKEN, SqlStore, StoreSession, StoreWave
+from delayline.migration.target import Delivered, Staged
+from delayline.migration.targets.sql_store import SUFFIX, TAKEN, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, must_be_quick, note
 from delayline.spark.rejects import INSTANT
 from delayline.sql.cold_folder import ColdFolder, HourWriter, without_secrets
-from delayline.sql.staging import OnConflict
+from delayline.sql.staging import OnConflict, Staging
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection, Table
 
+    from delayline.migration.target import Attempted
+    from delayline.sql.batches_once import BatchesOnce
     from delayline.sql.cold_files import ColdFile
     from delayline.sql.database import Database
-    from delayline.sql.staging import Staging
 
+#: What a task keeps in memory before it is written.
+STAGED_AT_ONCE: Final = 16 * 1024 * 1024
 LATEST: Final = datetime.max.replace(tzinfo=UTC)
 
 
@@ -62,14 +65,14 @@ class ColdTierStore(SqlStore):
 
     def begin(self, endpoint: str) -> TiersWave:
         """Return a new wave, with a staging area of its own."""
-        tier, staging = self.tier(endpoint), self._staging(endpoint)
+        tier, staging = self.tier(endpoint), Staging(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
         folder = tier.create()
         staging.create()
         now = staging.now()
         far_from = now + self.hot_horizon if self.hot_horizon < LATEST - now else LATEST
         return TiersWave(
-            staging, self.queues(), self.options(endpoint), folder, to_microseconds(far_from), self._ours,
-            journaled=tier.journaled,
+            self.batches(endpoint), self.queues(), staging, self.options(endpoint), folder, to_microseconds(far_from),
+            self._ours, journaled=tier.journaled,
         )  # fmt: skip
 
     def tier(self, endpoint: str) -> ColdTier:
@@ -77,16 +80,19 @@ class ColdTierStore(SqlStore):
         return ColdTier(self.options(endpoint), self.folder.path)
 
 
-class TiersWave(StoreWave):
-    """Batches of one endpoint on their way into both tiers of its store.
+class TiersWave:
+    """Batches of one endpoint on their way into both tiers of its store: tasks stage, the driver commits.
 
     ours: the names of files that waves before have written: no id comes twice from one source.
     """
 
+    confirms = False
+
     def __init__(
         self,
-        staging: Staging,
+        batches: BatchesOnce,
         queues: frozenset[str] | None,
+        staging: Staging,
         options: Mapping[str, str],
         folder: ColdFolder,
         far_from: int,
@@ -94,7 +100,10 @@ class TiersWave(StoreWave):
         *,
         journaled: bool,
     ) -> None:
-        super().__init__(staging, queues)
+        self.batches = batches
+        self.queues = queues
+        self.largest_message = staging.largest_message
+        self._staging = staging
         self._options = options
         self._folder = folder
         self._far_from = far_from
@@ -107,11 +116,11 @@ class TiersWave(StoreWave):
         """The cold tier."""
         return ColdTier(self._options, self._folder.path)
 
-    async def session(self, stack: AsyncExitStack) -> StoreSession:
+    async def session(self, stack: AsyncExitStack) -> TiersSession:
         """Return a session that knows which ids the files have."""
         files, dead = self.tier.held()
         held = HeldIds(self._folder, [one for one in files if one.name not in self._ours], dead)
-        return TiersSession(self, await self.connected(stack), held)
+        return TiersSession(self, await self.batches.opened(stack), held)
 
     def stage(self, batches: Sequence[pa.RecordBatch]) -> Staged:
         """Stage what is near and write what is far, in a task: files exist once a transaction says so."""
@@ -121,41 +130,70 @@ class TiersWave(StoreWave):
         for batch in rows.filter(far).to_batches():
             writer.write(batch)
         files = writer.close()
-        attempt = self.staging.write(rows.filter(pc.invert(far)).to_batches())
-        noted = [note(self.staging, self._folder, files)] if self._journaled and files else []
+        attempt = self._staging.write(rows.filter(pc.invert(far)).to_batches())
+        noted = [note(self._staging, self._folder, files)] if self._journaled and files else []
         return Staged(attempt, files, noted)
 
-    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         """Move what is near into the store and let the files exist, in one transaction with its ledger."""
         files = [file for one in staged for file in one.files]
-        self.staging.commit(
+        self._staging.commit(
             [one.attempt for one in staged],
             on_conflict=OnConflict.FAIL,
-            run=name,
-            along=partial(self._register, files=files),
+            along=partial(self._register, files=files, attempts=attempts),
             elsewhere=[noted for one in staged for noted in one.noted],
         )
         self._ours.update(one.name for one in files)
 
-    def _register(self, connection: Connection, staged: Table, *, files: Sequence[ColdFile]) -> None:
+    def discard(self) -> None:
+        """Remove the staging area."""
+        self._staging.discard()
+
+    def _register(
+        self, connection: Connection, staged: Table, *, files: Sequence[ColdFile], attempts: Mapping[str, int]
+    ) -> None:
         del staged
         must_be_quick(self._began)
         self.tier.catalog.register(connection, files)
+        self.batches.add(connection, attempts)
 
 
 class TiersSession(StoreSession):
-    """A session that looks for ids in both tiers."""
+    """Collects a task's messages whose ids are in neither tier, and stages them some at a time."""
 
     def __init__(self, wave: TiersWave, database: Database, held: HeldIds) -> None:
         super().__init__(wave, database)
+        self._tiers = wave
         self._held = held
+        self._waiting: list[pa.RecordBatch] = []
+        self._staged: list[Staged] = []
 
-    async def refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Return why some of the messages cannot go into either tier, by position."""
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+        """Collect what can go; it counts when the driver has committed it."""
+        refused = {**await self.taken(messages), **self.nowhere(messages)}
+        kept = without(messages, refused)
+        if kept.num_rows:
+            self._waiting.append(kept)
+        if sum(batch.nbytes for batch in self._waiting) > STAGED_AT_ONCE:
+            self._stage()
+        return Delivered(attempt.number, refused)
+
+    async def taken(self, messages: pa.RecordBatch) -> dict[int, str]:
+        """Return which of the messages have an id that waits in either tier, or that came before, by position."""
         ids = messages.column("id")
         held = self._held.among(ids)
         cold = {at: TAKEN for at, one in enumerate(ids.to_pylist()) if one in held} if held else {}
-        return {**cold, **await super().refused(messages)}
+        return {**cold, **await super().taken(messages)}
+
+    async def end(self) -> Sequence[Staged]:
+        """Stage the rest."""
+        self._stage()
+        return self._staged
+
+    def _stage(self) -> None:
+        if self._waiting:
+            self._staged.append(self._tiers.stage(self._waiting))
+            self._waiting = []
 
 
 class HeldIds:

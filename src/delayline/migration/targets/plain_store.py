@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
+from delayline.migration.target import Delivered
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, UNKNOWN, SqlStore
 from delayline.sql.database import Database
 from delayline.sql.store import SqlDelayedMessageStore
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from delayline.migration.target import Staged
+    from delayline.migration.target import Attempted, Staged
 
 #: Ids that the store is asked for in one statement; SQL Server takes 2100 parameters.
 ASKED_AT_ONCE: Final = 1000
@@ -40,10 +41,13 @@ class PlainStore(SqlStore):
         """Return a wave; nothing is staged."""
         return PlainWave(self, endpoint)
 
-    def committed(self, endpoint: str, name: str) -> bool:
-        """Return False: batches are marked one by one as the database has them."""
-        del endpoint, name
-        return False
+    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+        """Return nothing: batches are marked one by one as the database has them."""
+        del endpoint, names
+        return {}
+
+    def close(self, endpoint: str, names: Sequence[str]) -> None:
+        """Do nothing: there is no ledger of batches."""
 
 
 class PlainWave:
@@ -75,7 +79,7 @@ class PlainWave:
                 found |= {one: (destination, due) for one, destination, due in rows}
         return found
 
-    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         """Do nothing: each batch has its own transaction."""
 
     def discard(self) -> None:
@@ -90,7 +94,7 @@ class PlainSession:
         self._store = store
         self._dialect = Database.at(wave.url).dialect
 
-    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Store the messages; one that waits there as it is, from an attempt before, is not stored twice."""
         refused: dict[int, str] = {}
         sound: dict[int, DelayedMessage] = {}
@@ -105,7 +109,7 @@ class PlainSession:
             except (InvalidMessage, InvalidDueTime) as error:
                 refused[position] = str(error)
         refused |= await self._stored(sound)
-        return refused | self._taken(sound)
+        return Delivered(attempt.number, refused | self._taken(sound))
 
     def _taken(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
         """Return which ids wait there for another message: storing has left that one as it was."""

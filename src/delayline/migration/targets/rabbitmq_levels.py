@@ -5,15 +5,17 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
+from delayline.migration.target import Delivered
 from delayline.spark.levels import ANY_SIZE, LONGEST, BrokerLevels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AsyncExitStack
 
+    import pyarrow as pa
     from pyspark.sql import SparkSession
 
-    from delayline.migration.target import Staged
+    from delayline.migration.target import Attempted, Staged
     from delayline.spark.levels import LevelsSession
 
 
@@ -44,10 +46,13 @@ class RabbitmqLevels(BrokerLevels):
         del endpoint
         return LevelsWave(self)
 
-    def committed(self, endpoint: str, name: str) -> bool:
-        """Return False: batches are marked one by one as the broker confirms them."""
-        del endpoint, name
-        return False
+    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+        """Return nothing: batches are marked one by one as the broker confirms them."""
+        del endpoint, names
+        return {}
+
+    def close(self, endpoint: str, names: Sequence[str]) -> None:
+        """Do nothing: the broker knows no batches."""
 
 
 class LevelsWave:
@@ -59,12 +64,27 @@ class LevelsWave:
     def __init__(self, levels: BrokerLevels) -> None:
         self._levels = levels
 
-    async def session(self, stack: AsyncExitStack) -> LevelsSession:
+    async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
         """Connect."""
-        return await self._levels.session(stack)
+        return ConfirmedSession(await self._levels.session(stack))
 
-    def commit(self, name: str, staged: Sequence[Staged]) -> None:
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         """Do nothing: the broker has confirmed every message."""
 
     def discard(self) -> None:
         """Do nothing: what the broker has confirmed stays."""
+
+
+class ConfirmedSession:
+    """One task's connection to the broker."""
+
+    def __init__(self, session: LevelsSession) -> None:
+        self._session = session
+
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+        """Publish the messages; returns once the broker has confirmed them."""
+        return Delivered(attempt.number, await self._session.deliver(messages))
+
+    async def end(self) -> tuple[()]:
+        """Return nothing for a driver to commit: it is all there."""
+        return ()

@@ -1,23 +1,25 @@
-"""delayline's SQL stores: tasks stage, the driver commits a wave in one transaction, once."""
+"""delayline's SQL stores: a task commits each batch in a transaction with its name, so that it counts once."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from sqlalchemy import inspect, select
 
-from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING
-from delayline.migration.target import Staged
+from delayline.migration.target import Delivered
 from delayline.spark.cold_tier import ColdTier, waiting_in
 from delayline.spark.session import in_this_thread, parallelism
 from delayline.sql import setup
+from delayline.sql.batches_once import BatchesOnce, IdTaken
 from delayline.sql.database import Database
 from delayline.sql.prepared import Prepared
+from delayline.sql.runs import CLOSED
 from delayline.sql.schema import queue_tables
-from delayline.sql.staging import OnConflict, Staging, blocking
+from delayline.sql.staging import blocking
 from delayline.sql.store import MICROSECOND
 from delayline.sql.timeout_tables import table_prefix
 
@@ -29,11 +31,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
-    from delayline.migration.target import Wave
+    from delayline.migration.target import Attempted, Staged, Wave
 
 SUFFIX: Final = ".timeouts"
-#: What a task keeps in memory before it is written.
-STAGED_AT_ONCE: Final = 16 * 1024 * 1024
 TAKEN: Final = "a message with this id waits in the target's store already: cancel one of the two"
 UNKNOWN: Final = "there is no queue {!r} at the target: start its endpoint once, or run delayline setup --queue NAME"
 
@@ -90,17 +90,22 @@ class SqlStore:
         return None
 
     def begin(self, endpoint: str) -> Wave:
-        """Return a new wave, with a staging area of its own."""
-        staging = self._staging(endpoint)
-        staging.create()
-        return StoreWave(staging, self.queues())
+        """Return a new wave; nothing is staged."""
+        batches = self.batches(endpoint)
+        batches.create()
+        return StoreWave(batches, self.queues(), self.largest_message)
 
-    def committed(self, endpoint: str, name: str) -> bool:
-        """Tell whether the ledger has that wave."""
-        return self._staging(endpoint).committed(name) is not None
+    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+        """Return which attempts the store's ledger has."""
+        return self.batches(endpoint).committed(names)
 
-    def _staging(self, endpoint: str) -> Staging:
-        return Staging(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
+    def close(self, endpoint: str, names: Sequence[str]) -> None:
+        """Close the batches in the store's ledger."""
+        self.batches(endpoint).close(names)
+
+    def batches(self, endpoint: str) -> BatchesOnce:
+        """Return the way into the endpoint's store."""
+        return BatchesOnce(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
 
     def _named(self, connection: Connection, name: str) -> str:
         dialect = self._database.dialect
@@ -125,76 +130,80 @@ class SqlStore:
 class StoreWave:
     """Batches of one endpoint on their way into its store."""
 
-    confirms = False
+    confirms = True
 
-    def __init__(self, staging: Staging, queues: frozenset[str] | None) -> None:
-        self.staging = staging
+    def __init__(self, batches: BatchesOnce, queues: frozenset[str] | None, largest_message: int) -> None:
+        self.batches = batches
         self.queues = queues
-        self.largest_message = staging.largest_message
-
-    def stage(self, batches: Sequence[pa.RecordBatch]) -> Staged:
-        """Stage messages, in a task."""
-        return Staged(self.staging.write(batches))
+        self.largest_message = largest_message
 
     async def session(self, stack: AsyncExitStack) -> StoreSession:
         """Connect."""
-        return StoreSession(self, await self.connected(stack))
+        return StoreSession(self, await self.batches.opened(stack))
 
-    async def connected(self, stack: AsyncExitStack) -> Database:
-        """Return the open database, which closes with the stack."""
-        database = Database.at(self.staging.url)
-        await database.open()
-        stack.push_async_callback(database.close)
-        return database
-
-    def commit(self, name: str, staged: Sequence[Staged]) -> None:
-        """Move what the tasks have staged into the store, in one transaction with its ledger."""
-        self.staging.commit([one.attempt for one in staged], on_conflict=OnConflict.FAIL, run=name)
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+        """Do nothing: each batch has its own transaction."""
 
     def discard(self) -> None:
-        """Remove the staging area."""
-        self.staging.discard()
+        """Do nothing: what the database has stays."""
+
+
+class InStore(Protocol):
+    """What a session wants to know of its wave."""
+
+    batches: BatchesOnce
+    queues: frozenset[str] | None
 
 
 class StoreSession:
-    """Collects a task's messages, and stages them some at a time."""
+    """One task's connection to the store."""
 
-    def __init__(self, wave: StoreWave, database: Database) -> None:
+    def __init__(self, wave: InStore, database: Database) -> None:
         self._wave = wave
         self._database = database
-        staging, dialect = wave.staging, database.dialect
-        table = dialect.timeouts_table(dialect.kept_name(staging.table_name), dialect.schema_of(staging.schema))
-        there = select(table.c.id).where(dialect.one_of(table.c.id, "keys"))
-        self._there = Prepared(there, dialect.sql, ["keys"])
-        self._waiting: list[pa.RecordBatch] = []
-        self._staged: list[Staged] = []
+        ids, dialect = wave.batches.table.c.id, database.dialect
+        self._there = Prepared(select(ids).where(dialect.one_of(ids, "keys")), dialect.sql, ["keys"])
 
-    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Stage the messages whose destinations have a queue, and whose ids do not wait there already."""
-        refused = await self.refused(messages)
-        kept = messages if not refused else messages.filter([n not in refused for n in range(messages.num_rows)])
-        if kept.num_rows:
-            self._waiting.append(kept)
-        if sum(batch.nbytes for batch in self._waiting) > STAGED_AT_ONCE:
-            self._stage()
-        return refused
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+        """Store what can be; ids are looked for where storing meets one that waits there already."""
+        refused = self.nowhere(messages)
+        for last in (False, True):
+            if refused:
+                await attempt.foretell(refused)
+            try:
+                counts = await self._wave.batches.store(attempt.name, attempt.number, without(messages, refused))
+            except IdTaken:
+                if last:
+                    break
+                refused = {**await self.taken(messages), **refused}
+                continue
+            if counts == CLOSED:
+                raise BackendUnavailable("the migration was aborted meanwhile: this task's work does not count")
+            return Delivered(counts)
+        raise BackendUnavailable(
+            f"others schedule the same messages at {self._database.dialect}: stop them, and resume"
+        )
 
     async def end(self) -> Sequence[Staged]:
-        """Stage the rest."""
-        self._stage()
-        return self._staged
+        """Return nothing for a driver to commit: it is all there."""
+        return ()
 
-    async def refused(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Return why some of the messages cannot go into the store, by position."""
-        ids, known = messages.column("id").to_pylist(), self._wave.queues
+    def nowhere(self, messages: pa.RecordBatch) -> dict[int, str]:
+        """Return which of the messages go to a queue that is not there, by position."""
+        known = self._wave.queues
+        if known is None:
+            return {}
+        destinations = messages.column("destination").to_pylist()
+        return {at: UNKNOWN.format(one) for at, one in enumerate(destinations) if one not in known}
+
+    async def taken(self, messages: pa.RecordBatch) -> dict[int, str]:
+        """Return which of the messages have an id that waits in the store, or that came before, by position."""
+        ids = messages.column("id").to_pylist()
         waiting = {row[0] for row in await self._database.read(partial(self._there.rows_each, keys=ids))}
-        refused = {at: TAKEN for at, one in enumerate(ids) if one in waiting}
-        if known is not None:
-            destinations = messages.column("destination").to_pylist()
-            refused |= {at: UNKNOWN.format(one) for at, one in enumerate(destinations) if one not in known}
-        return refused
+        first = {one: at for at, one in reversed(list(enumerate(ids)))}
+        return {at: TAKEN for at, one in enumerate(ids) if one in waiting or first[one] < at}
 
-    def _stage(self) -> None:
-        if self._waiting:
-            self._staged.append(self._wave.stage(self._waiting))
-            self._waiting = []
+
+def without(messages: pa.RecordBatch, refused: Mapping[int, str]) -> pa.RecordBatch:
+    """Return the messages at other positions."""
+    return messages if not refused else messages.filter([at not in refused for at in range(messages.num_rows)])

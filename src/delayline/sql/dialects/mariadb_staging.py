@@ -15,9 +15,9 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Table
 
 DROP_PATIENCE: Final = 2  # seconds
 MOVE: Final = (
@@ -51,21 +51,29 @@ class MariadbStage(StagedTable):
 
     def write_batch(self, connection: Connection, attempt: int, batch: pa.RecordBatch) -> None:
         """Insert some rows."""
-        due = pc.cast(batch.column("due"), pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()).to_pylist()
-        columns = [
-            [attempt] * batch.num_rows,
-            range(self._written, self._written + batch.num_rows),
-            batch.column("id").to_pylist(),
-            batch.column("destination").to_pylist(),
-            [self.dialect.to_due(from_microseconds(one)) for one in due],
-            pc.fill_null(batch.column("headers").cast(pa.binary()), b"").to_pylist(),
-            pc.fill_null(batch.column("body").cast(pa.binary()), b"").to_pylist(),
-        ]
-        names = [column.name for column in self.table.columns]
-        self.dialect.insert_rows(
-            connection, Prepared(insert(self.table), self.dialect.sql, names), list(zip(*columns, strict=True))
-        )
+        numbers = range(self._written, self._written + batch.num_rows)
+        self._insert(connection, self.table, {"attempt": [attempt] * batch.num_rows, "number": numbers}, batch)
         self._written += batch.num_rows
+
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Insert rows into the store; raises the driver's IntegrityError for ids that are there."""
+        self._insert(connection, self.store, {"retry_count": [0] * batch.num_rows}, batch)
+
+    def _insert(
+        self, connection: Connection, table: Table, first: Mapping[str, Sequence[int]], batch: pa.RecordBatch
+    ) -> None:
+        due = pc.cast(batch.column("due"), pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()).to_pylist()
+        columns = {
+            **first,
+            "id": batch.column("id").to_pylist(),
+            "destination": batch.column("destination").to_pylist(),
+            "due": [self.dialect.to_due(from_microseconds(one)) for one in due],
+            "headers": pc.fill_null(batch.column("headers").cast(pa.binary()), b"").to_pylist(),
+            "body": pc.fill_null(batch.column("body").cast(pa.binary()), b"").to_pylist(),
+        }
+        names = [column.name for column in table.columns if column.name in columns]
+        rows = list(zip(*(columns[name] for name in names), strict=True))
+        self.dialect.insert_rows(connection, Prepared(insert(table), self.dialect.sql, names), rows)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert what is staged, a statement for each attempt: the driver's patience for one is limited."""

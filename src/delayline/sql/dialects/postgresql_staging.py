@@ -17,7 +17,7 @@ from delayline.sql.staging import OnConflict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Table
 
 #: Offsets of Arrow's binary columns have 32 bits.
 LARGEST_PIECE: Final = 256 * 1024 * 1024
@@ -43,12 +43,19 @@ class PostgresqlStage(StagedTable):
 
     def write_batch(self, connection: Connection, attempt: int, batch: pa.RecordBatch) -> None:
         """Copy some rows."""
+        self._copy(connection, self.table, "attempt", struct.pack(">hiq", 6, 8, attempt), batch)
+
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Copy rows to the store; raises the driver's IntegrityError for ids that are there."""
+        self._copy(connection, self.store, "retry_count", struct.pack(">hii", 6, 4, 0), batch)
+
+    def _copy(self, connection: Connection, table: Table, first: str, start: bytes, batch: pa.RecordBatch) -> None:
         driver: Any = connection.connection.driver_connection
-        statement = f"COPY {self.quoted(self.table).replace('%%', '%')} (attempt, {COLUMNS}) FROM STDIN (FORMAT binary)"
+        statement = f"COPY {self.quoted(table).replace('%%', '%')} ({first}, {COLUMNS}) FROM STDIN (FORMAT binary)"
         with driver.cursor() as cursor, cursor.copy(statement) as copy:
             copy.write(COPY_HEADER)
             for piece in _pieces(batch):
-                copy.write(copy_rows(attempt, piece))
+                copy.write(copy_rows(start, piece))
             copy.write(COPY_END)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
@@ -73,13 +80,13 @@ class PostgresqlStage(StagedTable):
         super().drop(connection)
 
 
-def copy_rows(attempt: int, batch: pa.RecordBatch) -> pa.Buffer:
+def copy_rows(start: bytes, batch: pa.RecordBatch) -> pa.Buffer:
     """Return the rows as binary COPY reads them, made without a loop over them.
 
-    Each row is its number of fields and then, for each, its length and its bytes, all numbers big-endian.
+    Each row is its number of fields and then, for each, its length and its bytes, all numbers big-endian. start: the
+    number of fields, and the first one, which is the same in all rows.
     """
     rows = batch.num_rows
-    start = struct.pack(">hiq", 6, 8, attempt)
     due = pc.subtract(_microseconds(batch.column("due")), YEAR_2000)
     parts = [pa.scalar(start, pa.binary())]
     for name in ("id", "destination"):

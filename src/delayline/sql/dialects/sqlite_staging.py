@@ -95,6 +95,11 @@ class SqliteStage:
                     rows += batch.num_rows
         return rows
 
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Insert rows into the store; raises the driver's IntegrityError for ids that are there."""
+        names = ["retry_count", *COLUMNS.split(", ")]
+        Prepared(insert(self.store), self.dialect.sql, names).change_many(connection, _rows(0, batch))
+
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert what was gathered; a message that somebody has is not replaced."""
         del attempts
@@ -146,10 +151,10 @@ class SqliteStage:
             connection.execute(self.table.delete().where(self.table.c.id == waiting[number]))
 
 
-def _rows(attempt: int, batch: pa.RecordBatch) -> list[tuple[object, ...]]:
+def _rows(first: int, batch: pa.RecordBatch) -> list[tuple[object, ...]]:
     due = batch.column("due").cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64())
     columns = [
-        [attempt] * batch.num_rows,
+        [first] * batch.num_rows,
         batch.column("id").to_pylist(),
         batch.column("destination").to_pylist(),
         due.to_pylist(),

@@ -58,6 +58,10 @@ class StagedTable(ABC):
         """Write some rows."""
 
     @abstractmethod
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Put rows into the store that were not staged."""
+
+    @abstractmethod
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Put the rows into the store and return how many it took."""
 
