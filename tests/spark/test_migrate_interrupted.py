@@ -270,8 +270,8 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
             await write(journal.set_up)
             await write(partial(journal.begin, name="r", parameters={}))
             await write(partial(journal.add_part, run="r", held=held, size=4))
-            first, second = [await write(partial(journal.deliver, run="r", part=0, batch=0)) for _ in range(2)]
-            assert first is not None and second is not None
+            deliver = partial(journal.deliver, run="r", part=0, batches=[0])
+            first, second = [(await write(deliver))[0] for _ in range(2)]
             aside = partial(journal.put_aside, run="r", part=0, batch=0)
             await write(partial(aside, aside={1: ("b", "no queue")}, attempt=second.number))
             # When the first one goes on, before and after the batch is marked

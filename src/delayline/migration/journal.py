@@ -34,7 +34,7 @@ from delayline.migration.source import Part
 from delayline.sql.schema import CONTENT, DUE, text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from sqlalchemy import ColumnElement, Connection, FromClause
 
@@ -230,21 +230,23 @@ class Journal:
         query = select(columns.batch).where(self._of(run, part), columns.state.in_(UNFINISHED))
         return list(connection.execute(query.order_by(columns.batch)).scalars())
 
-    def deliver(self, connection: Connection, run: str, part: int, batch: int) -> Begun | None:
-        """Begin an attempt at a batch and return its number, and how many rows there are; None for one that is done.
+    def deliver(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> dict[int, Begun]:
+        """Begin an attempt at each of the batches that is not done.
 
         Raises BackendUnavailable where the run was aborted meanwhile.
         """
         columns = self.batches.c
-        mine = and_(self._of(run, part), columns.batch == batch)
+        mine = and_(self._of(run, part), columns.batch.in_(batches))
         begun = update(self.batches).where(mine, columns.state.in_(UNFINISHED))
-        begun = begun.values(state=BatchState.DELIVERED.value, attempts=columns.attempts + 1)
-        changed = connection.execute(begun).rowcount
-        found = connection.execute(select(columns.state, columns.attempts, columns.rows).where(mine)).one()
-        if changed:
-            return Begun(int(found.attempts), int(found.rows))
-        self._must_be_marked(found.state, run)
-        return None
+        connection.execute(begun.values(state=BatchState.DELIVERED.value, attempts=columns.attempts + 1))
+        query = select(columns.batch, columns.state, columns.attempts, columns.rows).where(mine).order_by(columns.batch)
+        found: dict[int, Begun] = {}
+        for row in connection.execute(query):
+            if row.state == BatchState.DELIVERED:
+                found[row.batch] = Begun(int(row.attempts), int(row.rows))
+            else:
+                self._must_be_marked(row.state, run)
+        return found
 
     def put_aside(
         self,

@@ -32,6 +32,8 @@ DONE_SCHEMA: Final = pa.schema([("staged", pa.string()), ("batch", pa.int64()), 
 LOOKED: Final = "reason STRING, rows BIGINT, id STRING"
 LOOKED_SCHEMA: Final = pa.schema([("reason", pa.string()), ("rows", pa.int64()), ("id", pa.string())])
 ROWS_AT_ONCE: Final = 10_000
+#: Batches that are begun, and marked, together, where it does no harm that all of them are delivered again.
+BATCHES_AT_ONCE: Final = 10
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,26 @@ class Delivery:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 session = await self.wave.session(stack)
-                attempts = [(batch, await self._one(journal, session, batch)) for batch in batches]
-                return await session.end(), {batch: one for batch, one in attempts if one is not None}
+                attempts: dict[int, int] = {}
+                at_once = BATCHES_AT_ONCE if self.wave.once else 1
+                for first in range(0, len(batches), at_once):
+                    attempts |= await self._some(journal, session, batches[first : first + at_once])
+                return await session.end(), attempts
         finally:
             await database.close()
 
-    async def _one(self, journal: Journal, session: Session, batch: int) -> int | None:
-        """Deliver a batch and return the attempt that counts; None for one that is done."""
+    async def _some(self, journal: Journal, session: Session, batches: Sequence[int]) -> Mapping[int, int]:
+        """Deliver batches and return the attempts that count; those that are done are left out."""
         write, run, part = self.source.database.write, self.run, self.part.number
-        begun = await write(partial(journal.deliver, run=run, part=part, batch=batch))
-        if begun is None:
-            return None
+        begun = await write(partial(journal.deliver, run=run, part=part, batches=batches))
+        attempts = {batch: await self._one(journal, session, batch, one) for batch, one in begun.items()}
+        if self.wave.confirms:
+            await write(partial(journal.mark, run=run, part=part, attempts=attempts))
+        return attempts
+
+    async def _one(self, journal: Journal, session: Session, batch: int, begun: Begun) -> int:
+        """Deliver a batch and return the attempt that counts."""
+        write, run, part = self.source.database.write, self.run, self.part.number
         numbers, messages = await self._read(batch, begun)
         reasons = reasons_of(messages, largest=self.wave.largest_message)
         known = {place: reason for place, reason in enumerate(reasons.to_pylist()) if reason is not None}
@@ -87,8 +98,6 @@ class Delivery:
         counts, refused = await session.deliver(sound(messages, reasons), attempt)
         if refused:
             await foretell(refused)
-        if self.wave.confirms:
-            await write(partial(journal.mark, run=run, part=part, attempts={batch: counts}))
         return counts
 
     async def _read(self, batch: int, begun: Begun) -> tuple[Sequence[int], pa.RecordBatch]:

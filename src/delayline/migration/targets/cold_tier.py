@@ -87,6 +87,7 @@ class TiersWave:
     """
 
     confirms = False
+    once = True
 
     def __init__(
         self,

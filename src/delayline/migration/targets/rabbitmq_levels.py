@@ -59,6 +59,7 @@ class LevelsWave:
     """Batches on their way into the levels."""
 
     confirms = True
+    once = False
     largest_message = ANY_SIZE
 
     def __init__(self, levels: BrokerLevels) -> None:

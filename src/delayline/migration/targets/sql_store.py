@@ -131,6 +131,7 @@ class StoreWave:
     """Batches of one endpoint on their way into its store."""
 
     confirms = True
+    once = True
 
     def __init__(self, batches: BatchesOnce, queues: frozenset[str] | None, largest_message: int) -> None:
         self.batches = batches
