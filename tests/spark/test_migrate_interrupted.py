@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import pytest
 from sqlalchemy import text
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import count, in_levels, with_levels
-from tests.spark.legacy import Legacy, Timeout, fill, some
+from tests.spark.legacy import LATER, Legacy, Timeout, fill, some
 from tests.spark.mortal import Deaths, Mortal
 from tests.spark.stores import StoreAt
 
@@ -240,16 +242,78 @@ def test_two_migrations_of_one_source_at_once_are_refused(spark: SparkSession, l
     assert len(legacy.ids(ENDPOINT)) == 5
 
 
+@pytest.mark.parametrize("then", ["resume", "abort"])
+def test_what_is_not_taken_aside_yet_is_where_it_was(
+    spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    # Given more rows than are taken aside at once, some due at the same time, and a driver that dies in between
+    legacy = any_legacy
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    rows = [replace(one, time=LATER + timedelta(seconds=one.number // 3)) for one in some(10)]
+    legacy.add(ENDPOINT, *rows)
+    ids, take, calls = legacy.ids(ENDPOINT), Migration._take_aside, []
+
+    def die_at_third(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise Killed
+        return take(self, *arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Migration, "_take_aside", die_at_third)
+        Migration(plan(legacy, store.url)).run(spark)
+    moved, left = store.ids(), legacy.ids(ENDPOINT)
+    assert moved
+    assert left
+    assert moved + left == ids
+    # When it is resumed, or aborted
+    if then == "resume":
+        assert Migration(plan(legacy, store.url)).resume(spark).complete
+    else:
+        Migration(plan(legacy, store.url)).abort()
+    # Then each is in one place, and nothing is held
+    assert (store.ids(), legacy.ids(ENDPOINT)) == ((ids, []) if then == "resume" else (moved, left))
+    verified = verify(legacy.source, target_at(store.url), spark)  # type: ignore[arg-type]
+    assert (verified.ok, verified.waiting) == (True, len(store.ids()))
+
+
+def test_a_slice_that_fails_leaves_a_run_to_resume(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a source that is lost for a moment, behind the first slice
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    legacy.add(ENDPOINT, *some(10))
+    hold, calls = Migration._hold, []
+
+    def fail_at_second(self: Migration, *arguments: Any, **named: Any) -> HeldPart:  # noqa: ANN401 - as they are
+        calls.append(named)
+        if len(calls) == 2:
+            raise BackendUnavailable("on purpose")
+        return hold(self, *arguments, **named)
+
+    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="on purpose"):
+        patched.setattr(Migration, "_hold", fail_at_second)
+        Migration(plan(legacy, store.url)).run(spark)
+    assert (len(store.ids()), len(legacy.ids(ENDPOINT))) == (4, 6)
+    # When it goes on, then everything moves, and no table is left that holds nothing
+    told: list[tuple[int, int]] = []
+    resumed = Migration(plan(legacy, store.url), progress=lambda *numbers: told.append(numbers))
+    assert resumed.resume(spark).complete
+    assert (len(store.ids()), told[-1]) == (10, (10, 10))
+    assert len([name for name in legacy.everything() if name.startswith("delayline_held")]) == 3
+
+
 def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     legacy.add(ENDPOINT, *some(10))
     hold = Migration._hold
 
-    def hold_and_lose(self: Migration, connection: Any, run: Any, parts: Any) -> None:  # noqa: ANN401 - as they are
-        hold(self, connection, run, parts)
+    def hold_and_lose(self: Migration, connection: Any, **named: Any) -> HeldPart:  # noqa: ANN401 - as they are
+        held = hold(self, connection, **named)
         quote = legacy.source.dialect.sql.identifier_preparer.quote
-        connection.execute(text(f"DELETE FROM {quote(parts[0].held)} WHERE delayline_number = 3"))  # noqa: S608 - ours
+        connection.execute(text(f"DELETE FROM {quote(held.held)} WHERE delayline_number = 3"))  # noqa: S608 - ours
+        return held
 
     monkeypatch.setattr(Migration, "_hold", hold_and_lose)
     with pytest.raises(DelaylineError, match="has 3 of 4 rows of batch 0"):

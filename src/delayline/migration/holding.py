@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, delete, func, insert, inspect, select
 from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnavailable
+from delayline.migration.bulk import for_bulk
 from delayline.migration.journal import UNFINISHED, BatchState, HeldPart
 from delayline.migration.source import BATCH, NUMBER
 from delayline.sql.dialects.server import run as run_sql
@@ -19,20 +20,13 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Table
 
     from delayline.migration.journal import Journal
-    from delayline.migration.source import Part, TableSource
-
-#: The settings of delayline's connections to PostgreSQL are for small batches, found by their index.
-FOR_BULK: Final = (
-    "SET LOCAL enable_seqscan = on",
-    "SET LOCAL enable_bitmapscan = on",
-    "SET LOCAL plan_cache_mode = auto",
-    "SET LOCAL jit = off",
-    "SET LOCAL work_mem = '64MB'",  # a million rows are sorted in one pass then
-)
+    from delayline.migration.slices import Slice
+    from delayline.migration.source import TableSource
 
 
 def make_room(connection: Connection, source: TableSource, name: str) -> None:
-    """Create the table that rows are held in."""
+    """Create the table that rows are held in; one that somebody has left there is empty."""
+    remove_room(connection, source, name)
     source.dialect.make(connection, CreateTable(source.held(name)))
 
 
@@ -43,12 +37,13 @@ def remove_room(connection: Connection, source: TableSource, name: str) -> None:
 
 
 def hold(
-    connection: Connection, source: TableSource, part: Part, name: str, *, cutoff: datetime | None, size: int
+    connection: Connection, source: TableSource, some: Slice, name: str, *, cutoff: datetime | None, size: int
 ) -> int:
     """Move what is due from the cutoff on into batches of that size, earliest due first; return how many rows.
 
     Raises BackendUnavailable, and the caller rolls back, where the table changes under it.
     """
+    part, movable = some.part, some.of(source, cutoff)
     table, held = source.table(part.table), source.held(name)
     for_bulk(connection, source)
     if source.dialect.sql.name == "postgresql":
@@ -57,14 +52,14 @@ def hold(
     number = func.row_number().over(order_by=[table.c[source.due], table.c[source.key]]) - 1
     columns = [one.name for one in source.columns()]
     rows = select((number // size).label(BATCH), number.label(NUMBER), *(table.c[one] for one in columns))
-    rows = rows.where(source.movable(part, cutoff))
+    rows = rows.where(movable)
     connection.execute(insert(held).from_select([BATCH, NUMBER, *columns], rows))
     taken: int = connection.execute(select(func.count()).select_from(held)).scalar_one()
-    gone = _delete_those_in(connection, source, part, held, cutoff)
+    gone = _delete_those_in(connection, source, table, held, movable)
     if gone != taken:
         raise BackendUnavailable(
-            f"{part.table} changed while its rows were taken aside: {taken} were there, {gone} a moment later. Nothing "
-            f"was moved; stop the endpoint {part.endpoint!r} and run it again"
+            f"{part.table} changed while its rows were taken aside: {taken} were there, {gone} a moment later. None of "
+            f"them was moved; stop the endpoint {part.endpoint!r}, and run it again, or resume it"
         )
     return taken
 
@@ -99,20 +94,12 @@ def read_batch(connection: Connection, source: TableSource, name: str, batch: in
     return connection.execute(query).fetchall()
 
 
-def for_bulk(connection: Connection, source: TableSource) -> None:
-    """Have statements on whole tables planned as such, in this transaction."""
-    if source.dialect.sql.name == "postgresql":
-        for setting in FOR_BULK:
-            run_sql(connection, setting)
-
-
 def _delete_those_in(
-    connection: Connection, source: TableSource, part: Part, held: Table, cutoff: datetime | None
+    connection: Connection, source: TableSource, table: Table, held: Table, movable: ColumnElement[bool]
 ) -> int:
-    table = source.table(part.table)
     key = table.c[source.key]
     if not source.joins_to_delete:
-        return connection.execute(delete(table).where(source.movable(part, cutoff))).rowcount
+        return connection.execute(delete(table).where(movable)).rowcount
     if source.dialect.sql.name in ("mariadb", "mysql"):  # with its index forced, delayline's other deletes are quicker
         quoted = source.dialect.sql.identifier_preparer
         old, new, name = quoted.format_table(table), quoted.format_table(held), quoted.quote(source.key)

@@ -12,7 +12,7 @@ from sqlalchemy import and_, case, func, null, select
 from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
-from delayline.migration.holding import for_bulk
+from delayline.migration.bulk import for_bulk
 from delayline.migration.source import LATEST, chosen
 from delayline.migration.taken import TakenSource, Which
 from delayline.migration.tally import Bounds
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE: Final = 1000
 #: Rows that go together, about, as one job of Spark's.
-WAVE_ROWS: Final = 100_000
+WAVE_ROWS: Final = 250_000
 ALL: Final = "*"
 ANY_SIZE: Final = 1 << 40
 TOO_FAR: Final = "it is due later than {} can hold it"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.holding import give_back, hold, make_room, remove_room
 from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState, batch_name
 from delayline.migration.plan import WAVE_ROWS, parts_of, preview, waits
+from delayline.migration.slices import slices_of
 from delayline.migration.taken import TakenSource
 from delayline.migration.target import Staged
 from delayline.migration.work import DONE, Delivery
@@ -22,16 +26,20 @@ from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from pyspark.sql import SparkSession
     from sqlalchemy import Connection
 
     from delayline.migration.plan import Plan
+    from delayline.migration.slices import Slice
     from delayline.migration.target import Target
 
 Result = TypeVar("Result")
 #: What is claimed, of the rows that stand for turns.
 THE_TURN: Final = 1
+#: Seconds between two looks at how far a run is.
+TOLD_EVERY: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Migration:
         self._database = plan.source.database
         self._journal = Journal(self._database.dialect, plan.source.schema)
         self._progress = progress
+        self._rows = 0
 
     def run(self, spark: SparkSession) -> Outcome:
         """Take everything aside and move it; what cannot move goes back, with its reason in the journal.
@@ -83,16 +92,17 @@ class Migration:
             self._source.take_in(self.plan.endpoints, self.plan.cutoff, spark)
             run = Run(_new_name(), RunState.PREPARING, self.plan.parameters, datetime.now(UTC), None)
             try:
-                held = self._parts_for(target, run)
-                if not held:
+                slices = self._slices(target)
+                if not slices:
                     self._source.put_back()
                     return Outcome("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
-                self._prepare(run, held)
+                self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
+                return self._move(run, target, slices, spark)
             except DelaylineError:
                 with contextlib.suppress(DelaylineError):  # then the next run does so
-                    self._give_up(run)
+                    if not self._parts(run):
+                        self._give_up(run)
                 raise
-            return self._move(run, target, spark)
 
     def resume(self, spark: SparkSession) -> Outcome:
         """Go on with the run that is not finished. Raises ConfigurationError for none, or for other parameters."""
@@ -104,7 +114,7 @@ class Migration:
             if run.state is RunState.PREPARING:
                 self._give_up(run)
                 raise ConfigurationError(f"migration {run.name} had not moved anything yet: run it anew")
-            return self._move(run, self.plan.target, spark)
+            return self._move(run, self.plan.target, self._slices(self.plan.target), spark)
 
     def abort(self) -> Outcome:
         """Give back to the source what has not reached the target, as it was. Raises ConfigurationError for no run."""
@@ -118,45 +128,55 @@ class Migration:
             self.plan.must_match(run.parameters)
             if run.state is RunState.PREPARING:
                 return self._give_up(run)
-            for part in self._read(partial(self._journal.list_parts, run=run.name)):
+            for part in self._parts(run):
                 self._settle(run, part, close=True)
-            self._write(lambda connection: self._end(connection, run, RunState.ABORTED))
-            return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
+            return self._ended(run, RunState.ABORTED)
 
     def _endpoints_to_move(self) -> Sequence[str]:
         if isinstance(self._source, TakenSource):  # which is emptied before its endpoints are known
             return self.plan.endpoints or ()
         return [part.endpoint for part in parts_of(self.plan) if waits(self.plan, part)]
 
-    def _parts_for(self, target: Target, run: Run) -> list[HeldPart]:
-        """Return what there is to move, with a name for the table that each part is to be held in."""
-        parts = [part for part in parts_of(self.plan) if waits(self.plan, part)]
-        names = [target.endpoint_named(part.endpoint) for part in parts]
-        return [
-            HeldPart(number, part, name, f"delayline_held_{run.name}_{number}", 0, 0)
-            for number, (part, name) in enumerate(zip(parts, names, strict=True))
-        ]
+    def _slices(self, target: Target) -> list[tuple[Slice, str]]:
+        """Return what there is to move, each slice with the target's name for its endpoint."""
+        found: list[tuple[Slice, str]] = []
+        for part in parts_of(self.plan):
+            look = partial(slices_of, source=self._source, part=part, cutoff=self.plan.cutoff)
+            slices, rows = self._write(look)
+            self._rows += rows
+            if slices:
+                name = target.endpoint_named(part.endpoint)
+                found += [(one, name) for one in slices]
+        return found
 
-    def _prepare(self, run: Run, held: Sequence[HeldPart]) -> None:
-        """Write down that the run begins, and take its rows aside."""
-        self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
-        for one in held:
-            self._write(partial(make_room, source=self._source, name=one.held))
-        self._write(lambda connection: self._hold(connection, run, held))
+    def _move(self, run: Run, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession) -> Outcome:
+        """Deliver what is held already, and each slice while the next one is taken aside."""
+        began, parts, waiting = datetime.now(UTC), self._parts(run), iter(slices)
+        self._rows += sum(part.rows for part in parts)
+        numbers = count(len(parts))
+        with ThreadPoolExecutor(1, "delayline migrate") as ahead, self._telling(run):
 
-    def _move(self, run: Run, target: Target, spark: SparkSession) -> Outcome:
-        began = datetime.now(UTC)
-        for part in self._read(partial(self._journal.list_parts, run=run.name)):
-            self._settle(run, part)
-            at_once = max(1, WAVE_ROWS // self.plan.batch_size)
-            unfinished = self._unfinished(run, part)
-            for first in range(0, len(unfinished), at_once):
-                self._tell(run)
-                self._deliver(run, target, part, unfinished[first : first + at_once], spark)
-        self._tell(run)
-        self._write(lambda connection: self._end(connection, run, RunState.COMPLETED))
-        seconds = (datetime.now(UTC) - began).total_seconds()
-        return self._outcome(run.name, RunState.COMPLETED, seconds, left=self._source.put_back())
+            def take_next() -> Future[HeldPart] | None:
+                some = next(waiting, None)
+                return None if some is None else ahead.submit(self._take_aside, run, next(numbers), *some)
+
+            taken = take_next()
+            for part in parts:
+                self._settle(run, part)
+                self._deliver_part(run, target, part, spark)
+            while taken is not None:
+                part, taken = taken.result(), take_next()
+                self._deliver_part(run, target, part, spark)
+        return self._ended(run, RunState.COMPLETED, (datetime.now(UTC) - began).total_seconds())
+
+    def _deliver_part(self, run: Run, target: Target, part: HeldPart, spark: SparkSession) -> None:
+        at_once = max(1, WAVE_ROWS // self.plan.batch_size)
+        unfinished = self._unfinished(run, part)
+        for first in range(0, len(unfinished), at_once):
+            self._deliver(run, target, part, unfinished[first : first + at_once], spark)
+
+    def _parts(self, run: Run) -> list[HeldPart]:
+        return self._read(partial(self._journal.list_parts, run=run.name))
 
     def _unfinished(self, run: Run, part: HeldPart) -> list[int]:
         return self._read(partial(self._journal.unfinished, run=run.name, part=part.number))
@@ -206,14 +226,24 @@ class Migration:
                 "counts; resume the migration"
             )
 
-    def _hold(self, connection: Connection, run: Run, parts: Sequence[HeldPart]) -> None:
-        """Take the rows of all parts aside, in one transaction."""
-        plan, size = self.plan, self.plan.batch_size
-        for one in parts:
-            rows = hold(connection, self._source, one.part, one.held, cutoff=plan.cutoff, size=size)
-            part = HeldPart(one.number, one.part, one.target, one.held, rows, -(-rows // size))
-            self._journal.add_part(connection, run.name, part, size)
+    def _take_aside(self, run: Run, number: int, some: Slice, target: str) -> HeldPart:
+        room = f"{_rooms(run)}{number}"
+        self._write(partial(make_room, source=self._source, name=room))
+        return self._write(partial(self._hold, run=run, number=number, some=some, target=target, room=room))
+
+    def _hold(self, connection: Connection, run: Run, number: int, some: Slice, target: str, room: str) -> HeldPart:
+        """Take the rows of a slice aside, and write down that they are, in one transaction."""
+        size = self.plan.batch_size
+        rows = hold(connection, self._source, some, room, cutoff=self.plan.cutoff, size=size)
+        part = HeldPart(number, some.part, target, room, rows, -(-rows // size))
+        self._journal.add_part(connection, run.name, part, size)
         self._journal.set_state(connection, run.name, RunState.RUNNING)
+        return part
+
+    def _ended(self, run: Run, state: RunState, seconds: float = 0.0) -> Outcome:
+        self._write(lambda connection: self._end(connection, run, state))
+        self._remove_rooms(run)
+        return self._outcome(run.name, state, seconds, left=self._source.put_back())
 
     def _end(self, connection: Connection, run: Run, state: RunState) -> None:
         """Give back what has not moved, and write down the end, in one transaction."""
@@ -225,12 +255,16 @@ class Migration:
 
     def _give_up(self, run: Run) -> Outcome:
         """End a run that died before it held anything."""
-        prefix = f"delayline_held_{run.name}_"
-        rooms = [one for one in self._read(self._source.table_names) if one.startswith(prefix)]
-        for room in rooms:
-            self._write(partial(remove_room, source=self._source, name=room))
+        self._remove_rooms(run)
         self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
         return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
+
+    def _remove_rooms(self, run: Run) -> None:
+        """Drop the tables that were made to hold something, and then did not."""
+        holding = {part.held for part in self._parts(run)}
+        for room in self._read(self._source.table_names):
+            if room.startswith(_rooms(run)) and room not in holding:
+                self._write(partial(remove_room, source=self._source, name=room))
 
     def _nothing_else_open(self) -> None:
         for run in self._read(self._journal.list_runs):
@@ -278,16 +312,42 @@ class Migration:
         progress = self._read(partial(self._journal.progress, run=run))
         return Outcome(run, state, progress, self._read(partial(self._journal.reasons, run=run)), seconds, left)
 
-    def _tell(self, run: Run) -> None:
-        if self._progress is not None:
+    @contextlib.contextmanager
+    def _telling(self, run: Run) -> Iterator[None]:
+        """Tell now and then, and at the end, how far the run is."""
+        told, over = self._progress, threading.Event()
+        if told is None:
+            yield
+            return
+
+        def tell() -> None:
             progress = self._read(partial(self._journal.progress, run=run.name))
-            self._progress(progress.marked, progress.rows)
+            told(progress.marked, max(progress.rows, self._rows))
+
+        def go_on() -> None:
+            while not over.wait(TOLD_EVERY):
+                with contextlib.suppress(DelaylineError):  # whoever needs the database says so
+                    tell()
+
+        thread = threading.Thread(target=go_on, name="delayline migrate progress")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        tell()
 
     def _read(self, work: Callable[[Connection], Result]) -> Result:
         return blocking(self._database.read(work))
 
     def _write(self, work: Callable[[Connection], Result]) -> Result:
         return blocking(self._database.write(work))
+
+
+def _rooms(run: Run) -> str:
+    """Return how the names of the tables begin that hold what is on its way."""
+    return f"delayline_held_{run.name}_"
 
 
 def _new_name() -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from sqlalchemy import select
 
@@ -23,7 +24,7 @@ from delayline.sql.store import MICROSECOND
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
     from sqlalchemy import Connection
 
     from delayline.migration.journal import Progress
@@ -134,10 +135,13 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
         repeatable += blocking(source.database.look(partial(source.doubtful, name=part.held)))
         if not target.exactly_once:
             repeatable += _ids(source, journal, found, part)
-        there = target.waiting(part.target, spark)
-        if there is not None and part.rows:
+    for endpoint in dict.fromkeys(part.target for part in parts if part.rows):
+        there = target.waiting(endpoint, spark)
+        if there is not None:
+            mine = [part for part in parts if part.rows and part.target == endpoint]
             with in_plain_words():
-                counted = _compared(_sent(source, found, part, spark, journal), there, target.grain)
+                sent = [_sent(source, found, part, spark, journal) for part in mine]
+                counted = _compared(reduce(DataFrame.unionAll, sent), there, target.grain)
             waiting = (waiting or 0) + counted[0]
             gone += counted[1]
             missing += counted[2]

@@ -20,7 +20,7 @@ from delayline.migration.rows import reasons_of, sound
 from delayline.migration.target import Attempted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from delayline.migration.journal import Begun, HeldPart
@@ -72,19 +72,29 @@ class Delivery:
         """Deliver batches and return the attempts that count; those that are done are left out."""
         write, run, part = self.source.database.write, self.run, self.part.number
         begun = await write(partial(journal.deliver, run=run, part=part, batches=batches))
-        attempts = {batch: await self._one(journal, session, batch, one) for batch, one in begun.items()}
+        attempts: dict[int, int] = {}
+        async with contextlib.aclosing(self._read_ahead(begun)) as found:
+            async for batch, numbers, messages in found:
+                attempts[batch] = await self._one(journal, session, batch, begun[batch].number, numbers, messages)
         if self.wave.confirms:
             await write(partial(journal.mark, run=run, part=part, attempts=attempts))
         return attempts
 
-    async def _one(self, journal: Journal, session: Session, batch: int, begun: Begun) -> int:
+    async def _one(
+        self,
+        journal: Journal,
+        session: Session,
+        batch: int,
+        number: int,
+        numbers: Sequence[int],
+        messages: pa.RecordBatch,
+    ) -> int:
         """Deliver a batch and return the attempt that counts."""
         write, run, part = self.source.database.write, self.run, self.part.number
-        numbers, messages = await self._read(batch, begun)
         reasons = reasons_of(messages, largest=self.wave.largest_message)
         known = {place: reason for place, reason in enumerate(reasons.to_pylist()) if reason is not None}
         places = [place for place in range(messages.num_rows) if place not in known]
-        put_aside = partial(journal.put_aside, run=run, part=part, batch=batch, attempt=begun.number)
+        put_aside = partial(journal.put_aside, run=run, part=part, batch=batch, attempt=number)
 
         async def foretell(refused: Mapping[int, str]) -> None:
             if not known and not refused:
@@ -93,21 +103,38 @@ class Delivery:
             aside = {numbers[place]: (ids[place].as_py() or "", reason) for place, reason in every.items()}
             await write(partial(put_aside, aside=aside))
 
-        attempt = Attempted(batch_name(run, part, batch), begun.number, foretell)
+        attempt = Attempted(batch_name(run, part, batch), number, foretell)
         await foretell({})
         counts, refused = await session.deliver(sound(messages, reasons), attempt)
         if refused:
             await foretell(refused)
         return counts
 
-    async def _read(self, batch: int, begun: Begun) -> tuple[Sequence[int], pa.RecordBatch]:
+    async def _read_ahead(
+        self, begun: Mapping[int, Begun]
+    ) -> AsyncGenerator[tuple[int, Sequence[int], pa.RecordBatch]]:
+        """Yield each batch, its rows' numbers and its messages, while the next one is read."""
+        following: asyncio.Task[Sequence[Sequence[Any]]] | None = None
+        try:
+            waiting = iter(begun)
+            batch = next(waiting, None)
+            while batch is not None:
+                rows = await (following or self._read(batch, begun[batch]))
+                here, batch = batch, next(waiting, None)
+                following = None if batch is None else asyncio.create_task(self._read(batch, begun[batch]))
+                yield here, [row[0] for row in rows], self.source.messages([row[1:] for row in rows])
+        finally:
+            if following is not None:
+                await asyncio.wait([following])
+
+    async def _read(self, batch: int, begun: Begun) -> Sequence[Sequence[Any]]:
         read = partial(read_batch, source=self.source, name=self.part.held, batch=batch)
         found = await self.source.database.read(read)
         if len(found) != begun.rows:
             raise BackendUnavailable(
                 f"{self.part.held} has {len(found)} of {begun.rows} rows of batch {batch}: who took them?"
             )
-        return [row[0] for row in found], self.source.messages([row[1:] for row in found])
+        return found
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pyarrow as pa
@@ -13,7 +14,6 @@ from delayline.sql.timeout_tables import TimeoutTimes, table_prefix, timeout_tab
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection, Table
 
@@ -65,8 +65,9 @@ class NServiceBusSql(TableSource):
         """Return the messages, under the ids of their timeouts."""
         keys, destinations, dues, headers, bodies = zip(*rows, strict=True) if rows else [()] * len(MESSAGE)
         ids = [str(key).lower() for key in keys]
-        read = TimeoutTimes(self.dialect).read
-        return from_columns([ids, destinations, list(map(read, dues)), headers, bodies])
+        if not all(isinstance(due, datetime) for due in dues):  # Arrow takes those without a zone as what they are, UTC
+            dues = tuple(map(TimeoutTimes(self.dialect).read, dues))
+        return from_columns([ids, destinations, dues, headers, bodies])
 
     def table_options(self) -> Mapping[str, Any]:
         """Return the character set that .NET's installers give such a table."""

@@ -1,0 +1,28 @@
+"""Statements that read a whole table: delayline's connections are set up for small batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from delayline.sql.dialects.server import run as run_sql
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from delayline.migration.source import TableSource
+
+#: The settings of delayline's connections to PostgreSQL are for small batches, found by their index.
+FOR_BULK: Final = (
+    "SET LOCAL enable_seqscan = on",
+    "SET LOCAL enable_bitmapscan = on",
+    "SET LOCAL plan_cache_mode = auto",
+    "SET LOCAL jit = off",
+    "SET LOCAL work_mem = '64MB'",  # a million rows are sorted in one pass then
+)
+
+
+def for_bulk(connection: Connection, source: TableSource) -> None:
+    """Have statements on whole tables planned as such, in this transaction."""
+    if source.dialect.sql.name == "postgresql":
+        for setting in FOR_BULK:
+            run_sql(connection, setting)

@@ -1,0 +1,60 @@
+"""A large part is taken aside slice by slice: its table is locked for a moment each, and moving begins at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import and_, func, or_, select
+
+from delayline.migration.bulk import for_bulk
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement, Connection
+
+    from delayline.migration.source import Part, TableSource
+
+#: Rows of a slice, at least, about.
+SLICE_ROWS: Final = 250_000
+#: Slices of a part, at most: each is held in a table of its own.
+MOST: Final = 50
+
+
+class Slice(NamedTuple):
+    """What of a part is due in a span; rows without a due time are in the first."""
+
+    part: Part
+    since: Any = None
+    """What the due column keeps of the first instant, None for no bound."""
+    until: Any = None
+    """The same of the first instant after it."""
+
+    def of(self, source: TableSource, cutoff: datetime | None) -> ColumnElement[bool]:
+        """Return which rows of the table are to move with it."""
+        due = source.table(self.part.table).c[source.due]
+        bounds = [source.movable(self.part, cutoff)]
+        if self.since is not None:
+            bounds.append(due >= self.since)
+        if self.until is not None:
+            bounds.append(due < self.until if self.since is not None else or_(due < self.until, due.is_(None)))
+        return and_(*bounds)
+
+
+def slices_of(
+    connection: Connection, source: TableSource, part: Part, cutoff: datetime | None
+) -> tuple[list[Slice], int]:
+    """Return the slices of the part, the earliest due first, and how many rows there are."""
+    table, movable = source.table(part.table), source.movable(part, cutoff)
+    due = table.c[source.due]
+    for_bulk(connection, source)
+    rows: int = connection.execute(select(func.count()).select_from(table).where(movable)).scalar_one()
+    size = max(SLICE_ROWS, -(-rows // MOST))
+    cuts: list[Any] = []
+    if rows > size:
+        number = (func.row_number().over(order_by=due) - 1).label("number")
+        numbered = select(due.label("due"), number).where(movable, due.is_not(None)).subquery().c
+        found = select(numbered.due).where(numbered.number > 0, numbered.number % size == 0).order_by(numbered.number)
+        cuts = list(dict.fromkeys(connection.execute(found).scalars()))
+    edges = [None, *cuts, None]
+    return [Slice(part, *edges[place : place + 2]) for place in range(len(edges) - 1)] if rows else [], rows
