@@ -79,7 +79,8 @@ def faults(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
     ]
     reasons = _header_faults(headers)
     for wrong, reason in reversed(found):
-        reasons = pc.if_else(pc.fill_null(wrong, False), reason, reasons)
+        if pc.any(wrong).as_py():
+            reasons = pc.if_else(pc.fill_null(wrong, False), reason, reasons)
     return reasons
 
 
