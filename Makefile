@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 # Compiled files are kept: hundreds of processes are started, and each would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo test test-servers test-spark lint check bench bench-large docs
+.PHONY: help setup demo test test-spark test-others lint check bench bench-large docs
 
 UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
 RUN := $(UV) run --frozen --no-sync
@@ -35,18 +35,18 @@ lint: setup ## format, lint, types, layers
 check: lint ## the same and the fast tests; no server, under a minute
 	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
 
-test: lint ## everything: the checks, every test with coverage, the docs
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not server and not spark" --cov --cov-branch --cov-report=
-	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-servers test-spark
-	$(RUN) mkdocs build --strict --quiet
+test: lint ## everything: the checks, every test, with coverage of those without a server, the docs
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-spark test-others
 
-# Both wait more than they work: for servers that were killed, for what is not due yet, for a JVM.
-test-servers: setup
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "server and not spark" --durations=15
-
+# Side by side: Spark's tests wait more than they work, for a JVM and for what is not due yet.
 test-spark: setup
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n 0 tests/spark --durations=10
+
+test-others: setup
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not server and not spark" --cov --cov-branch --cov-report=
+	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "server and not spark" --durations=15
+	$(RUN) mkdocs build --strict --quiet
 
 bench: setup ## the figures: ratios to raw loops over the same file or server, into benchmarks/results
 	$(RUN) python -m benchmarks
