@@ -224,3 +224,23 @@ def test_an_abort_gives_everything_back_to_the_levels(
         assert one.header.properties.headers["Größe"] == "🚀"
         assert one.header.properties.reply_to == "sales"
     assert store.messages() == []
+
+
+def test_a_run_is_resumed_when_nothing_is_left_to_take(
+    spark: SparkSession, rabbitmq_url: str, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a run that ended when everything was taken, and held
+    with_levels(rabbitmq_url, V2)
+    send(rabbitmq_url, V2, [Sent(f"m{number}", 5000, "billing") for number in range(3)])
+    source = source_at("rabbitmq-levels", rabbitmq_url, journal=store.url)
+    plan = Plan(source, target_at(store.url), [ENDPOINT])
+
+    def fail(*_: object) -> None:
+        raise BackendUnavailable("on purpose")
+
+    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable):
+        patched.setattr(Migration, "_deliver", fail)
+        Migration(plan).run(spark)
+    # When it is resumed, then it moves
+    assert Migration(plan).resume(spark).complete
+    assert store.ids() == ["m0", "m1", "m2"]

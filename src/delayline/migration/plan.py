@@ -146,12 +146,15 @@ def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodie
     return found
 
 
-def parts_of(plan: Plan) -> list[Part]:
-    """Return what the plan moves; raises ConfigurationError, and BackendUnusable for tables of an unknown shape."""
+def parts_of(plan: Plan, *, each: bool = True) -> list[Part]:
+    """Return what the plan moves; raises BackendUnusable for tables of an unknown shape.
+
+    each: raise ConfigurationError for an endpoint of which there is nothing.
+    """
     source = plan.source
 
     def look(connection: Connection) -> list[Part]:
-        parts = chosen(source, source.parts(connection), plan.endpoints)
+        parts = chosen(source, source.parts(connection), plan.endpoints, each=each)
         for part in parts:
             source.check_columns(connection, part.table)
         return parts

@@ -114,7 +114,8 @@ class Migration:
             if run.state is RunState.PREPARING:
                 self._give_up(run)
                 raise ConfigurationError(f"migration {run.name} had not moved anything yet: run it anew")
-            return self._move(run, self.plan.target, self._slices(self.plan.target), spark)
+            left = self._slices(self.plan.target, each=False)
+            return self._move(run, self.plan.target, left, spark)
 
     def abort(self) -> Outcome:
         """Give back to the source what has not reached the target, as it was. Raises ConfigurationError for no run."""
@@ -137,10 +138,10 @@ class Migration:
             return self.plan.endpoints or ()
         return [part.endpoint for part in parts_of(self.plan) if waits(self.plan, part)]
 
-    def _slices(self, target: Target) -> list[tuple[Slice, str]]:
-        """Return what there is to move, each slice with the target's name for its endpoint."""
+    def _slices(self, target: Target, *, each: bool = True) -> list[tuple[Slice, str]]:
+        """Return what there is to move, each slice with the target's name for its endpoint. each: as of `parts_of`."""
         found: list[tuple[Slice, str]] = []
-        for part in parts_of(self.plan):
+        for part in parts_of(self.plan, each=each):
             look = partial(slices_of, source=self._source, part=part, cutoff=self.plan.cutoff)
             slices, rows = self._write(look)
             self._rows += rows

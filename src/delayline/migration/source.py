@@ -202,17 +202,19 @@ class TableSource(ABC):
         return {}
 
 
-def chosen(source: TableSource, parts: Sequence[Part], endpoints: Sequence[str] | None) -> list[Part]:
+def chosen(
+    source: TableSource, parts: Sequence[Part], endpoints: Sequence[str] | None, *, each: bool = True
+) -> list[Part]:
     """Return the parts of these endpoints, called as the user calls them; all parts for None.
 
-    Raises ConfigurationError naming an endpoint that has none.
+    each: raise ConfigurationError naming an endpoint that has none.
     """
     if endpoints is None:
         return list(parts)
     found: list[Part] = []
     for endpoint in dict.fromkeys(endpoints):
         mine = [part for part in parts if source.names(part, endpoint)]
-        if not mine:
+        if each and not mine:
             known = ", ".join(repr(part.endpoint) for part in parts) or "none at all"
             raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source}; there are: {known}")
         found += [Part(endpoint, part.table, part.owner) for part in mine]
