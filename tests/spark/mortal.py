@@ -57,7 +57,6 @@ class MortalWave:
         self.deaths = deaths
         self.largest_message = wave.largest_message
         self.confirms = wave.confirms
-        self.once = wave.once
 
     async def session(self, stack: AsyncExitStack) -> MortalSession:
         return MortalSession(await self.wave.session(stack), self.deaths)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import delete, insert, text
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import count, in_levels, with_levels
 from tests.spark.legacy import LATER, Legacy, Timeout, fill, some
@@ -24,10 +24,11 @@ from tests.spark.stores import StoreAt
 
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration import Migration, Plan, source_at, target_at
-from delayline.migration.journal import HeldPart, Journal, batch_name
+from delayline.migration.holding import make_room, remove_room
+from delayline.migration.journal import HeldPart, Journal, Run, RunState, batch_name
 from delayline.migration.rows import record_batch
 from delayline.migration.run import Outcome
-from delayline.migration.source import Part
+from delayline.migration.source import BATCH, NUMBER, Part
 from delayline.migration.targets.sql_store import SqlStore
 from delayline.migration.verify import run_named, runs_of, verify
 from delayline.sql.runs import CLOSED
@@ -350,6 +351,69 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
             await source.database.close()
 
     asyncio.run(work())
+
+
+def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: Path) -> None:
+    # Given two attempts at a batch, each of which has set something aside
+    source = source_at("delayline", f"sqlite:///{tmp_path / 'old.db'}")
+    journal = Journal(source.dialect, source.schema)
+
+    async def work() -> list[tuple[str, str]]:
+        write = source.database.write
+        await source.database.open()
+        try:
+            await write(journal.set_up)
+            await write(partial(journal.begin, name="r", parameters={}))
+            held = HeldPart(0, Part(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
+            await write(partial(journal.add_part, run="r", held=held, size=4))
+            for number in (1, 2):
+                begun = await write(partial(journal.deliver, run="r", part=0, batches=[0]))
+                aside = {1: (f"of {number}", "no queue")}
+                put_aside = partial(journal.put_aside, run="r", part=0, batch=0, aside=aside)
+                await write(partial(put_aside, attempt=begun[0].number))
+            # When both are marked, the first one first
+            for number in (1, 2):
+                await write(partial(journal.mark, run="r", part=0, attempts={0: number}))
+            return await source.database.read(partial(journal.set_aside, run="r", limit=9))
+        finally:
+            await source.database.close()
+
+    # Then the first one counts
+    assert asyncio.run(work()) == [("of 1", "no queue")]
+
+
+def test_a_driver_that_has_lost_its_turn_neither_goes_on_nor_ends_a_run_that_is_over(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a run that somebody aborts while its driver works on the first slice of several
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    legacy.add(ENDPOINT, *some(10))
+    ids, deliver = legacy.ids(ENDPOINT), Migration._deliver
+
+    def abort_and_deliver(self: Migration, run: Run, *arguments: Any) -> None:  # noqa: ANN401 - as they are
+        self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
+        deliver(self, run, *arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="was aborted by somebody else"):
+        patched.setattr(Migration, "_deliver", abort_and_deliver)
+        Migration(plan(legacy, store.url)).run(spark)
+    # Then the run stays what it is, and what was not held yet is where it was
+    [run] = runs_of(legacy.source)
+    assert run.state is RunState.ABORTED
+    assert set(legacy.ids(ENDPOINT)) >= set(ids[8:])
+
+
+def test_a_table_that_holds_something_is_not_dropped(legacy: Legacy) -> None:
+    source = legacy.source
+    legacy.change(lambda connection: make_room(connection, source, "delayline_held_x"))
+    legacy.change(lambda connection: connection.execute(insert(source.held("delayline_held_x")).values(
+        {BATCH: 0, NUMBER: 0}
+    )))  # fmt: skip
+    legacy.change(lambda connection: remove_room(connection, source, "delayline_held_x"))
+    assert "delayline_held_x" in legacy.everything()
+    legacy.change(lambda connection: connection.execute(delete(source.held("delayline_held_x"))))
+    legacy.change(lambda connection: remove_room(connection, source, "delayline_held_x"))
+    assert "delayline_held_x" not in legacy.everything()
 
 
 def test_a_migration_to_rabbitmq_that_is_killed_loses_nothing_and_names_what_may_be_double(

@@ -26,11 +26,12 @@ from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pyspark.sql import SparkSession
 
-    from delayline.migration.target import Target
+    from delayline.migration.target import Staged, Target
 
 ENDPOINT = "sales"
 FAR = datetime(9000, 1, 1, tzinfo=UTC)
@@ -168,6 +169,26 @@ def test_files_of_a_wave_that_fails_hold_nothing(
     assert (len(tiers.files()), tiers.ids()) == (1, [])
     assert Migration(plan).resume(spark).complete
     assert tiers.ids() == [Timeout(number).id for number in range(1, 4)]
+
+
+def test_a_wave_whose_batches_were_closed_commits_nothing(
+    spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a driver that somebody's abort overtakes
+    legacy.add(ENDPOINT, *(Timeout(number) for number in range(1, 4)))
+    ids, plan, commit = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT]), TiersWave.commit
+
+    def close_and_commit(self: TiersWave, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+        cold(tiers).close(ENDPOINT, list(attempts))
+        commit(self, staged, attempts)
+
+    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="abort of this migration has begun"):
+        patched.setattr(TiersWave, "commit", close_and_commit)
+        Migration(plan).run(spark)
+    # Then nothing is in either tier, and the abort gives everything back
+    assert tiers.ids() == []
+    Migration(plan).abort()
+    assert (tiers.ids(), legacy.ids(ENDPOINT)) == ([], ids)
 
 
 def test_a_tier_that_cannot_be_is_refused_before_anything_moves(

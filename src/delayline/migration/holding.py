@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 
 
 def make_room(connection: Connection, source: TableSource, name: str) -> None:
-    """Create the table that rows are held in; one that somebody has left there is empty."""
-    remove_room(connection, source, name)
+    """Create the table that rows are held in."""
     source.dialect.make(connection, CreateTable(source.held(name)))
 
 
 def remove_room(connection: Connection, source: TableSource, name: str) -> None:
-    """Drop a table that holds nothing, if it is there."""
-    if inspect(connection).has_table(name, schema=source.schema):
-        connection.execute(DropTable(source.held(name)))
+    """Drop the table if it is there and holds nothing."""
+    if not inspect(connection).has_table(name, schema=source.schema):
+        return
+    held = source.held(name)
+    if source.dialect.sql.name == "postgresql":  # somebody's transaction may just be filling it
+        locked = source.dialect.sql.identifier_preparer.format_table(held)
+        run_sql(connection, f"LOCK TABLE {locked} IN ACCESS EXCLUSIVE MODE")
+    if connection.execute(select(held.c[NUMBER]).limit(1).with_for_update()).first() is None:
+        connection.execute(DropTable(held))
 
 
 def hold(

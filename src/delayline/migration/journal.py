@@ -34,7 +34,7 @@ from delayline.migration.source import Part
 from delayline.sql.schema import CONTENT, DUE, text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from sqlalchemy import ColumnElement, Connection, FromClause
 
@@ -45,6 +45,8 @@ NAME: Final = 250
 REASON: Final = 1000
 #: Rows that are written at once.
 CHUNK: Final = 5000
+#: Batches that are named in one statement.
+AT_ONCE: Final = 1000
 #: What is claimed by who works on the migrations of one database.
 TURN: Final = "delayline_migrations"
 
@@ -199,6 +201,12 @@ class Journal:
         changed = update(self.runs).where(self.runs.c.run == name).values(state=state.value, finished=finished)
         connection.execute(changed)
 
+    def must_be_open(self, connection: Connection, name: str) -> None:
+        """Raise BackendUnavailable where somebody has ended the run meanwhile; nobody does in this transaction."""
+        state = connection.execute(select(self.runs.c.state).where(self.runs.c.run == name).with_for_update()).scalar()
+        if state not in (RunState.PREPARING, RunState.RUNNING):
+            raise BackendUnavailable(f"migration {name} was {state} by somebody else: this process stops")
+
     def add_part(self, connection: Connection, run: str, held: HeldPart, size: int) -> None:
         """Write down what is held of one endpoint, and its batches."""
         row = {
@@ -283,29 +291,36 @@ class Journal:
     def mark(self, connection: Connection, run: str, part: int, attempts: Mapping[int, int]) -> None:
         """Mark batches that the target has for good, by the attempts that count; of others nothing was set aside.
 
-        Raises BackendUnavailable where the run was aborted meanwhile.
+        A batch that is marked stays as it is. Raises BackendUnavailable where the run was aborted meanwhile.
         """
         columns, lost = self.batches.c, self.aside.c
-        for attempt in set(attempts.values()):
-            batches = [batch for batch, counts in attempts.items() if counts == attempt]
-            named = and_(self._of(run, part), columns.batch.in_(batches))
-            done = update(self.batches).where(named, columns.state.in_(UNFINISHED))
-            if connection.execute(done.values(state=BatchState.MARKED.value)).rowcount < len(batches):
-                for state in connection.execute(select(columns.state).where(named)).scalars():
+        for some in _pieces(list(attempts)):
+            query = select(columns.batch, columns.state).where(self._of(run, part), columns.batch.in_(some))
+            mine: dict[int, list[int]] = {}
+            for batch, state in connection.execute(query.with_for_update()):
+                if state in UNFINISHED:
+                    mine.setdefault(attempts[batch], []).append(batch)
+                else:
                     self._must_be_marked(state, run)
-            others = and_(self.asides_of(run, part), lost.batch.in_(batches), lost.attempt != attempt)
-            connection.execute(delete(self.aside).where(others))
+            for attempt, batches in mine.items():
+                done = update(self.batches).where(self._of(run, part), columns.batch.in_(batches))
+                connection.execute(done.values(state=BatchState.MARKED.value))
+                others = and_(self.asides_of(run, part), lost.batch.in_(batches), lost.attempt != attempt)
+                connection.execute(delete(self.aside).where(others))
 
     def expected(self, connection: Connection, run: str, part: int, attempts: Mapping[int, int]) -> int:
         """Return how many rows of these batches go to the target: all but those that these attempts have set aside."""
         columns, lost = self.batches.c, self.aside.c
-        rows = select(func.sum(columns.rows)).where(self._of(run, part), columns.batch.in_(list(attempts)))
-        by_attempt = select(lost.batch, lost.attempt, func.count()).where(
-            self.asides_of(run, part), lost.batch.in_(list(attempts))
-        )
-        found = connection.execute(by_attempt.group_by(lost.batch, lost.attempt))
-        aside = sum(int(number) for batch, attempt, number in found if attempts[batch] == attempt)
-        return int(connection.execute(rows).scalar() or 0) - aside
+        rows = 0
+        for some in _pieces(list(attempts)):
+            there = select(func.sum(columns.rows)).where(self._of(run, part), columns.batch.in_(some))
+            rows += int(connection.execute(there).scalar() or 0)
+            by_attempt = select(lost.batch, lost.attempt, func.count()).where(
+                self.asides_of(run, part), lost.batch.in_(some)
+            )
+            found = connection.execute(by_attempt.group_by(lost.batch, lost.attempt))
+            rows -= sum(int(number) for batch, attempt, number in found if attempts[batch] == attempt)
+        return rows
 
     def restore(self, connection: Connection, run: str) -> None:
         """Write down that what was not done went back."""
@@ -372,6 +387,11 @@ class Journal:
 
     def _time(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
         return self._dialect.from_due(kept)
+
+
+def _pieces(batches: Sequence[int]) -> Iterator[Sequence[int]]:
+    for first in range(0, len(batches), AT_ONCE):
+        yield batches[first : first + AT_ONCE]
 
 
 def batch_name(run: str, part: int, batch: int) -> str:

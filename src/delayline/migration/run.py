@@ -151,7 +151,7 @@ class Migration:
         return found
 
     def _move(self, run: Run, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession) -> Outcome:
-        """Deliver what is held already, and each slice while the next one is taken aside."""
+        """Deliver what is held already, and each slice while the next one is taken aside, if both can be."""
         began, parts, waiting = datetime.now(UTC), self._parts(run), iter(slices)
         self._rows += sum(part.rows for part in parts)
         numbers = count(len(parts))
@@ -161,13 +161,16 @@ class Migration:
                 some = next(waiting, None)
                 return None if some is None else ahead.submit(self._take_aside, run, next(numbers), *some)
 
-            taken = take_next()
+            together = self._database.locks_rows
+            taken = take_next() if together else None
             for part in parts:
                 self._settle(run, part)
                 self._deliver_part(run, target, part, spark)
+            taken = taken or take_next()
             while taken is not None:
-                part, taken = taken.result(), take_next()
+                part, taken = taken.result(), take_next() if together else None
                 self._deliver_part(run, target, part, spark)
+                taken = taken or take_next()
         return self._ended(run, RunState.COMPLETED, (datetime.now(UTC) - began).total_seconds())
 
     def _deliver_part(self, run: Run, target: Target, part: HeldPart, spark: SparkSession) -> None:
@@ -200,7 +203,7 @@ class Migration:
 
     def _deliver(self, run: Run, target: Target, part: HeldPart, batches: Sequence[int], spark: SparkSession) -> None:
         wave = target.begin(part.target)
-        delivery = Delivery(self._source, wave, run.name, part)
+        delivery = Delivery(self._source, wave, run.name, part, target.exactly_once)
         try:
             with in_plain_words():
                 partitions = min(len(batches), parallelism(spark))
@@ -228,12 +231,13 @@ class Migration:
             )
 
     def _take_aside(self, run: Run, number: int, some: Slice, target: str) -> HeldPart:
-        room = f"{_rooms(run)}{number}"
+        room = f"{_rooms(run)}{number}_{secrets.token_hex(3)}"
         self._write(partial(make_room, source=self._source, name=room))
         return self._write(partial(self._hold, run=run, number=number, some=some, target=target, room=room))
 
     def _hold(self, connection: Connection, run: Run, number: int, some: Slice, target: str, room: str) -> HeldPart:
         """Take the rows of a slice aside, and write down that they are, in one transaction."""
+        self._journal.must_be_open(connection, run.name)
         size = self.plan.batch_size
         rows = hold(connection, self._source, some, room, cutoff=self.plan.cutoff, size=size)
         part = HeldPart(number, some.part, target, room, rows, -(-rows // size))
@@ -248,6 +252,7 @@ class Migration:
 
     def _end(self, connection: Connection, run: Run, state: RunState) -> None:
         """Give back what has not moved, and write down the end, in one transaction."""
+        self._journal.must_be_open(connection, run.name)
         for part in self._journal.list_parts(connection, run.name):
             give_back(connection, self._source, self._journal, run.name, part)
         if state is RunState.ABORTED:

@@ -81,8 +81,6 @@ class Wave(Protocol):
     """Bytes that headers and body may have together."""
     confirms: bool
     """Whether what a session has delivered is there for good, so that its batch can be marked at once."""
-    once: bool
-    """Whether a batch that is delivered again leaves no second copy."""
 
     async def session(self, stack: AsyncExitStack) -> Session:
         """Return an open session that closes with the stack."""

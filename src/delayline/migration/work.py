@@ -44,6 +44,8 @@ class Delivery:
     wave: Wave
     run: str
     part: HeldPart
+    once: bool
+    """Whether a batch that is delivered again leaves no second copy at the target."""
 
     def deliver(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Deliver the batches with these numbers; yield what the driver has to commit, and whose work that is."""
@@ -61,7 +63,7 @@ class Delivery:
             async with contextlib.AsyncExitStack() as stack:
                 session = await self.wave.session(stack)
                 attempts: dict[int, int] = {}
-                at_once = BATCHES_AT_ONCE if self.wave.once else 1
+                at_once = BATCHES_AT_ONCE if self.once else 1
                 for first in range(0, len(batches), at_once):
                     attempts |= await self._some(journal, session, batches[first : first + at_once])
                 return await session.end(), attempts

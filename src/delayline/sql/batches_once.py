@@ -47,7 +47,7 @@ class BatchesOnce:
 
     def committed(self, names: Sequence[str]) -> dict[str, int]:
         """Return which attempts have committed those of the batches that any has. Blocks."""
-        return self._write(partial(self._runs.attempts, runs=names))
+        return self._write(partial(self.committed_in, names=names))
 
     def close(self, names: Sequence[str]) -> None:
         """Let no attempt at these batches commit from now on; those that have, have. Blocks."""
@@ -56,6 +56,10 @@ class BatchesOnce:
     def add(self, connection: Connection, attempts: Mapping[str, int]) -> None:
         """Write down what somebody's own transaction commits: which attempts at which batches."""
         self._runs.add(connection, attempts)
+
+    def committed_in(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
+        """Return the same as `committed`, as somebody's own transaction sees it."""
+        return self._runs.attempts(connection, names)
 
     async def opened(self, stack: AsyncExitStack) -> Database:
         """Return the open database, which closes with the stack."""

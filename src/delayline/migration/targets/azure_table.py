@@ -159,7 +159,6 @@ class AzureWave:
     """Batches of one endpoint on their way into its table."""
 
     confirms = True
-    once = False
     largest_message = AzureTable.largest_message
 
     def __init__(self, target: AzureTable, endpoint: str) -> None:

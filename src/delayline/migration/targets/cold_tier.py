@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from delayline.checks import time_span
 from delayline.clock import to_microseconds
+from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, must_be_quick, note
@@ -87,7 +88,6 @@ class TiersWave:
     """
 
     confirms = False
-    once = True
 
     def __init__(
         self,
@@ -157,6 +157,10 @@ class TiersWave:
         must_be_quick(self._began)
         self.tier.catalog.register(connection, files)
         self.batches.add(connection, attempts)
+        if self.batches.committed_in(connection, list(attempts)) != attempts:
+            raise BackendUnavailable(
+                "an abort of this migration has begun, or another process goes on with it: resume it"
+            )
 
 
 class TiersSession(StoreSession):

@@ -54,7 +54,6 @@ class PlainWave:
     """Batches of one endpoint on their way into its store."""
 
     confirms = True
-    once = False
 
     def __init__(self, target: PlainStore, endpoint: str) -> None:
         self.url = target.url

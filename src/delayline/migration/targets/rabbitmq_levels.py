@@ -59,7 +59,6 @@ class LevelsWave:
     """Batches on their way into the levels."""
 
     confirms = True
-    once = False
     largest_message = ANY_SIZE
 
     def __init__(self, levels: BrokerLevels) -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from delayline.migration.target import Attempted, Staged, Wave
 
 SUFFIX: Final = ".timeouts"
+#: How often ids are looked for that others store meanwhile.
+ROUNDS: Final = 5
 TAKEN: Final = "a message with this id waits in the target's store already: cancel one of the two"
 UNKNOWN: Final = "there is no queue {!r} at the target: start its endpoint once, or run delayline setup --queue NAME"
 
@@ -131,7 +133,6 @@ class StoreWave:
     """Batches of one endpoint on their way into its store."""
 
     confirms = True
-    once = True
 
     def __init__(self, batches: BatchesOnce, queues: frozenset[str] | None, largest_message: int) -> None:
         self.batches = batches
@@ -168,18 +169,16 @@ class StoreSession:
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Store what can be; ids are looked for where storing meets one that waits there already."""
         refused = self.nowhere(messages)
-        for last in (False, True):
+        for _ in range(ROUNDS):
             if refused:
                 await attempt.foretell(refused)
             try:
                 counts = await self._wave.batches.store(attempt.name, attempt.number, without(messages, refused))
             except IdTaken:
-                if last:
-                    break
                 refused = {**await self.taken(messages), **refused}
                 continue
             if counts == CLOSED:
-                raise BackendUnavailable("the migration was aborted meanwhile: this task's work does not count")
+                raise BackendUnavailable("an abort of this migration has begun: run delayline migrate abort again")
             return Delivered(counts)
         raise BackendUnavailable(
             f"others schedule the same messages at {self._database.dialect}: stop them, and resume"

@@ -1,4 +1,4 @@
-"""Staging beside an SQLite file: tasks write files, and only the driver writes to the database."""
+"""Staging beside an SQLite file: tasks write files, and the driver moves what is in them to the database."""
 
 from __future__ import annotations
 
