@@ -163,6 +163,12 @@ class Parts:
         while sum(len(facts(record)["messages"]) for record in self.signals.records(Event.REMOVED)) < number:
             await self.happens(Event.REMOVED, self.signals.count(Event.REMOVED) + 1)
 
+    async def nothing_waits(self) -> None:
+        """Return once the store is empty: what is removed may be committed a moment after that was said."""
+        async with asyncio.timeout(PATIENCE):
+            while await self.store.next_due() is not None:
+                await settle()
+
     async def received(self, queue: str, number: int = 1) -> list[Message]:
         """Take that many messages from a queue that no endpoint receives from."""
         receiver = await self.transport.receiver(queue)
