@@ -67,6 +67,7 @@ def _migrate(folder: Path) -> Figures:
         figures["preview seconds"] = _previewed(source, store, spark)
         raw = ROWS / _copied(source, store)
         seconds = _moved(source, store, spark)
+        figures["driver's most resident MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         figures |= {"to a store seconds": seconds, "COPY to COPY /s": raw, "to a store ratio": ROWS / seconds / raw}
         _fill(source)
         safe = ROWS / _copied(source, store, taken_aside=True)
@@ -77,7 +78,6 @@ def _migrate(folder: Path) -> Figures:
         _fill(source)
         seconds = _moved(source, broker, spark)
         figures |= {"to levels seconds": seconds, "frames /s": raw, "to levels ratio": ROWS / seconds / raw}
-    figures["driver's most resident MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     spark.stop()
     return figures
 
