@@ -278,6 +278,33 @@ def test_what_is_not_taken_aside_yet_is_where_it_was(
     assert (verified.ok, verified.waiting) == (True, len(store.ids()))
 
 
+def test_a_file_is_written_to_by_one_at_a_time(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a store in a file with more messages than are taken aside at once
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    old, new = (StoreAt(f"sqlite:///{tmp_path / name}.db") for name in ("old", "new"))
+    ids = [f"m{number}" for number in range(10)]
+    for number, one in enumerate(ids):
+        old.put(one, due=LATER + timedelta(seconds=number))
+    steps: list[str] = []
+    for step in ("_take_aside", "_deliver"):
+        real = getattr(Migration, step)
+
+        def noted(self: Migration, *arguments: Any, _real: Any = real, _step: str = step) -> Any:  # noqa: ANN401
+            done = _real(self, *arguments)
+            steps.append(_step)
+            return done
+
+        monkeypatch.setattr(Migration, step, noted)
+    # When they move
+    source = source_at("delayline", old.url)
+    assert Migration(Plan(source, target_at(new.url), [ENDPOINT], batch_size=4)).run(spark).complete
+    # Then no slice is taken while tasks have to write to the file
+    assert steps == ["_take_aside", "_deliver"] * 3
+    assert (old.ids(), new.ids()) == ([], ids)
+
+
 def test_a_slice_that_fails_leaves_a_run_to_resume(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
