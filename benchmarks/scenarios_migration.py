@@ -43,7 +43,7 @@ FROM {TABLE}) TO STDOUT (FORMAT binary)"""  # noqa: S608 - ours
 WRITE = f"COPY {STORE} (id, destination, due, headers, body, retry_count) FROM STDIN (FORMAT binary)"
 HELD = '"bench_held"'
 TAKE_ASIDE = (
-    f'CREATE TABLE {HELD} AS SELECT row_number() OVER (ORDER BY "Time", "Id") AS number, * FROM {TABLE}',  # noqa: S608
+    f'CREATE TABLE {HELD} AS SELECT row_number() OVER (ORDER BY "Time", "Id") AS number, * FROM {TABLE}',  # noqa: S608 - ours
     f"ALTER TABLE {HELD} ADD PRIMARY KEY (number)",
     f"DELETE FROM {TABLE}",  # noqa: S608 - ours
 )

@@ -291,7 +291,7 @@ def test_a_file_is_written_to_by_one_at_a_time(
     for step in ("_take_aside", "_deliver"):
         real = getattr(Migration, step)
 
-        def noted(self: Migration, *arguments: Any, _real: Any = real, _step: str = step) -> Any:  # noqa: ANN401
+        def noted(self: Migration, *arguments: Any, _real: Any = real, _step: str = step) -> Any:  # noqa: ANN401 - as it is
             done = _real(self, *arguments)
             steps.append(_step)
             return done

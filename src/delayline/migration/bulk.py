@@ -1,16 +1,20 @@
-"""Statements that read a whole table: delayline's connections are set up for small batches."""
+"""Statements on whole tables, for which delayline's connections are not set up, and on many rows by their names."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from delayline.sql.dialects.server import run as run_sql
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from sqlalchemy import Connection
 
     from delayline.migration.source import TableSource
 
+#: Rows that are named in one statement.
+AT_ONCE: Final = 1000
 #: The settings of delayline's connections to PostgreSQL are for small batches, found by their index.
 FOR_BULK: Final = (
     "SET LOCAL enable_seqscan = on",
@@ -26,3 +30,9 @@ def for_bulk(connection: Connection, source: TableSource) -> None:
     if source.dialect.sql.name == "postgresql":
         for setting in FOR_BULK:
             run_sql(connection, setting)
+
+
+def pieces(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Yield the names, as many at a time as one statement takes."""
+    for first in range(0, len(names), AT_ONCE):
+        yield names[first : first + AT_ONCE]

@@ -34,9 +34,7 @@ def remove_room(connection: Connection, source: TableSource, name: str) -> None:
     if not inspect(connection).has_table(name, schema=source.schema):
         return
     held = source.held(name)
-    if source.dialect.sql.name == "postgresql":  # somebody's transaction may just be filling it
-        locked = source.dialect.sql.identifier_preparer.format_table(held)
-        run_sql(connection, f"LOCK TABLE {locked} IN ACCESS EXCLUSIVE MODE")
+    _lock(connection, source, held, "ACCESS EXCLUSIVE")  # somebody's transaction may just be filling it
     if connection.execute(select(held.c[NUMBER]).limit(1).with_for_update()).first() is None:
         connection.execute(DropTable(held))
 
@@ -51,9 +49,7 @@ def hold(
     part, movable = some.part, some.of(source, cutoff)
     table, held = source.table(part.table), source.held(name)
     for_bulk(connection, source)
-    if source.dialect.sql.name == "postgresql":
-        name_of_table = source.dialect.sql.identifier_preparer.format_table(table)
-        run_sql(connection, f"LOCK TABLE {name_of_table} IN EXCLUSIVE MODE")
+    _lock(connection, source, table, "EXCLUSIVE")
     number = func.row_number().over(order_by=[table.c[source.due], table.c[source.key]]) - 1
     columns = [one.name for one in source.columns()]
     rows = select((number // size).label(BATCH), number.label(NUMBER), *(table.c[one] for one in columns))
@@ -97,6 +93,12 @@ def read_batch(connection: Connection, source: TableSource, name: str, batch: in
     held = source.held(name)
     query = select(held.c[NUMBER], *source.selected(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
     return connection.execute(query).fetchall()
+
+
+def _lock(connection: Connection, source: TableSource, table: Table, mode: str) -> None:
+    """Keep others from the table until the transaction ends, where there is such a lock."""
+    if source.dialect.sql.name == "postgresql":
+        run_sql(connection, f"LOCK TABLE {source.dialect.sql.identifier_preparer.format_table(table)} IN {mode} MODE")
 
 
 def _delete_those_in(

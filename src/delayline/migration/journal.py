@@ -30,11 +30,12 @@ from sqlalchemy import (
 from sqlalchemy.schema import CreateTable
 
 from delayline.errors import BackendUnavailable
+from delayline.migration.bulk import pieces
 from delayline.migration.source import Part
 from delayline.sql.schema import CONTENT, DUE, text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from sqlalchemy import ColumnElement, Connection, FromClause
 
@@ -45,8 +46,6 @@ NAME: Final = 250
 REASON: Final = 1000
 #: Rows that are written at once.
 CHUNK: Final = 5000
-#: Batches that are named in one statement.
-AT_ONCE: Final = 1000
 #: What is claimed by who works on the migrations of one database.
 TURN: Final = "delayline_migrations"
 
@@ -294,7 +293,7 @@ class Journal:
         A batch that is marked stays as it is. Raises BackendUnavailable where the run was aborted meanwhile.
         """
         columns, lost = self.batches.c, self.aside.c
-        for some in _pieces(list(attempts)):
+        for some in pieces(list(attempts)):
             query = select(columns.batch, columns.state).where(self._of(run, part), columns.batch.in_(some))
             mine: dict[int, list[int]] = {}
             for batch, state in connection.execute(query.with_for_update()):
@@ -312,7 +311,7 @@ class Journal:
         """Return how many rows of these batches go to the target: all but those that these attempts have set aside."""
         columns, lost = self.batches.c, self.aside.c
         rows = 0
-        for some in _pieces(list(attempts)):
+        for some in pieces(list(attempts)):
             there = select(func.sum(columns.rows)).where(self._of(run, part), columns.batch.in_(some))
             rows += int(connection.execute(there).scalar() or 0)
             by_attempt = select(lost.batch, lost.attempt, func.count()).where(
@@ -387,11 +386,6 @@ class Journal:
 
     def _time(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
         return self._dialect.from_due(kept)
-
-
-def _pieces(batches: Sequence[int]) -> Iterator[Sequence[int]]:
-    for first in range(0, len(batches), AT_ONCE):
-        yield batches[first : first + AT_ONCE]
 
 
 def batch_name(run: str, part: int, batch: int) -> str:

@@ -166,11 +166,9 @@ class Migration:
             for part in parts:
                 self._settle(run, part)
                 self._deliver_part(run, target, part, spark)
-            taken = taken or take_next()
-            while taken is not None:
+            while taken := taken or take_next():
                 part, taken = taken.result(), take_next() if together else None
                 self._deliver_part(run, target, part, spark)
-                taken = taken or take_next()
         return self._ended(run, RunState.COMPLETED, (datetime.now(UTC) - began).total_seconds())
 
     def _deliver_part(self, run: Run, target: Target, part: HeldPart, spark: SparkSession) -> None:

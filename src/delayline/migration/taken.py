@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from sqlalchemy import Column, Integer, and_, delete, func, inspect, null, or_, select, update
 from sqlalchemy.schema import CreateTable
 
+from delayline.migration.bulk import pieces
 from delayline.migration.rows import record_batch
 from delayline.migration.source import Part, TableSource
 from delayline.sql.schema import CONTENT, DUE, text
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from datetime import datetime
 
     import pyarrow as pa
@@ -35,8 +36,6 @@ ENDPOINT: Final = 250
 #: Of a message that has left its place, and of one that may be there as well.
 SURE: Final = 1
 IN_DOUBT: Final = 0
-#: Keys that are asked for in one statement.
-AT_ONCE: Final = 1000
 #: Messages, with their bodies, that are in memory at once.
 PAGE: Final = 200
 
@@ -206,12 +205,12 @@ class TakenSource(TableSource):
 
     def forget(self, connection: Connection, keys: Sequence[str]) -> None:
         """Delete messages that are back where they were."""
-        for some in _pieces(keys):
+        for some in pieces(keys):
             connection.execute(delete(self.kept).where(self.kept.c[self.key].in_(some)))
 
     def set_state(self, connection: Connection, keys: Sequence[str], state: int) -> None:
         """Say whether messages have left their place for good."""
-        for some in _pieces(keys):
+        for some in pieces(keys):
             connection.execute(update(self.kept).where(self.kept.c[self.key].in_(some)).values(state=state))
 
     def among(self, connection: Connection, column: str, values: Iterable[Any]) -> set[Any]:
@@ -219,7 +218,7 @@ class TakenSource(TableSource):
         found = self.kept.c[column]
         return {
             one if isinstance(one, str) else bytes(one)
-            for some in _pieces(list(values))
+            for some in pieces(list(values))
             for one in connection.execute(select(found).where(found.in_(some))).scalars()
         }
 
@@ -295,11 +294,6 @@ def key_of(name: str) -> str:
     if len(name) <= KEY and name.isprintable():
         return name
     return "~" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _pieces(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for first in range(0, len(values), AT_ONCE):
-        yield values[first : first + AT_ONCE]
 
 
 def _bytes(value: str | None) -> bytes | None:

@@ -138,3 +138,35 @@ class Target(Protocol):
     def close(self, endpoint: str, names: Sequence[str]) -> None:
         """Let no task commit these batches from now on, if that can be; those that are committed are."""
         ...
+
+
+class WithoutLedger:
+    """A target that knows messages and no batches: these are marked one by one as it has them."""
+
+    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+        """Return nothing."""
+        del endpoint, names
+        return {}
+
+    def close(self, endpoint: str, names: Sequence[str]) -> None:
+        """Do nothing."""
+
+
+class ConfirmingWave:
+    """Batches that are at the target for good when a session has delivered them."""
+
+    confirms = True
+
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+        """Do nothing: it is all there."""
+
+    def discard(self) -> None:
+        """Do nothing: what the target has stays."""
+
+
+class ConfirmingSession:
+    """One task's way to such a target."""
+
+    async def end(self) -> Sequence[Staged]:
+        """Return nothing for a driver to commit: it is all there."""
+        return ()

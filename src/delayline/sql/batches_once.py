@@ -47,19 +47,16 @@ class BatchesOnce:
 
     def committed(self, names: Sequence[str]) -> dict[str, int]:
         """Return which attempts have committed those of the batches that any has. Blocks."""
-        return self._write(partial(self.committed_in, names=names))
+        return self._write(partial(self._runs.attempts, runs=names))
 
     def close(self, names: Sequence[str]) -> None:
         """Let no attempt at these batches commit from now on; those that have, have. Blocks."""
         self._write(partial(self._close, names=names))
 
-    def add(self, connection: Connection, attempts: Mapping[str, int]) -> None:
-        """Write down what somebody's own transaction commits: which attempts at which batches."""
+    def add(self, connection: Connection, attempts: Mapping[str, int]) -> bool:
+        """Write down which attempts somebody's own transaction commits; False where one of them may not."""
         self._runs.add(connection, attempts)
-
-    def committed_in(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
-        """Return the same as `committed`, as somebody's own transaction sees it."""
-        return self._runs.attempts(connection, names)
+        return self._runs.attempts(connection, list(attempts)) == attempts
 
     async def opened(self, stack: AsyncExitStack) -> Database:
         """Return the open database, which closes with the stack."""
@@ -124,7 +121,7 @@ class BatchesOnce:
     def _close(self, connection: Connection, names: Sequence[str]) -> None:
         with self._database.dialect.setting_up(connection):
             self._runs.create(connection)
-        self.add(connection, dict.fromkeys(names, CLOSED))
+        self._runs.add(connection, dict.fromkeys(names, CLOSED))
 
     def _write(self, work: Callable[[Connection], Result]) -> Result:
         async def run() -> Result:

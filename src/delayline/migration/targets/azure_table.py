@@ -20,7 +20,7 @@ from delayline.azure.transport import AzureStorageQueueTransport
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.target import Delivered
+from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
 from delayline.migration.targets.sql_store import TAKEN, UNKNOWN
 from delayline.sql.staging import blocking
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from delayline.azure.rows import Row
-    from delayline.migration.target import Attempted, Staged
+    from delayline.migration.target import Attempted
 
 COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
 
 
-class AzureTable:
+class AzureTable(WithoutLedger):
     """The delayed messages tables of one storage account, each named after its endpoint; pickled to tasks."""
 
     kind: ClassVar[str] = "azure-table"
@@ -106,14 +106,6 @@ class AzureTable:
         """Return a wave; nothing is staged."""
         return AzureWave(self, endpoint)
 
-    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
-        """Return nothing: batches are marked one by one as Azure has them."""
-        del endpoint, names
-        return {}
-
-    def close(self, endpoint: str, names: Sequence[str]) -> None:
-        """Do nothing: there is no ledger of batches."""
-
     @asynccontextmanager
     async def opened(self, endpoint: str) -> AsyncIterator[tuple[AzureAccount, Table]]:
         """Provide the open account, and the endpoint's table."""
@@ -155,10 +147,9 @@ class Queues:
         return self._known[destination]
 
 
-class AzureWave:
+class AzureWave(ConfirmingWave):
     """Batches of one endpoint on their way into its table."""
 
-    confirms = True
     largest_message = AzureTable.largest_message
 
     def __init__(self, target: AzureTable, endpoint: str) -> None:
@@ -170,14 +161,8 @@ class AzureWave:
         account, table = await stack.enter_async_context(self._target.opened(self._endpoint))
         return AzureSession(table, Queues(account))
 
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Do nothing: Azure has every row."""
 
-    def discard(self) -> None:
-        """Do nothing: what Azure has stays."""
-
-
-class AzureSession:
+class AzureSession(ConfirmingSession):
     """One task's connections to the account."""
 
     def __init__(self, table: Table, queues: Queues) -> None:
@@ -207,7 +192,3 @@ class AzureSession:
         refused |= {position: TAKEN for position, take in zip(rows, wanted, strict=True) if not take}
         await self._table.put_each([to_entity(row) for row, take in zip(rows.values(), wanted, strict=True) if take])
         return Delivered(attempt.number, refused)
-
-    async def end(self) -> tuple[()]:
-        """Return nothing for a driver to commit: it is all there."""
-        return ()

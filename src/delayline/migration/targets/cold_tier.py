@@ -156,8 +156,7 @@ class TiersWave:
         del staged
         must_be_quick(self._began)
         self.tier.catalog.register(connection, files)
-        self.batches.add(connection, attempts)
-        if self.batches.committed_in(connection, list(attempts)) != attempts:
+        if not self.batches.add(connection, attempts):
             raise BackendUnavailable(
                 "an abort of this migration has begun, or another process goes on with it: resume it"
             )

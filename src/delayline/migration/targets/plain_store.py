@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
-from delayline.migration.target import Delivered
+from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, UNKNOWN, SqlStore
 from delayline.sql.database import Database
 from delayline.sql.store import SqlDelayedMessageStore
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from delayline.migration.target import Attempted, Staged
+    from delayline.migration.target import Attempted
 
 #: Ids that the store is asked for in one statement; SQL Server takes 2100 parameters.
 ASKED_AT_ONCE: Final = 1000
 KEPT: Final = ("id", "destination", "due")
 
 
-class PlainStore(SqlStore):
+class PlainStore(WithoutLedger, SqlStore):
     """The stores of one database, as those in SQL Server's table of the document: `delayline setup` has made them."""
 
     kind: ClassVar[str] = "plain-store"
@@ -41,19 +41,9 @@ class PlainStore(SqlStore):
         """Return a wave; nothing is staged."""
         return PlainWave(self, endpoint)
 
-    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
-        """Return nothing: batches are marked one by one as the database has them."""
-        del endpoint, names
-        return {}
 
-    def close(self, endpoint: str, names: Sequence[str]) -> None:
-        """Do nothing: there is no ledger of batches."""
-
-
-class PlainWave:
+class PlainWave(ConfirmingWave):
     """Batches of one endpoint on their way into its store."""
-
-    confirms = True
 
     def __init__(self, target: PlainStore, endpoint: str) -> None:
         self.url = target.url
@@ -79,14 +69,8 @@ class PlainWave:
                 found |= {one: (destination, due) for one, destination, due in rows}
         return found
 
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Do nothing: each batch has its own transaction."""
 
-    def discard(self) -> None:
-        """Do nothing: what the database has stays."""
-
-
-class PlainSession:
+class PlainSession(ConfirmingSession):
     """One task's connection to the store."""
 
     def __init__(self, wave: PlainWave, store: SqlDelayedMessageStore) -> None:
@@ -133,7 +117,3 @@ class PlainSession:
                 refused |= await self._stored({position: message})
             return refused
         return {}
-
-    async def end(self) -> tuple[()]:
-        """Return nothing for a driver to commit: it is all there."""
-        return ()

@@ -5,21 +5,20 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
-from delayline.migration.target import Delivered
+from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
 from delayline.spark.levels import ANY_SIZE, LONGEST, BrokerLevels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from contextlib import AsyncExitStack
 
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-    from delayline.migration.target import Attempted, Staged
+    from delayline.migration.target import Attempted
     from delayline.spark.levels import LevelsSession
 
 
-class RabbitmqLevels(BrokerLevels):
+class RabbitmqLevels(WithoutLedger, BrokerLevels):
     """The delay levels of one virtual host, v2, or what ?delays= in the URL says."""
 
     kind: ClassVar[str] = "rabbitmq-levels"
@@ -46,19 +45,10 @@ class RabbitmqLevels(BrokerLevels):
         del endpoint
         return LevelsWave(self)
 
-    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
-        """Return nothing: batches are marked one by one as the broker confirms them."""
-        del endpoint, names
-        return {}
 
-    def close(self, endpoint: str, names: Sequence[str]) -> None:
-        """Do nothing: the broker knows no batches."""
-
-
-class LevelsWave:
+class LevelsWave(ConfirmingWave):
     """Batches on their way into the levels."""
 
-    confirms = True
     largest_message = ANY_SIZE
 
     def __init__(self, levels: BrokerLevels) -> None:
@@ -68,14 +58,8 @@ class LevelsWave:
         """Connect."""
         return ConfirmedSession(await self._levels.session(stack))
 
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Do nothing: the broker has confirmed every message."""
 
-    def discard(self) -> None:
-        """Do nothing: what the broker has confirmed stays."""
-
-
-class ConfirmedSession:
+class ConfirmedSession(ConfirmingSession):
     """One task's connection to the broker."""
 
     def __init__(self, session: LevelsSession) -> None:
@@ -84,7 +68,3 @@ class ConfirmedSession:
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Publish the messages; returns once the broker has confirmed them."""
         return Delivered(attempt.number, await self._session.deliver(messages))
-
-    async def end(self) -> tuple[()]:
-        """Return nothing for a driver to commit: it is all there."""
-        return ()

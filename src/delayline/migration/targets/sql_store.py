@@ -10,7 +10,7 @@ from sqlalchemy import inspect, select
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING
-from delayline.migration.target import Delivered
+from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered
 from delayline.spark.cold_tier import ColdTier, waiting_in
 from delayline.spark.session import in_this_thread, parallelism
 from delayline.sql import setup
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
-    from delayline.migration.target import Attempted, Staged, Wave
+    from delayline.migration.target import Attempted, Wave
 
 SUFFIX: Final = ".timeouts"
 #: How often ids are looked for that others store meanwhile.
@@ -129,10 +129,8 @@ class SqlStore:
         return found[0]
 
 
-class StoreWave:
+class StoreWave(ConfirmingWave):
     """Batches of one endpoint on their way into its store."""
-
-    confirms = True
 
     def __init__(self, batches: BatchesOnce, queues: frozenset[str] | None, largest_message: int) -> None:
         self.batches = batches
@@ -143,12 +141,6 @@ class StoreWave:
         """Connect."""
         return StoreSession(self, await self.batches.opened(stack))
 
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Do nothing: each batch has its own transaction."""
-
-    def discard(self) -> None:
-        """Do nothing: what the database has stays."""
-
 
 class InStore(Protocol):
     """What a session wants to know of its wave."""
@@ -157,7 +149,7 @@ class InStore(Protocol):
     queues: frozenset[str] | None
 
 
-class StoreSession:
+class StoreSession(ConfirmingSession):
     """One task's connection to the store."""
 
     def __init__(self, wave: InStore, database: Database) -> None:
@@ -183,10 +175,6 @@ class StoreSession:
         raise BackendUnavailable(
             f"others schedule the same messages at {self._database.dialect}: stop them, and resume"
         )
-
-    async def end(self) -> Sequence[Staged]:
-        """Return nothing for a driver to commit: it is all there."""
-        return ()
 
     def nowhere(self, messages: pa.RecordBatch) -> dict[int, str]:
         """Return which of the messages go to a queue that is not there, by position."""
