@@ -210,9 +210,10 @@ def test_the_journal_keeps_no_password(spark: SparkSession, legacy: Legacy, targ
     move(spark, legacy, target)
     kept = run_named(legacy.source, None).parameters
     assert kept["endpoints"] == ENDPOINT
-    assert kept["batch_size"] == "1000"
+    assert kept["batch_size"] == "10000"
     hidden = Plan(legacy.source, target_at("amqp://me:hunter2@host/orders"), None).parameters
     assert "hunter2" not in str(hidden)
+    assert hidden["batch_size"] == "1000"
 
 
 def test_moving_again_moves_what_has_come_since(spark: SparkSession, legacy: Legacy, store: StoreAt) -> None:

@@ -361,7 +361,7 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
         try:
             await write(journal.set_up)
             await write(partial(journal.begin, name="r", parameters={}))
-            await write(partial(journal.add_part, run="r", held=held, size=4))
+            await write(partial(journal.add_part, run="r", held=held, batches={0: 4}))
             deliver = partial(journal.deliver, run="r", part=0, batches=[0])
             first, second = [(await write(deliver))[0] for _ in range(2)]
             aside = partial(journal.put_aside, run="r", part=0, batch=0)
@@ -392,7 +392,7 @@ def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: P
             await write(journal.set_up)
             await write(partial(journal.begin, name="r", parameters={}))
             held = HeldPart(0, Part(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
-            await write(partial(journal.add_part, run="r", held=held, size=4))
+            await write(partial(journal.add_part, run="r", held=held, batches={0: 4}))
             for number in (1, 2):
                 begun = await write(partial(journal.deliver, run="r", part=0, batches=[0]))
                 aside = {1: (f"of {number}", "no queue")}

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 from tests.spark.legacy import LATER
 from tests.spark.stores import DUE, ENDPOINT, StoreAt
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.migration import Migration, Plan, source_at, target_at
+from delayline.migration.journal import Journal
 from delayline.migration.verify import verify
 from delayline.sql.staging import blocking
 
@@ -114,6 +115,33 @@ def test_delayline_stores_move_from_product_to_product(
     by_id = {one.id: one for one in messages}
     assert {one.id: one for one in after.messages()} == by_id
     assert verify(source, target, spark).ok
+
+
+@pytest.mark.parametrize("product", ["sqlite", "postgresql", "mariadb"])
+def test_a_batch_of_large_messages_has_fewer_of_them(
+    spark: SparkSession,
+    product: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given messages whose bodies are as long as their ids, in a source whose tasks have room for ten bytes or so
+    monkeypatch.setattr("delayline.migration.holding.BATCH_BYTES", 10)
+    url = f"sqlite:///{tmp_path / 'old.db'}" if product == "sqlite" else str(request.getfixturevalue(f"{product}_url"))
+    before, after = StoreAt(url), StoreAt(f"sqlite:///{tmp_path / 'new.db'}")
+    ids = ["a" * 4, "b" * 4, "c" * 35, "d" * 2, *(f"e{number}" for number in range(6))]
+    before.put(*ids)
+
+    # When they move
+    source = source_at("delayline", before.url)
+    assert Migration(Plan(source, target_at(after.url), [ENDPOINT], batch_size=4)).run(spark).complete
+
+    # Then a batch has ten bytes besides its first row's, and four rows, at most
+    assert after.ids() == ids
+    batches = Journal(source.dialect, source.schema).batches
+    query = select(batches.c.rows, batches.c.state).order_by(batches.c.batch)
+    kept = blocking(source.database.look(lambda connection: connection.execute(query).fetchall()))
+    assert [tuple(row) for row in kept] == [(2, "marked")] * 5
 
 
 def failing(*_: object) -> None:

@@ -117,7 +117,7 @@ def planned(command: Command) -> Command:
         endpoints: Sequence[str],
         every: bool,
         cutoff: datetime | None,
-        batch_size: int,
+        batch_size: int | None,
         **arguments: Any,  # noqa: ANN401 - click's
     ) -> Any:  # noqa: ANN401 - click's
         from delayline.migration import Plan
@@ -136,9 +136,7 @@ def planned(command: Command) -> Command:
         click.option(
             "--batch-size",
             type=click.IntRange(1),
-            default=1000,
-            show_default=True,
-            help="Rows delivered, confirmed and marked together.",
+            help="Rows delivered, confirmed and marked together, at most: 1000, or 10000 to stores.",
         ),
     )
     decorated: Command = with_plan

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import and_, delete, func, insert, inspect, select
+from sqlalchemy import and_, delete, func, insert, inspect, literal_column, select
 from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnavailable
@@ -14,14 +14,17 @@ from delayline.migration.source import BATCH, NUMBER
 from delayline.sql.dialects.server import run as run_sql
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Connection, Table
+    from sqlalchemy import ColumnElement, Connection, FromClause, Insert, Select, Table
 
     from delayline.migration.journal import Journal
     from delayline.migration.slices import Slice
     from delayline.migration.source import TableSource
+
+#: Bytes of bodies in a batch, about, at most: a task has a few of them in memory.
+BATCH_BYTES: Final = 16 * 1024 * 1024
 
 
 def make_room(connection: Connection, source: TableSource, name: str) -> None:
@@ -41,28 +44,46 @@ def remove_room(connection: Connection, source: TableSource, name: str) -> None:
 
 def hold(
     connection: Connection, source: TableSource, some: Slice, name: str, *, cutoff: datetime | None, size: int
-) -> int:
-    """Move what is due from the cutoff on into batches of that size, earliest due first; return how many rows.
+) -> Mapping[int, int]:
+    """Move what is due from the cutoff on into batches, earliest due first; return how many rows each of them has.
 
-    Raises BackendUnavailable, and the caller rolls back, where the table changes under it.
+    size: rows of a batch, at most. Raises BackendUnavailable, and the caller rolls back, where the table changes under
+    it.
     """
-    part, movable = some.part, some.of(source, cutoff)
-    table, held = source.table(part.table), source.held(name)
+    movable = some.of(source, cutoff)
+    table, held = source.table(some.part.table), source.held(name)
     for_bulk(connection, source)
-    _lock(connection, source, table, "EXCLUSIVE")
-    number = func.row_number().over(order_by=[table.c[source.due], table.c[source.key]]) - 1
-    columns = [one.name for one in source.columns()]
-    rows = select((number // size).label(BATCH), number.label(NUMBER), *(table.c[one] for one in columns))
-    rows = rows.where(movable)
-    connection.execute(insert(held).from_select([BATCH, NUMBER, *columns], rows))
-    taken: int = connection.execute(select(func.count()).select_from(held)).scalar_one()
-    gone = _delete_those_in(connection, source, table, held, movable)
-    if gone != taken:
+    if source.dialect.sql.name == "postgresql":  # one statement, so that each page is read and written once
+        _lock(connection, source, table, "EXCLUSIVE")
+        gone = delete(table).where(movable).returning(table).cte("gone")
+        connection.execute(_into_batches(source, held, gone, select(), size))
+        return _rows_of_batches(connection, held)
+    connection.execute(_into_batches(source, held, table, select().where(movable), size))
+    batches = _rows_of_batches(connection, held)
+    there, left = sum(batches.values()), _delete_those_in(connection, source, table, held, movable)
+    if left != there:
         raise BackendUnavailable(
-            f"{part.table} changed while its rows were taken aside: {taken} were there, {gone} a moment later. None of "
-            f"them was moved; stop the endpoint {part.endpoint!r}, and run it again, or resume it"
+            f"{table.name} changed while its rows were taken aside: {there} were there, {left} a moment later. None of "
+            f"them was moved; stop the endpoint {some.part.endpoint!r}, and run it again, or resume it"
         )
-    return taken
+    return batches
+
+
+def _into_batches(source: TableSource, held: Table, rows: FromClause, which: Select[Any], size: int) -> Insert:
+    """Return the statement that numbers these of the rows, and writes them."""
+    order = [rows.c[source.due], rows.c[source.key]]
+    number = func.row_number().over(order_by=order) - 1
+    lengths = func.coalesce(source.size(rows), literal_column("0"))
+    so_far = func.sum(lengths).over(order_by=order, rows=(None, 0))
+    columns = [one.name for one in source.columns()]
+    numbers = which.add_columns(number // size + so_far // BATCH_BYTES, number, *(rows.c[one] for one in columns))
+    return insert(held).from_select([BATCH, NUMBER, *columns], numbers)
+
+
+def _rows_of_batches(connection: Connection, held: Table) -> dict[int, int]:
+    batch = held.c[BATCH]
+    counted = connection.execute(select(batch, func.count()).group_by(batch).order_by(batch))
+    return {int(number): int(rows) for number, rows in counted}
 
 
 def give_back(connection: Connection, source: TableSource, journal: Journal, run: str, held_part: HeldPart) -> int:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 RUN: Final = 40
 NAME: Final = 250
 REASON: Final = 1000
-#: Rows that are written at once.
-CHUNK: Final = 5000
 #: What is claimed by who works on the migrations of one database.
 TURN: Final = "delayline_migrations"
 
@@ -206,21 +204,21 @@ class Journal:
         if state not in (RunState.PREPARING, RunState.RUNNING):
             raise BackendUnavailable(f"migration {name} was {state} by somebody else: this process stops")
 
-    def add_part(self, connection: Connection, run: str, held: HeldPart, size: int) -> None:
-        """Write down what is held of one endpoint, and its batches."""
+    def add_part(self, connection: Connection, run: str, held: HeldPart, batches: Mapping[int, int]) -> None:
+        """Write down what is held of one endpoint, and how many rows its batches have."""
         row = {
             "run": run, "part": held.number, "endpoint": held.part.endpoint, "source_table": held.part.table,
             "owner": held.part.owner, "target": held.target, "held": held.held, "rows": held.rows,
             "batches": held.batches,
         }  # fmt: skip
         connection.execute(insert(self.parts).values(row))
-        for first in range(0, held.batches, CHUNK):
-            batches = [
-                {"run": run, "part": held.number, "batch": batch, "rows": min(size, held.rows - batch * size),
-                 "state": BatchState.STAGED.value, "attempts": 0}
-                for batch in range(first, min(first + CHUNK, held.batches))
+        for some in pieces(list(batches.items())):
+            staged = [
+                {"run": run, "part": held.number, "batch": batch, "rows": rows, "state": BatchState.STAGED.value,
+                 "attempts": 0}
+                for batch, rows in some
             ]  # fmt: skip
-            connection.execute(insert(self.batches), batches)
+            connection.execute(insert(self.batches), staged)
 
     def list_parts(self, connection: Connection, run: str) -> list[HeldPart]:
         """Return the parts of a run."""

@@ -172,7 +172,7 @@ class Migration:
         return self._ended(run, RunState.COMPLETED, (datetime.now(UTC) - began).total_seconds())
 
     def _deliver_part(self, run: Run, target: Target, part: HeldPart, spark: SparkSession) -> None:
-        at_once = max(1, WAVE_ROWS // self.plan.batch_size)
+        at_once = max(1, WAVE_ROWS // self.plan.batch_rows)
         unfinished = self._unfinished(run, part)
         for first in range(0, len(unfinished), at_once):
             self._deliver(run, target, part, unfinished[first : first + at_once], spark)
@@ -236,10 +236,10 @@ class Migration:
     def _hold(self, connection: Connection, run: Run, number: int, some: Slice, target: str, room: str) -> HeldPart:
         """Take the rows of a slice aside, and write down that they are, in one transaction."""
         self._journal.must_be_open(connection, run.name)
-        size = self.plan.batch_size
-        rows = hold(connection, self._source, some, room, cutoff=self.plan.cutoff, size=size)
-        part = HeldPart(number, some.part, target, room, rows, -(-rows // size))
-        self._journal.add_part(connection, run.name, part, size)
+        plan = self.plan
+        batches = hold(connection, self._source, some, room, cutoff=plan.cutoff, size=plan.batch_rows)
+        part = HeldPart(number, some.part, target, room, sum(batches.values()), len(batches))
+        self._journal.add_part(connection, run.name, part, batches)
         self._journal.set_state(connection, run.name, RunState.RUNNING)
         return part
 

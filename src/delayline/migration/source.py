@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, and_, inspect
+from sqlalchemy import BigInteger, Column, MetaData, Table, and_, func, inspect
 from sqlalchemy.sql import quoted_name
 
 from delayline.errors import BackendUnusable, ConfigurationError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
     from pyspark.sql import SparkSession
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import ColumnElement, Connection, FromClause
 
     from delayline.sql.dialect import Dialect
 
@@ -48,6 +48,8 @@ class TableSource(ABC):
     key: ClassVar[str]
     """The column that names a row."""
     due: ClassVar[str]
+    body: ClassVar[str]
+    """The column with most of a row's bytes."""
     destination: ClassVar[str | None] = None
     """The column with the destination, where there is one."""
     owner: ClassVar[str | None] = None
@@ -92,6 +94,10 @@ class TableSource(ABC):
     def put_back(self) -> int:
         """Do nothing, and return that nothing was left over."""
         return 0
+
+    def size(self, rows: FromClause) -> ColumnElement[int]:
+        """Return how many bytes a row's body has, null for none."""
+        return func.length(rows.c[self.body])
 
     def name_column(self, table: Table) -> ColumnElement[Any]:
         """Return what people are told of a row, so that they find its message."""

@@ -92,6 +92,7 @@ class TakenSource(TableSource):
 
     key: ClassVar[str] = "taken"
     due: ClassVar[str] = "due"
+    body: ClassVar[str] = "body"
     owner: ClassVar[str | None] = "endpoint"
     outside: ClassVar[str] = "it is due before the cutoff"
 

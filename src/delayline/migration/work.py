@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,19 @@ LOOKED: Final = "reason STRING, rows BIGINT, id STRING"
 LOOKED_SCHEMA: Final = pa.schema([("reason", pa.string()), ("rows", pa.int64()), ("id", pa.string())])
 ROWS_AT_ONCE: Final = 10_000
 #: Batches that are begun, and marked, together, where it does no harm that all of them are delivered again.
-BATCHES_AT_ONCE: Final = 10
+BATCHES_AT_ONCE: Final = 4
+
+
+@contextlib.contextmanager
+def rows_only() -> Iterator[None]:
+    """Keep the garbage collector from looking at rows again and again, none of which is in a cycle."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,8 @@ class Delivery:
     def deliver(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Deliver the batches with these numbers; yield what the driver has to commit, and whose work that is."""
         for some in numbers:
-            staged, attempts = asyncio.run(self._deliver(some.column(0).to_pylist()))
+            with rows_only():
+                staged, attempts = asyncio.run(self._deliver(some.column(0).to_pylist()))
             rows: list[dict[str, object]] = [{"staged": one.text} for one in staged]
             rows += [{"batch": batch, "attempt": attempt} for batch, attempt in attempts.items()]
             yield pa.RecordBatch.from_pylist(rows, DONE_SCHEMA)
@@ -155,7 +169,9 @@ class Look:
         """Look through the spans with these numbers; yield how many rows have each reason, null for none."""
         for some in numbers:
             for span in some.column(0).to_pylist():
-                yield pa.RecordBatch.from_pylist(self._through(span), LOOKED_SCHEMA)
+                with rows_only():
+                    looked = self._through(span)
+                yield pa.RecordBatch.from_pylist(looked, LOOKED_SCHEMA)
 
     def _through(self, span: int) -> list[dict[str, object]]:
         counts: Counter[str | None] = Counter()

@@ -43,6 +43,7 @@ class APScheduler(TableSource):
     kind: ClassVar[str] = "apscheduler"
     key: ClassVar[str] = "id"
     due: ClassVar[str] = "next_run_time"
+    body: ClassVar[str] = "job_state"
     outside: ClassVar[str] = "it is paused, or is due beyond the years 1753 to 9999"
 
     def columns(self) -> list[Column[Any]]:

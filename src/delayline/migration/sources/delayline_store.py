@@ -25,6 +25,7 @@ class DelaylineStore(TableSource):
     kind: ClassVar[str] = "delayline"
     key: ClassVar[str] = "id"
     due: ClassVar[str] = "due"
+    body: ClassVar[str] = "body"
     destination: ClassVar[str | None] = "destination"
 
     def columns(self) -> list[Column[Any]]:

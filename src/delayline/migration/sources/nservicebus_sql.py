@@ -29,6 +29,7 @@ class NServiceBusSql(TableSource):
     kind: ClassVar[str] = "nservicebus-sql"
     key: ClassVar[str] = "Id"
     due: ClassVar[str] = "Time"
+    body: ClassVar[str] = "State"
     destination: ClassVar[str | None] = "Destination"
 
     def columns(self) -> list[Column[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import BigInteger, Boolean, Column, Integer, String, Text, and_, cast, select
+from sqlalchemy import BigInteger, Boolean, Column, Integer, String, Text, and_, cast, func, select
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql import column, table
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     import pyarrow as pa
-    from sqlalchemy import ColumnElement, Connection, Select, Table
+    from sqlalchemy import ColumnElement, Connection, FromClause, Select, Table
 
 TABLE: Final = "procrastinate_jobs"
 WAITING: Final = "todo"
@@ -40,6 +40,7 @@ class Procrastinate(TableSource):
     kind: ClassVar[str] = "procrastinate"
     key: ClassVar[str] = "id"
     due: ClassVar[str] = "scheduled_at"
+    body: ClassVar[str] = "args"
     destination: ClassVar[str | None] = "queue_name"
     owner: ClassVar[str | None] = "queue_name"
     outside: ClassVar[str] = "it belongs to a periodic task, or is due beyond the years 1753 to 9999"
@@ -95,6 +96,10 @@ class Procrastinate(TableSource):
     def read_due(self, kept: datetime) -> datetime:
         """Return the instant in UTC."""
         return self.dialect.from_due(kept)
+
+    def size(self, rows: FromClause) -> ColumnElement[int]:
+        """Return how long the arguments are as text."""
+        return func.length(cast(rows.c.args, Text))
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
         """Return what becomes of a job a message."""
