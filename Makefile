@@ -35,7 +35,11 @@ lint: setup ## format, lint, types, layers
 check: lint ## the same and the fast tests; no server, under a minute
 	$(RUN) pytest -q -n $(WORKERS) tests/unit tests/conformance/test_memory.py
 
-test: lint ## everything: the checks, every test, with coverage of those without a server, the docs
+# What the core's coverage is taken of: a tracer doubles what a test takes, and the others add nothing to it.
+CORE := tests/unit tests/conformance/test_memory.py tests/conformance/test_custom_store.py tests/conformance/test_sqlite.py \
+	tests/integration/test_callers.py tests/cli/test_config.py tests/cli/test_doctor.py
+
+test: lint ## everything: the checks, every test, the core's coverage, the docs
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-spark test-others
 
 # Side by side: Spark's tests wait more than they work, for a JVM and for what is not due yet.
@@ -43,9 +47,9 @@ test-spark: setup
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n 0 tests/spark --durations=10
 
 test-others: setup
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not server and not spark" --cov --cov-branch --cov-report=
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) $(CORE) --cov --cov-branch --cov-report=
 	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "server and not spark" --durations=15
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark" $(CORE:%=--ignore=%) --durations=15
 	$(RUN) mkdocs build --strict --quiet
 
 bench: setup ## the figures: ratios to raw loops over the same file or server, into benchmarks/results

@@ -31,6 +31,14 @@ DEFAULTS: Final = {
     "spark.driver.memory": "1g",
     "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
 }
+#: The setting above is for tasks; whatever plans, or commits, has a daemon whose name cannot be set.
+PYTHON: Final = """#!/bin/sh
+if [ "$1 $2" = "-m pyspark.daemon" ]; then
+  shift 2
+  set -- -m tests.spark.daemon "$@"
+fi
+exec "{python}" "$@"
+"""
 #: Of Debian's libpostgresql-jdbc-java.
 JDBC_DRIVER: Final = Path("/usr/share/java/postgresql.jar")
 
@@ -51,6 +59,10 @@ def small_sparks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["SPARK_CONF_DIR"] = str(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     os.environ["SPARK_SUBMIT_OPTS"] = JAVA
+    python = folder / "python"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    os.environ["PYSPARK_PYTHON"] = str(python)
     with forking():
         yield
 
