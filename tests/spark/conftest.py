@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.spark`, however pytest was started
 
 from tests.spark.daemon import forking
+from tests.spark.small import variables
 from tests.spark.stores import StoreAt
 from tests.spark.tiers import Tiers
 
@@ -22,23 +23,6 @@ if TYPE_CHECKING:
 
 #: Two cores, and three attempts a task: plain `local[2]` never tries again.
 MASTER: Final = "local[2,3]"
-ROOT: Final = str(Path(__file__).parents[2])
-#: For JVMs that live for seconds.
-JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-#: What a user would have set on this machine.
-DEFAULTS: Final = {
-    "spark.python.daemon.module": "tests.spark.daemon",
-    "spark.driver.memory": "1g",
-    "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
-}
-#: The setting above is for tasks; whatever plans, or commits, has a daemon whose name cannot be set.
-PYTHON: Final = """#!/bin/sh
-if [ "$1 $2" = "-m pyspark.daemon" ]; then
-  shift 2
-  set -- -m tests.spark.daemon "$@"
-fi
-exec "{python}" "$@"
-"""
 #: Of Debian's libpostgresql-jdbc-java.
 JDBC_DRIVER: Final = Path("/usr/share/java/postgresql.jar")
 
@@ -54,15 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def small_sparks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Have every JVM that a test starts compile little, and fork its Python workers, which find the tests."""
-    folder = tmp_path_factory.mktemp("conf")
-    (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in DEFAULTS.items()))
-    os.environ["SPARK_CONF_DIR"] = str(folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    os.environ["SPARK_SUBMIT_OPTS"] = JAVA
-    python = folder / "python"
-    python.write_text(PYTHON.format(python=sys.executable))
-    python.chmod(0o755)
-    os.environ["PYSPARK_PYTHON"] = str(python)
+    os.environ.update(variables(tmp_path_factory.mktemp("conf")))
     with forking():
         yield
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 #: The variable that says where the process listens.
 PLACE: Final = "DELAYLINE_TESTS_FORK_AT"
 SERVE: Final = "serve"
+ROOT: Final = Path(__file__).parents[2]
 SINGLE: Final = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 MODULES: Final = ("delayline.config", "pandas", "psycopg", "pyarrow.parquet", "pymysql", "pyspark.worker")
 #: All modules of these.
@@ -48,7 +49,7 @@ def forking() -> Iterator[None]:
         listener.listen()
         environment = {**os.environ, "PYTHONHASHSEED": "0", **SINGLE}  # the seed is what Spark gives its workers
         command = [sys.executable, "-m", "tests.spark.daemon", SERVE]
-        with subprocess.Popen(command, stdin=listener.fileno(), env=environment) as process:
+        with subprocess.Popen(command, stdin=listener.fileno(), env=environment, cwd=ROOT) as process:
             listener.close()  # else nobody would be told that the process is dead
             os.environ[PLACE] = place
             try:

@@ -1,0 +1,43 @@
+"""Spark as tests start it: JVMs that compile little, and Python workers that are forked and find the tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT: Final = str(Path(__file__).parents[2])
+#: For JVMs that live for seconds.
+JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+#: What a user would have set on this machine.
+DEFAULTS: Final = {
+    "spark.python.daemon.module": "tests.spark.daemon",
+    "spark.driver.memory": "1g",
+    "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
+}
+#: The setting above is for tasks; whatever plans, or commits, has a daemon whose name cannot be set.
+PYTHON: Final = """#!/bin/sh
+if [ "$1 $2" = "-m pyspark.daemon" ]; then
+  shift 2
+  set -- -m tests.spark.daemon "$@"
+fi
+exec "{python}" "$@"
+"""
+
+
+def variables(folder: Path) -> Mapping[str, str]:
+    """Return the variables that make Spark small; what they name is written to the folder."""
+    (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in DEFAULTS.items()))
+    python = folder / "python"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    return {
+        "SPARK_CONF_DIR": str(folder),
+        "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
+        "SPARK_SUBMIT_OPTS": JAVA,
+        "PYSPARK_PYTHON": str(python),
+    }
