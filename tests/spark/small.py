@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from tests.spark.daemon import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
-ROOT: Final = str(Path(__file__).parents[2])
 #: For JVMs that live for seconds.
 JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 #: What a user would have set on this machine.
@@ -37,7 +38,7 @@ def variables(folder: Path) -> Mapping[str, str]:
     python.chmod(0o755)
     return {
         "SPARK_CONF_DIR": str(folder),
-        "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "SPARK_SUBMIT_OPTS": JAVA,
         "PYSPARK_PYTHON": str(python),
     }

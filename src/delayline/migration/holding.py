@@ -53,8 +53,8 @@ def hold(
     movable = some.of(source, cutoff)
     table, held = source.table(some.part.table), source.held(name)
     for_bulk(connection, source)
+    _lock(connection, source, table, "EXCLUSIVE")
     if source.dialect.sql.name == "postgresql":  # one statement, so that each page is read and written once
-        _lock(connection, source, table, "EXCLUSIVE")
         gone = delete(table).where(movable).returning(table).cte("gone")
         connection.execute(_into_batches(source, held, gone, select(), size))
         return _rows_of_batches(connection, held)
