@@ -278,6 +278,28 @@ def test_what_is_not_taken_aside_yet_is_where_it_was(
     assert (verified.ok, verified.waiting) == (True, len(store.ids()))
 
 
+def test_the_first_slice_is_small_and_the_others_grow(
+    spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given more rows than two slices of any size take, written latest first
+    monkeypatch.setattr("delayline.migration.slices.FIRST_ROWS", 2)
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 9)
+    rows = [replace(one, time=LATER - timedelta(seconds=one.number)) for one in some(20)]
+    any_legacy.add(ENDPOINT, *rows)
+    ids, take, taken = any_legacy.ids(ENDPOINT), Migration._take_aside, []
+
+    def noted(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
+        taken.append(take(self, *arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(Migration, "_take_aside", noted)
+    # When they move
+    assert Migration(plan(any_legacy, store.url)).run(spark).complete
+    # Then what is due first is taken first, four times as much after it, and no more than a slice has
+    assert [(part.rows, part.batches) for part in taken] == [(2, 1), (8, 2), (9, 3), (1, 1)]
+    assert (store.ids(), any_legacy.ids(ENDPOINT)) == (ids, [])
+
+
 def test_a_file_is_written_to_by_one_at_a_time(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

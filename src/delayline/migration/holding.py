@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Connection, FromClause, Insert, Select, Table
+    from sqlalchemy import ColumnElement, Connection, Insert, Table
 
     from delayline.migration.journal import Journal
     from delayline.migration.slices import Slice
@@ -45,7 +45,7 @@ def remove_room(connection: Connection, source: TableSource, name: str) -> None:
 def hold(
     connection: Connection, source: TableSource, some: Slice, name: str, *, cutoff: datetime | None, size: int
 ) -> Mapping[int, int]:
-    """Move what is due from the cutoff on into batches, earliest due first; return how many rows each of them has.
+    """Move what of a slice is due from the cutoff on into batches; return how many rows each of them has.
 
     size: rows of a batch, at most. Raises BackendUnavailable, and the caller rolls back, where the table changes under
     it.
@@ -54,11 +54,7 @@ def hold(
     table, held = source.table(some.part.table), source.held(name)
     for_bulk(connection, source)
     _lock(connection, source, table, "EXCLUSIVE")
-    if source.dialect.sql.name == "postgresql":  # one statement, so that each page is read and written once
-        gone = delete(table).where(movable).returning(table).cte("gone")
-        connection.execute(_into_batches(source, held, gone, select(), size))
-        return _rows_of_batches(connection, held)
-    connection.execute(_into_batches(source, held, table, select().where(movable), size))
+    connection.execute(_into_batches(source, held, some, movable, size))
     batches = _rows_of_batches(connection, held)
     there, left = sum(batches.values()), _delete_those_in(connection, source, table, held, movable)
     if left != there:
@@ -69,15 +65,21 @@ def hold(
     return batches
 
 
-def _into_batches(source: TableSource, held: Table, rows: FromClause, which: Select[Any], size: int) -> Insert:
-    """Return the statement that numbers these of the rows, and writes them."""
-    order = [rows.c[source.due], rows.c[source.key]]
-    number = func.row_number().over(order_by=order) - 1
+def _into_batches(source: TableSource, held: Table, some: Slice, movable: ColumnElement[bool], size: int) -> Insert:
+    """Return the statement that numbers a slice's rows and writes them: the first slice's in the order of due times.
+
+    Those of the others in any order: the slice is due later than all that came before, and sorting it takes as long as
+    writing it.
+    """
+    rows = source.table(some.part.table)
+    sorted_ = some.since is None or source.dialect.sql.name == "mssql"  # which numbers nothing without an order
+    order = [rows.c[source.due], rows.c[source.key]] if sorted_ else None
     lengths = func.coalesce(source.size(rows), literal_column("0"))
-    so_far = func.sum(lengths).over(order_by=order, rows=(None, 0))
+    number, so_far = (one.over(order_by=order, rows=(None, 0)) for one in (func.count(), func.sum(lengths)))
     columns = [one.name for one in source.columns()]
-    numbers = which.add_columns(number // size + so_far // BATCH_BYTES, number, *(rows.c[one] for one in columns))
-    return insert(held).from_select([BATCH, NUMBER, *columns], numbers)
+    batch = (number - 1) // size + so_far // BATCH_BYTES
+    numbered = select(batch, number - 1, *(rows.c[one] for one in columns)).where(movable)
+    return insert(held).from_select([BATCH, NUMBER, *columns], numbered)
 
 
 def _rows_of_batches(connection: Connection, held: Table) -> dict[int, int]:

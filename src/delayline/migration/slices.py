@@ -9,15 +9,20 @@ from sqlalchemy import and_, func, or_, select
 from delayline.migration.bulk import for_bulk
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection
 
     from delayline.migration.source import Part, TableSource
 
-#: Rows of a slice, at least, about.
+#: Rows of the first slice, about: it is soon taken aside, and what is due next is in it.
+FIRST_ROWS: Final = 25_000
+#: How often a slice has the rows of the one before, at most.
+GROWTH: Final = 4
+#: Rows of a slice that has grown, at least, about.
 SLICE_ROWS: Final = 250_000
-#: Slices of a part, at most: each is held in a table of its own.
+#: Slices of that size in a part, at most: each is held in a table of its own.
 MOST: Final = 50
 
 
@@ -49,12 +54,22 @@ def slices_of(
     due = table.c[source.due]
     for_bulk(connection, source)
     rows: int = connection.execute(select(func.count()).select_from(table).where(movable)).scalar_one()
-    size = max(SLICE_ROWS, -(-rows // MOST))
+    places = list(_places(rows))
     cuts: list[Any] = []
-    if rows > size:
+    if places:
         number = (func.row_number().over(order_by=due) - 1).label("number")
         numbered = select(due.label("due"), number).where(movable, due.is_not(None)).subquery().c
-        found = select(numbered.due).where(numbered.number > 0, numbered.number % size == 0).order_by(numbered.number)
+        found = select(numbered.due).where(numbered.number.in_(places)).order_by(numbered.number)
         cuts = list(dict.fromkeys(connection.execute(found).scalars()))
     edges = [None, *cuts, None]
     return [Slice(part, *edges[place : place + 2]) for place in range(len(edges) - 1)] if rows else [], rows
+
+
+def _places(rows: int) -> Iterator[int]:
+    """Yield behind how many of the rows a slice ends."""
+    largest = max(SLICE_ROWS, -(-rows // MOST))
+    size = place = min(FIRST_ROWS, largest)
+    while place < rows:
+        yield place
+        size = min(GROWTH * size, largest)
+        place += size
