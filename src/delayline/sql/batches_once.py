@@ -84,7 +84,7 @@ class BatchesOnce:
             return before
         if batch.num_rows:
             try:
-                self._stage.append(connection, batch)
+                self._stage.append(connection, batch.sort_by("id"))  # neighbours in the index of ids, the largest
             except self._database.dialect.errors as error:
                 if not breaks_a_key(error):
                     raise
