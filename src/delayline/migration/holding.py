@@ -75,10 +75,11 @@ def _into_batches(source: TableSource, held: Table, some: Slice, movable: Column
     sorted_ = some.since is None or source.dialect.sql.name == "mssql"  # which numbers nothing without an order
     order = [rows.c[source.due], rows.c[source.key]] if sorted_ else None
     lengths = func.coalesce(source.size(rows), literal_column("0"))
-    number, so_far = (one.over(order_by=order, rows=(None, 0)) for one in (func.count(), func.sum(lengths)))
+    number = func.count().over(order_by=order, rows=(None, 0)) - 1
+    so_far = func.sum(lengths).over(order_by=order, rows=(None, 0))
     columns = [one.name for one in source.columns()]
-    batch = (number - 1) // size + so_far // BATCH_BYTES
-    numbered = select(batch, number - 1, *(rows.c[one] for one in columns)).where(movable)
+    batch = number // size + so_far // BATCH_BYTES
+    numbered = select(batch, number, *(rows.c[one] for one in columns)).where(movable)
     return insert(held).from_select([BATCH, NUMBER, *columns], numbered)
 
 
