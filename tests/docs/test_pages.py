@@ -203,8 +203,8 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 @pytest.fixture(scope="session")
 def forked() -> Iterator[str]:
     """Say where Spark's Python workers are forked."""
-    with forking():
-        yield os.environ[PLACE]
+    with forking() as place:
+        yield place
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def small_sparks(
 ) -> None:
     """Have a page start Spark as other tests do, which takes a third of the time."""
     del session  # which has hidden what is called DELAYLINE_
-    for name, value in {**variables(tmp_path_factory.mktemp("conf")), PLACE: forked}.items():
+    for name, value in (variables(tmp_path_factory.mktemp("conf")) | {PLACE: forked}).items():
         monkeypatch.setenv(name, value)
 
 

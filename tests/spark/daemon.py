@@ -41,8 +41,8 @@ LOOK_EVERY: Final = 5.0  # seconds, whether the tests are still there
 
 
 @contextmanager
-def forking() -> Iterator[None]:
-    """Run the process, for all daemons that are started meanwhile."""
+def forking() -> Iterator[str]:
+    """Run the process; yield what PLACE has to be for the daemons that it stands in for."""
     with tempfile.TemporaryDirectory(prefix="delayline-") as folder, socket.socket(socket.AF_UNIX) as listener:
         place = str(Path(folder, "socket"))
         listener.bind(place)
@@ -51,11 +51,9 @@ def forking() -> Iterator[None]:
         command = [sys.executable, "-m", "tests.spark.daemon", SERVE]
         with subprocess.Popen(command, stdin=listener.fileno(), env=environment, cwd=ROOT) as process:
             listener.close()  # else nobody would be told that the process is dead
-            os.environ[PLACE] = place
             try:
-                yield
+                yield place
             finally:
-                del os.environ[PLACE]
                 process.terminate()
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tests.spark.daemon import forking
+from tests.spark.daemon import PLACE, forking
 from tests.spark.stores import ENDPOINT
 from tests.spark.test_stream import files
 from tests.spark.tiers import HOUR
@@ -65,7 +65,8 @@ class Pipeline(NamedTuple):
 
     def live(self) -> None:
         """Run all of it at once, until somebody kills it."""
-        with forking():
+        with forking() as place:
+            os.environ[PLACE] = place
             spark = spark_session("local[4]")
             for dispatcher in self.dispatchers(spark):
                 threading.Thread(target=dispatcher.run).start()

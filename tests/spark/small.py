@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 from tests.spark.daemon import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 #: For JVMs that live for seconds.
@@ -30,7 +29,7 @@ exec "{python}" "$@"
 """
 
 
-def variables(folder: Path) -> Mapping[str, str]:
+def variables(folder: Path) -> dict[str, str]:
     """Return the variables that make Spark small; what they name is written to the folder."""
     (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in DEFAULTS.items()))
     python = folder / "python"
