@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ import pytest
 from sqlalchemy import delete, insert, text
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import count, in_levels, with_levels
-from tests.spark.legacy import LATER, Legacy, Timeout, fill, some
+from tests.spark.legacy import Legacy, Timeout, fill, some
 from tests.spark.mortal import Deaths, Mortal
 from tests.spark.stores import StoreAt
 
@@ -241,116 +239,6 @@ def test_two_migrations_of_one_source_at_once_are_refused(spark: SparkSession, l
     with first._turn(), pytest.raises(ConfigurationError, match="another process is working"):
         Migration(plan(legacy, store.url)).run(spark)
     assert len(legacy.ids(ENDPOINT)) == 5
-
-
-@pytest.mark.parametrize("then", ["resume", "abort"])
-def test_what_is_not_taken_aside_yet_is_where_it_was(
-    spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, then: str
-) -> None:
-    # Given more rows than are taken aside at once, some due at the same time, and a driver that dies in between
-    legacy = any_legacy
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
-    rows = [replace(one, time=LATER + timedelta(seconds=one.number // 3)) for one in some(10)]
-    legacy.add(ENDPOINT, *rows)
-    ids, take, calls = legacy.ids(ENDPOINT), Migration._take_aside, []
-
-    def die_at_third(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise Killed
-        return take(self, *arguments)
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Migration, "_take_aside", die_at_third)
-        Migration(plan(legacy, store.url)).run(spark)
-    moved, left = store.ids(), legacy.ids(ENDPOINT)
-    assert moved
-    assert left
-    assert moved + left == ids
-    # When it is resumed, or aborted
-    if then == "resume":
-        assert Migration(plan(legacy, store.url)).resume(spark).complete
-    else:
-        Migration(plan(legacy, store.url)).abort()
-    # Then each is in one place, and nothing is held
-    assert (store.ids(), legacy.ids(ENDPOINT)) == ((ids, []) if then == "resume" else (moved, left))
-    verified = verify(legacy.source, target_at(store.url), spark)  # type: ignore[arg-type]
-    assert (verified.ok, verified.waiting) == (True, len(store.ids()))
-
-
-def test_the_first_slice_is_small_and_the_others_grow(
-    spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given more rows than two slices of any size take, written latest first
-    monkeypatch.setattr("delayline.migration.slices.FIRST_ROWS", 2)
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 9)
-    rows = [replace(one, time=LATER - timedelta(seconds=one.number)) for one in some(20)]
-    any_legacy.add(ENDPOINT, *rows)
-    ids, take, taken = any_legacy.ids(ENDPOINT), Migration._take_aside, []
-
-    def noted(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
-        taken.append(take(self, *arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(Migration, "_take_aside", noted)
-    # When they move
-    assert Migration(plan(any_legacy, store.url)).run(spark).complete
-    # Then what is due first is taken first, four times as much after it, and no more than a slice has
-    assert [(part.rows, part.batches) for part in taken] == [(2, 1), (8, 2), (9, 3), (1, 1)]
-    assert (store.ids(), any_legacy.ids(ENDPOINT)) == (ids, [])
-
-
-def test_a_file_is_written_to_by_one_at_a_time(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a store in a file with more messages than are taken aside at once
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
-    old, new = (StoreAt(f"sqlite:///{tmp_path / name}.db") for name in ("old", "new"))
-    ids = [f"m{number}" for number in range(10)]
-    for number, one in enumerate(ids):
-        old.put(one, due=LATER + timedelta(seconds=number))
-    steps: list[str] = []
-    for step in ("_take_aside", "_deliver"):
-        real = getattr(Migration, step)
-
-        def noted(self: Migration, *arguments: Any, _real: Any = real, _step: str = step) -> Any:  # noqa: ANN401 - as it is
-            done = _real(self, *arguments)
-            steps.append(_step)
-            return done
-
-        monkeypatch.setattr(Migration, step, noted)
-    # When they move
-    source = source_at("delayline", old.url)
-    assert Migration(Plan(source, target_at(new.url), [ENDPOINT], batch_size=4)).run(spark).complete
-    # Then no slice is taken while tasks have to write to the file
-    assert steps == ["_take_aside", "_deliver"] * 3
-    assert (old.ids(), new.ids()) == ([], ids)
-
-
-def test_a_slice_that_fails_leaves_a_run_to_resume(
-    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a source that is lost for a moment, behind the first slice
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
-    legacy.add(ENDPOINT, *some(10))
-    hold, calls = Migration._hold, []
-
-    def fail_at_second(self: Migration, *arguments: Any, **named: Any) -> HeldPart:  # noqa: ANN401 - as they are
-        calls.append(named)
-        if len(calls) == 2:
-            raise BackendUnavailable("on purpose")
-        return hold(self, *arguments, **named)
-
-    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="on purpose"):
-        patched.setattr(Migration, "_hold", fail_at_second)
-        Migration(plan(legacy, store.url)).run(spark)
-    assert (len(store.ids()), len(legacy.ids(ENDPOINT))) == (4, 6)
-    # When it goes on, then everything moves, and no table is left that holds nothing
-    told: list[tuple[int, int]] = []
-    resumed = Migration(plan(legacy, store.url), progress=lambda *numbers: told.append(numbers))
-    assert resumed.resume(spark).complete
-    assert (len(store.ids()), told[-1]) == (10, (10, 10))
-    assert len([name for name in legacy.everything() if name.startswith("delayline_held")]) == 3
 
 
 def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(

@@ -59,8 +59,8 @@ def slices_of(
     if places:
         number = (func.row_number().over(order_by=due) - 1).label("number")
         numbered = select(due.label("due"), number).where(movable, due.is_not(None)).subquery().c
-        found = select(numbered.due).where(numbered.number.in_(places)).order_by(numbered.number)
-        cuts = list(dict.fromkeys(connection.execute(found).scalars()))
+        found = select(numbered.due).where(numbered.number.in_([0, *places])).order_by(numbered.number)
+        cuts = list(dict.fromkeys(connection.execute(found).scalars()))[1:]  # nothing is due before the first
     edges = [None, *cuts, None]
     return [Slice(part, *edges[place : place + 2]) for place in range(len(edges) - 1)] if rows else [], rows
 

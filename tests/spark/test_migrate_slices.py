@@ -1,0 +1,162 @@
+"""What is too much to be taken aside at once is cut into slices, the earliest due first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.spark.legacy import LATER, Legacy, some
+from tests.spark.stores import StoreAt
+
+from delayline.errors import BackendUnavailable
+from delayline.migration import Migration, Plan, source_at, target_at
+from delayline.migration.journal import HeldPart
+from delayline.migration.verify import verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+ENDPOINT = "sales"
+
+
+class Killed(BaseException):
+    """Ends the driver in the middle, as a signal does."""
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def legacy(request: pytest.FixtureRequest) -> Legacy:
+    return Legacy(request.getfixturevalue(f"{request.param}_url"), ENDPOINT)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[HeldPart]:
+    """Have slices of 2, 8 and then 9 rows, and return what is taken aside."""
+    monkeypatch.setattr("delayline.migration.slices.FIRST_ROWS", 2)
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 9)
+    take, parts = Migration._take_aside, []
+
+    def noted(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
+        parts.append(take(self, *arguments))
+        return parts[-1]
+
+    monkeypatch.setattr(Migration, "_take_aside", noted)
+    return parts
+
+
+def plan(legacy: Legacy, url: str) -> Plan:
+    return Plan(legacy.source, target_at(url), [ENDPOINT], batch_size=4)
+
+
+@pytest.mark.parametrize("then", ["resume", "abort"])
+def test_what_is_not_taken_aside_yet_is_where_it_was(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    # Given more rows than are taken aside at once, some due at the same time, and a driver that dies in between
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    rows = [replace(one, time=LATER + timedelta(seconds=one.number // 3)) for one in some(10)]
+    legacy.add(ENDPOINT, *rows)
+    ids, take, calls = legacy.ids(ENDPOINT), Migration._take_aside, []
+
+    def die_at_third(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise Killed
+        return take(self, *arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Migration, "_take_aside", die_at_third)
+        Migration(plan(legacy, store.url)).run(spark)
+    moved, left = store.ids(), legacy.ids(ENDPOINT)
+    assert moved
+    assert left
+    assert moved + left == ids
+    # When it is resumed, or aborted
+    if then == "resume":
+        assert Migration(plan(legacy, store.url)).resume(spark).complete
+    else:
+        Migration(plan(legacy, store.url)).abort()
+    # Then each is in one place, and nothing is held
+    assert (store.ids(), legacy.ids(ENDPOINT)) == ((ids, []) if then == "resume" else (moved, left))
+    verified = verify(legacy.source, target_at(store.url), spark)  # type: ignore[arg-type]
+    assert (verified.ok, verified.waiting) == (True, len(store.ids()))
+
+
+def test_the_first_slice_is_small_and_the_others_grow(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, taken: list[HeldPart]
+) -> None:
+    # Given more rows than two slices of any size take, written latest first
+    legacy.add(ENDPOINT, *(replace(one, time=LATER - timedelta(seconds=one.number)) for one in some(20)))
+    ids = legacy.ids(ENDPOINT)
+    # When they move
+    assert Migration(plan(legacy, store.url)).run(spark).complete
+    # Then what is due first is taken first, four times as much after it, and no more than a slice has
+    assert [(part.rows, part.batches) for part in taken] == [(2, 1), (8, 2), (9, 3), (1, 1)]
+    assert (store.ids(), legacy.ids(ENDPOINT)) == (ids, [])
+
+
+@pytest.mark.parametrize(("first", "slices"), [(6, [10, 9, 1]), (20, [20])])
+def test_what_is_due_first_is_in_the_first_slice_however_much_it_is(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, taken: list[HeldPart], first: int, slices: list[int]
+) -> None:
+    # Given more rows than the first slice takes, all due at the earliest time
+    legacy.add(ENDPOINT, *(replace(one, time=LATER + timedelta(seconds=max(first, one.number))) for one in some(20)))
+    # When they move, then they are in it all the same
+    assert Migration(plan(legacy, store.url)).run(spark).complete
+    assert ([part.rows for part in taken], len(store.ids())) == (slices, 20)
+
+
+def test_a_file_is_written_to_by_one_at_a_time(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a store in a file with more messages than are taken aside at once
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    old, new = (StoreAt(f"sqlite:///{tmp_path / name}.db") for name in ("old", "new"))
+    ids = [f"m{number}" for number in range(10)]
+    for number, one in enumerate(ids):
+        old.put(one, due=LATER + timedelta(seconds=number))
+    steps: list[str] = []
+    for step in ("_take_aside", "_deliver"):
+        real = getattr(Migration, step)
+
+        def noted(self: Migration, *arguments: Any, _real: Any = real, _step: str = step) -> Any:  # noqa: ANN401 - as it is
+            done = _real(self, *arguments)
+            steps.append(_step)
+            return done
+
+        monkeypatch.setattr(Migration, step, noted)
+    # When they move
+    source = source_at("delayline", old.url)
+    assert Migration(Plan(source, target_at(new.url), [ENDPOINT], batch_size=4)).run(spark).complete
+    # Then no slice is taken while tasks have to write to the file
+    assert steps == ["_take_aside", "_deliver"] * 3
+    assert (old.ids(), new.ids()) == ([], ids)
+
+
+def test_a_slice_that_fails_leaves_a_run_to_resume(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a source that is lost for a moment, behind the first slice
+    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    legacy.add(ENDPOINT, *some(10))
+    hold, calls = Migration._hold, []
+
+    def fail_at_second(self: Migration, *arguments: Any, **named: Any) -> HeldPart:  # noqa: ANN401 - as they are
+        calls.append(named)
+        if len(calls) == 2:
+            raise BackendUnavailable("on purpose")
+        return hold(self, *arguments, **named)
+
+    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="on purpose"):
+        patched.setattr(Migration, "_hold", fail_at_second)
+        Migration(plan(legacy, store.url)).run(spark)
+    assert (len(store.ids()), len(legacy.ids(ENDPOINT))) == (4, 6)
+    # When it goes on, then everything moves, and no table is left that holds nothing
+    told: list[tuple[int, int]] = []
+    resumed = Migration(plan(legacy, store.url), progress=lambda *numbers: told.append(numbers))
+    assert resumed.resume(spark).complete
+    assert (len(store.ids()), told[-1]) == (10, (10, 10))
+    assert len([name for name in legacy.everything() if name.startswith("delayline_held")]) == 3
