@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
-from tests.spark.daemon import PLACE, forking
+from tests.spark.daemon import forking
 from tests.spark.small import variables
 
 from delayline.cli import main
@@ -213,7 +213,7 @@ def small_sparks(
 ) -> None:
     """Have a page start Spark as other tests do, which takes a third of the time."""
     del session  # which has hidden what is called DELAYLINE_
-    for name, value in (variables(tmp_path_factory.mktemp("conf")) | {PLACE: forked}).items():
+    for name, value in variables(tmp_path_factory.mktemp("conf"), forked).items():
         monkeypatch.setenv(name, value)
 
 

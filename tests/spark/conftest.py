@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.spark`, however pytest was started
 
-from tests.spark.daemon import PLACE, forking
+from tests.spark.daemon import forking
 from tests.spark.small import variables
 from tests.spark.stores import StoreAt
 from tests.spark.tiers import Tiers
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def small_sparks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Have every JVM that a test starts compile little, and fork its Python workers, which find the tests."""
     with forking() as place:
-        os.environ.update(variables(tmp_path_factory.mktemp("conf")) | {PLACE: place})
+        os.environ.update(variables(tmp_path_factory.mktemp("conf"), place))
         yield
 
 

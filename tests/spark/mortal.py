@@ -1,4 +1,4 @@
-"""A target whose tasks are killed around a batch: before it is delivered, or when nobody has heard of it."""
+"""How a migration dies: its driver anywhere, a task before a batch is delivered or when nobody has heard of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from delayline.migration.target import Attempted, Delivered, Session, Staged, Target, Wave
+
+
+class Killed(BaseException):
+    """Ends the driver in the middle, as a signal does."""
 
 
 @dataclass(frozen=True)

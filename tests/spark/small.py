@@ -6,9 +6,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from tests.spark.daemon import ROOT
+from tests.spark.daemon import PLACE, ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 #: For JVMs that live for seconds.
@@ -29,8 +30,8 @@ exec "{python}" "$@"
 """
 
 
-def variables(folder: Path) -> dict[str, str]:
-    """Return the variables that make Spark small; what they name is written to the folder."""
+def variables(folder: Path, place: str) -> Mapping[str, str]:
+    """Return the variables that make Spark small; what they name is written to the folder. place: `forking`'s."""
     (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in DEFAULTS.items()))
     python = folder / "python"
     python.write_text(PYTHON.format(python=sys.executable))
@@ -40,4 +41,5 @@ def variables(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "SPARK_SUBMIT_OPTS": JAVA,
         "PYSPARK_PYTHON": str(python),
+        PLACE: place,
     }

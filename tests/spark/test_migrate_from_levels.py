@@ -12,6 +12,7 @@ from pamqp.commands import Basic
 from tests.integration.test_rabbitmq_migration import V1, V2
 from tests.spark.arrivals import arrivals_at
 from tests.spark.broker import count, in_levels, with_levels
+from tests.spark.mortal import Killed
 from tests.spark.stores import StoreAt
 
 from delayline.delayed.delivery import StoredDelivery
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
 ENDPOINT = "sales"
-
-
-class Killed(BaseException):
-    """Ends the driver in the middle, as a signal does."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sqlalchemy import delete, insert, text
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import count, in_levels, with_levels
 from tests.spark.legacy import Legacy, Timeout, fill, some
-from tests.spark.mortal import Deaths, Mortal
+from tests.spark.mortal import Deaths, Killed, Mortal
 from tests.spark.stores import StoreAt
 
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
 
 ENDPOINT = "sales"
-
-
-class Killed(BaseException):
-    """Ends the driver in the middle, as a signal does."""
 
 
 @pytest.fixture

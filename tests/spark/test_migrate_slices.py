@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.spark.legacy import LATER, Legacy, some
+from tests.spark.mortal import Killed
 from tests.spark.stores import StoreAt
 
 from delayline.errors import BackendUnavailable
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ENDPOINT = "sales"
-
-
-class Killed(BaseException):
-    """Ends the driver in the middle, as a signal does."""
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])
