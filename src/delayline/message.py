@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
+import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -29,6 +31,8 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encod
 MAXIMUM_ID_LENGTH: Final = 250  # reference 1.12: Id nvarchar(250)
 MAXIMUM_DESTINATION_LENGTH: Final = 200  # reference 1.12: Destination nvarchar(200)
 TEXTS: Final = frozenset([str])
+UNUSABLE_IN_IDS: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL keeps no NUL, UTF-8 has no lone surrogates
+UNUSABLE_IDS: Final = uuid.UUID("c3b0f4f2-7c0b-4b43-8a53-0f6f2f0d6c1e")
 TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,7}))?")
 WIRE_TIME_LENGTH: Final = 28  # reference 1.6: .NET accepts no other
 
@@ -151,9 +155,20 @@ class Message:
 
     @property
     def logical(self) -> Message:
-        """The message under the id its headers give it: several copies, as of a retried message, share that one."""
-        named = self.headers.get(Headers.MESSAGE_ID) or self.id
-        return self if named == self.id else Message(named, self.headers, self.body)
+        """The message under the id its headers give it: several copies, as of a retried message, share that one.
+
+        An id that a back end could not keep, as one of more than 250 characters, is replaced by one that follows from
+        it; the header stays as it is.
+        """
+        return self.under(usable_id(self.headers.get(Headers.MESSAGE_ID) or self.id))
+
+    def under(self, message_id: str) -> Message:
+        """Return the same message under another id, its headers as they are."""
+        if message_id == self.id:
+            return self
+        if self._headers is None and self._template is None:
+            return Message.from_encoded(message_id, self._encoded or b"", self.body)
+        return Message(message_id, self.headers, self.body)
 
     @property
     def content_type(self) -> str:
@@ -243,6 +258,19 @@ def in_utc(due: datetime) -> datetime:
         return due.astimezone(UTC)
     except OverflowError as error:
         raise InvalidDueTime(f"{due!r} lies beyond year 9999 in UTC") from error
+
+
+def usable_id(text: str) -> str:
+    """Return the text where every back end can keep it as a message id, else a UUID that follows from it."""
+    if len(text) <= MAXIMUM_ID_LENGTH and UNUSABLE_IN_IDS.search(text) is None:
+        return text
+    return id_from(UNUSABLE_IDS, text)
+
+
+def id_from(namespace: uuid.UUID, text: str) -> str:
+    """Return a UUID that follows from the text, which may be any: also one with lone surrogates."""
+    digest = hashlib.sha1(namespace.bytes + text.encode("utf-8", "surrogatepass"), usedforsecurity=False).digest()
+    return str(uuid.UUID(bytes=digest[:16], version=5))
 
 
 def new_message_id(now: datetime) -> str:

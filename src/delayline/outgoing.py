@@ -17,6 +17,7 @@ from delayline.message import (
     Message,
     encode_body,
     from_time_span,
+    id_from,
     in_utc,
     new_message_id,
     to_wire_time,
@@ -112,8 +113,9 @@ class Composer:
         the received copy's: the store may not have removed that one yet, and a redelivery makes the same copy again.
         """
         due = due_time(self._clock.now(), delay, deliver_at)
-        named = received.with_headers({Headers.MESSAGE_ID: received.logical.id, **(headers or {})})
-        copy = Message(str(uuid.uuid5(COPIES, received.id)), named.headers, received.body)
+        own = received.headers.get(Headers.MESSAGE_ID) or received.id
+        named = received.with_headers({Headers.MESSAGE_ID: own, **(headers or {})})
+        copy = Message(id_from(COPIES, received.id), named.headers, received.body)
         return Outgoing(TransportOperation(copy, queue), due)
 
 

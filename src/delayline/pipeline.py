@@ -11,11 +11,21 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
-from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime
+from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
-from delayline.recoverability import GiveBack, MoveToError, Recoverability, RetryLater, RetryNow, error_operation
+from delayline.recoverability import (
+    GiveBack,
+    MoveToError,
+    Recoverability,
+    RetryLater,
+    RetryNow,
+    back_off,
+    brief,
+    error_operations,
+    may_fit_smaller,
+)
 from delayline.transaction import TransactionMode
 from delayline.transport import TransportTransactions
 
@@ -32,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # reference 1.10
 RECOVERED_AFTER: Final = timedelta(seconds=5)
+#: How many messages that cannot be moved wait beside those that are handled, and how large they are together.
+MOST_APART: Final = 500
+MOST_BYTES_APART: Final = 64 << 20
+MOST_COUNTED: Final = 10_000
 
 
 class MessageContext:
@@ -116,6 +130,10 @@ class Pipeline:
     recoverability: Recoverability
     concurrency: int
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _apart: dict[asyncio.Task[object], int] = field(default_factory=dict)
+    """The tasks, with their messages' sizes, that wait to give back a message that could not be moved."""
+    _unmoved: dict[str, int] = field(default_factory=dict)
+    """How often messages could not be moved to the error queue, by id."""
     _loop: asyncio.Task[None] | None = None
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,7 +169,7 @@ class Pipeline:
     async def _receive(self) -> None:
         while not self._stopping.is_set():
             self._room.clear()
-            free = self.concurrency - len(self._tasks)
+            free = self.concurrency - len(self._tasks) + len(self._apart)
             if free <= 0:
                 await self._room.wait()
                 continue
@@ -207,7 +225,7 @@ class Pipeline:
             _ = message.headers
         except CorruptHeaders as error:
             text = "Message %r is classified as a poison message: %s"
-            emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, error, message=message)
+            emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, brief(error), message=message)
             await self._move_to_error(received, error)
             return
         for attempt in count(1):
@@ -219,6 +237,7 @@ class Pipeline:
                 if not await self._recover(received, error, attempt):
                     return
             else:
+                self._unmoved.pop(message.id, None)
                 emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", message.id, message=message)
                 return
 
@@ -238,7 +257,7 @@ class Pipeline:
             await self._wait()
             await self.receiver.release(received)
             return False
-        text = "Attempt %d to handle message %s failed: %r"
+        text = "Attempt %d to handle message %s failed: %s"
         emit(
             logger,
             logging.WARNING,
@@ -246,7 +265,7 @@ class Pipeline:
             text,
             attempt,
             message.id,
-            error,
+            brief(error),
             exception=error,
             message=message,
         )
@@ -257,21 +276,28 @@ class Pipeline:
                     return False
                 return True
             case RetryLater(delay, headers):
-                await self._retry_later(received, delay, headers)
+                await self._retry_later(received, error, delay, headers)
             case MoveToError():
                 await self._move_to_error(received, error)
         return False
 
-    async def _retry_later(self, received: ReceivedMessage, delay: timedelta, headers: Mapping[str, str]) -> None:
+    async def _retry_later(
+        self, received: ReceivedMessage, error: Exception, delay: timedelta, headers: Mapping[str, str]
+    ) -> None:
         message = received.message
         later = self.composer.again(message, self.queue, delay=delay, headers=headers)
-        await self._complete(received, [later])
+        try:
+            await self._complete(received, [later])
+        except InvalidMessage as refused:  # it can be handled, and not wait
+            refused.__context__ = error
+            await self._move_to_error(received, refused)
+            return
         text = "Message %s is handled again in %s"
         emit(logger, logging.WARNING, Event.RETRIED_LATER, text, message.id, delay, message=message)
 
     async def _move_to_error(self, received: ReceivedMessage, error: Exception) -> None:
         message, host = received.message, self.host
-        operation = error_operation(
+        forms = error_operations(
             message,
             error,
             failed_queue=self.queue,
@@ -279,15 +305,28 @@ class Pipeline:
             endpoint_name=host.endpoint_name,
             now=host.clock.now(),
         )
-        await self._complete(received, [Outgoing(operation, None)])
+        refused: Exception | None = None
+        for operation in forms:
+            try:
+                await self._complete(received, [Outgoing(operation, None)])
+                break
+            except _AlreadyHandled:
+                raise
+            except Exception as trouble:
+                if not may_fit_smaller(trouble):
+                    raise
+                refused = trouble
+        else:
+            if refused is not None:
+                raise refused
         emit(
             logger,
             logging.ERROR,
             Event.MOVED_TO_ERROR,
-            "Moved message %s to error queue %r: %r",
+            "Moved message %s to error queue %r: %s",
             message.id,
             host.error_queue,
-            error,
+            brief(error),
             message=message,
         )
 
@@ -336,19 +375,54 @@ class Pipeline:
         return transport.transaction()
 
     async def _recovery_failed(self, received: ReceivedMessage, error: Exception) -> None:
-        """Give the message back: neither its handlers nor its move to the error queue could be completed."""
+        """Give the message back: neither its handlers nor its move to the error queue could be completed.
+
+        A fault of a back end counts towards the circuit breaker; any other one is the message's, which waits longer
+        each time, beside the messages that are handled meanwhile.
+        """
         message_id = received.message.id
         text = f"Failed to execute recoverability policy for message with native ID: `{message_id}`"
-        emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, "%s", text, exception=error, message=received.message)
         if isinstance(error, BackendUnavailable):
+            emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, "%s: %s", text, error, message=received.message)
             await self._pause(error)
         else:
-            self.host.critical_error(text, error)
-            await self._wait()
+            times = self._unmoved.pop(message_id, 0) + 1
+            self._unmoved[message_id] = times
+            if len(self._unmoved) > MOST_COUNTED:
+                del self._unmoved[next(iter(self._unmoved))]
+            pause = back_off(times)
+            emit(
+                logger,
+                logging.ERROR,
+                Event.ERROR_MOVE_FAILED,
+                "%s, %d times: %s. It stays in %s and is tried again in %s",
+                text,
+                times,
+                brief(error),
+                self.queue,
+                pause,
+                exception=error if times == 1 else None,
+                message=received.message,
+                count=times,
+            )
+            await self._back_off(received, pause)
         await self.receiver.release(received)
 
-    async def _wait(self) -> None:
-        await first_of(self._stopping.wait(), self.host.clock.sleep(DELAY_WHEN_ARMED.total_seconds()))
+    async def _back_off(self, received: ReceivedMessage, pause: timedelta) -> None:
+        """Hold the message for so long, in nobody's place where there is room for that."""
+        task, size = asyncio.current_task(), len(received.message.body)
+        if task is None or len(self._apart) >= MOST_APART or sum(self._apart.values()) + size > MOST_BYTES_APART:
+            await self._wait(min(pause, DELAY_WHEN_ARMED))
+            return
+        self._apart[task] = size
+        self._room.set()
+        try:
+            await self._wait(pause)
+        finally:
+            del self._apart[task]
+
+    async def _wait(self, pause: timedelta = DELAY_WHEN_ARMED) -> None:
+        await first_of(self._stopping.wait(), self.host.clock.sleep(pause.total_seconds()))
 
     async def _pause(self, error: Exception) -> None:
         await first_of(self._stopping.wait(), self._breaker.failure(error))

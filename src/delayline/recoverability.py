@@ -10,18 +10,36 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span, whole_number
-from delayline.errors import ConfigurationError, CorruptHeaders
-from delayline.message import Headers, from_wire_time, to_wire_time
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    CorruptHeaders,
+    DispatchFailed,
+    MessageRejected,
+    NotStarted,
+    QueueNotFound,
+)
+from delayline.message import Headers, from_wire_time, to_wire_time, usable_id
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from delayline.message import Message
 
-MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # characters; reference 1.9
+MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # bytes of UTF-8; reference 1.9
+MAXIMUM_STACK_TRACE: Final = 16_384  # bytes of UTF-8
+MAXIMUM_TYPE_NAME: Final = 300  # bytes of UTF-8
+BRIEF_TEXT: Final = 300  # characters of an exception in one line of a log
+#: What the text and the stack trace may take, each, in the forms of a failed message: less, where more does not fit.
+ROOM_FOR_TEXTS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
+#: Of a longer chain of causes the stack trace has as many from each end.
+CAUSES_AT_EACH_END: Final = 4
 DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # reference 2.8
+FIRST_BACK_OFF: Final = timedelta(seconds=1)
+LONGEST_BACK_OFF: Final = timedelta(seconds=60)
 #: Headers that describe a failure: removed when a message is sent on its way again.
 FAILURE_HEADERS: Final = (
     Headers.EXCEPTION_PREFIX,
@@ -104,32 +122,76 @@ class Recoverability:
         )
 
 
-def error_operation(
-    message: Message, error: Exception, *, failed_queue: str, error_queue: str, endpoint_name: str, now: datetime
-) -> TransportOperation:
-    """Return the send that moves a message to the error queue, with headers that say why.
+def back_off(attempts: int) -> timedelta:
+    """Return how long a message waits after that many failed attempts: 1 s, doubling, 60 s at most."""
+    return min(FIRST_BACK_OFF * (1 << min(attempts - 1, 6)), LONGEST_BACK_OFF)
 
-    `failed_queue` is the queue to send the message to when it is retried. Headers that cannot be read stay as they are.
+
+def error_operations(
+    message: Message, error: Exception, *, failed_queue: str, error_queue: str, endpoint_name: str, now: datetime
+) -> Iterator[TransportOperation]:
+    """Yield the sends that move a message to the error queue: the next one is for where the one before did not fit.
+
+    The first has headers with the whole story, the last one the message alone, as it was received. `failed_queue` is
+    the queue to send the message to when it is retried. Headers that cannot be read stay as they are.
     """
     try:
-        moved = message.logical.with_headers(failure_headers(error, failed_queue, endpoint_name, now))
+        named = message.logical
     except CorruptHeaders:
-        moved = message
-    return TransportOperation(moved, error_queue)
+        named = message
+    else:
+        for room in ROOM_FOR_TEXTS:
+            headers = failure_headers(error, failed_queue, endpoint_name, now, room=room)
+            yield TransportOperation(named.with_headers(headers), error_queue)
+    yield TransportOperation(named.under(usable_id(named.id)), error_queue)
 
 
-def failure_headers(error: BaseException, failed_queue: str, endpoint_name: str, now: datetime) -> dict[str, str]:
+def may_fit_smaller(error: Exception) -> bool:
+    """Tell whether a message that was not sent because of `error` may be taken in a smaller form."""
+    if isinstance(error, DispatchFailed):
+        return all(may_fit_smaller(one) for one in error.failures.values())
+    elsewhere = (
+        BackendUnavailable,
+        BackendUnusable,
+        ConfigurationError,
+        MessageRejected,
+        NotStarted,
+        QueueNotFound,
+    )
+    return not isinstance(error, elsewhere)
+
+
+def failure_headers(
+    error: BaseException,
+    failed_queue: str,
+    endpoint_name: str,
+    now: datetime,
+    *,
+    room: int = MAXIMUM_EXCEPTION_MESSAGE,
+) -> dict[str, str]:
     """Return the headers that tell, on a message in the error queue, what failed, where and when (reference 1.9).
 
-    `failed_queue` is the queue to send the message to when it is retried.
+    Args:
+        error: What a handler or a dispatch raised.
+        failed_queue: The queue to send the message to when it is retried.
+        endpoint_name: Whose handler it was.
+        now: When it failed.
+        room: How many bytes of UTF-8 the exception's text, and again its stack trace, may have: 0 to 16384. Longer
+            ones are cut in the middle; with 0 there are neither.
+
+    Returns:
+        Names and values, all of them valid Unicode.
     """
     inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    headers = {
-        Headers.EXCEPTION_TYPE: _type_name(error),
-        Headers.EXCEPTION_HELP_LINK: "",
-        Headers.EXCEPTION_MESSAGE: _text_of(error)[:MAXIMUM_EXCEPTION_MESSAGE],
-        Headers.EXCEPTION_SOURCE: type(error).__module__,
-        Headers.EXCEPTION_STACK_TRACE: "".join(traceback.format_exception(error)),
+    headers = {Headers.EXCEPTION_TYPE: _type_name(error)}
+    if room:
+        headers |= {
+            Headers.EXCEPTION_HELP_LINK: "",
+            Headers.EXCEPTION_MESSAGE: cut(_text_of(error), min(room, MAXIMUM_EXCEPTION_MESSAGE)),
+            Headers.EXCEPTION_SOURCE: cut(str(type(error).__module__), MAXIMUM_TYPE_NAME),
+            Headers.EXCEPTION_STACK_TRACE: cut(_stack_trace(error), min(room, MAXIMUM_STACK_TRACE)),
+        }
+    headers |= {
         Headers.TIME_OF_FAILURE: to_wire_time(now),
         Headers.FAILED_QUEUE: failed_queue,
         Headers.PROCESSING_MACHINE: MACHINE,
@@ -141,8 +203,63 @@ def failure_headers(error: BaseException, failed_queue: str, endpoint_name: str,
     return headers
 
 
+def brief(error: BaseException) -> str:
+    """Return an exception's type and the beginning of its text, in one line, for a log."""
+    text = " ".join(_text_of(error)[: 2 * BRIEF_TEXT].split()).encode("utf-8", "backslashreplace").decode()
+    text = text if len(text) <= BRIEF_TEXT else f"{text[:BRIEF_TEXT]}..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def cut(text: str, room: int) -> str:
+    """Return the text in at most `room` bytes of UTF-8, both ends of it where it is longer; without lone surrogates."""
+    ends = text if len(text) <= 2 * room else text[:room] + text[-room:]
+    raw = ends.encode("utf-8", "backslashreplace")
+    if len(raw) <= room:
+        return raw.decode()
+    note = f" ... (cut, {len(text)} characters in all) ... ".encode()
+    left = max(0, room - len(note))
+    head, tail = raw[: left - left // 2], raw[len(raw) - left // 2 :]
+    return (head.decode("utf-8", "ignore") + note.decode() + tail.decode("utf-8", "ignore"))[:room]
+
+
+def _stack_trace(error: BaseException) -> str:
+    try:
+        links = list(_chain(traceback.TracebackException.from_exception(error, compact=True)))
+        left_out = len(links) - 2 * CAUSES_AT_EACH_END
+        parts: list[str] = []
+        for number, (link, joint) in enumerate(links):
+            if left_out > 0 and number == CAUSES_AT_EACH_END:
+                parts.append(f"\n... {left_out} exceptions of the chain are left out ...\n{joint}")
+            if left_out > 0 and CAUSES_AT_EACH_END <= number < CAUSES_AT_EACH_END + left_out:
+                continue
+            parts.append("".join(link.format(chain=False)) + joint)
+    except Exception as failed:  # what an exception class of a user's may do when it is looked at
+        return f"{_type_name(error)}: its stack trace cannot be formatted: {_type_name(failed)}\n"
+    return "".join(parts)
+
+
+def _chain(outermost: traceback.TracebackException) -> Iterator[tuple[traceback.TracebackException, str]]:
+    """Yield the exceptions that led to one, first the innermost, each with the line that leads on to the next."""
+    links: list[tuple[traceback.TracebackException, str]] = []
+    link: traceback.TracebackException | None = outermost
+    joint = ""
+    while link is not None:
+        links.append((link, joint))
+        if link.__cause__ is not None:
+            link, joint = link.__cause__, CAUSED
+        elif link.__context__ is not None and not link.__suppress_context__:
+            link, joint = link.__context__, MEANWHILE
+        else:
+            link = None
+    return reversed(links)
+
+
+CAUSED: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
+MEANWHILE: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
 def _type_name(error: BaseException) -> str:
-    return f"{type(error).__module__}.{type(error).__qualname__}"
+    return cut(f"{type(error).__module__}.{type(error).__qualname__}", MAXIMUM_TYPE_NAME)
 
 
 def _text_of(error: BaseException) -> str:

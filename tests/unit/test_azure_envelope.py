@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from delayline import CorruptHeaders, Headers, InvalidMessage, Message
 from delayline.azure.envelope import LARGEST_TEXT, UnwrappedMessage, check_size, unwrap, wrap
-from delayline.recoverability import error_operation
+from delayline.recoverability import error_operations
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS
 
 TEXTS = st.text(max_size=40)
@@ -105,8 +105,10 @@ def test_what_is_no_wrapper_is_sent_on_as_it_is(text: str) -> None:
     assert message.id == "native"
     with pytest.raises(CorruptHeaders, match="native"):
         _ = message.headers
-    moved = error_operation(
-        message, RuntimeError("no"), failed_queue="sales", error_queue="error", endpoint_name="sales", now=AT
+    moved = next(
+        error_operations(
+            message, RuntimeError("no"), failed_queue="sales", error_queue="error", endpoint_name="sales", now=AT
+        )
     )
     assert wrap(moved.message) == text
 
@@ -123,8 +125,8 @@ def test_a_message_that_is_too_large_names_the_sizes() -> None:
 def test_whatever_could_be_sent_can_be_moved_to_the_error_queue(size: int) -> None:
     wrap(message := Message("m", {"mine": "kept"}, b"x" * size))
     error = RuntimeError("ü" * 9_000)
-    moved = error_operation(
-        message, error, failed_queue="sales", error_queue="error", endpoint_name="sales", now=AT
+    moved = next(
+        error_operations(message, error, failed_queue="sales", error_queue="error", endpoint_name="sales", now=AT)
     ).message
     text = wrap(moved)
     assert len(text) <= LARGEST_TEXT

@@ -11,8 +11,10 @@ from tests.unit.conftest import House, build
 
 from delayline import (
     BackendUnavailable,
+    DispatchFailed,
     Headers,
     InvalidDueTime,
+    InvalidMessage,
     Message,
     MessageContext,
     Recoverability,
@@ -23,7 +25,7 @@ from delayline.testing.clock import settle
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from delayline.testing.clock import ManualClock
 
@@ -237,21 +239,82 @@ async def test_a_message_gone_before_its_handler_in_mode_none_is_skipped(clock: 
     await house.endpoint.stop()
 
 
-async def test_an_error_queue_that_fails_gives_the_message_back_once_a_second(clock: ManualClock) -> None:
+async def test_a_message_that_cannot_be_moved_backs_off_alone_and_stops_nothing(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
     # Given a handler that fails, and an error queue that fails too
     house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
     house.faults.on["dispatch"] = lambda ids: BOOM if seen else None
     seen: list[tuple[str, int]] = []
     seen = await start(house, fail)
     await receive(house)
-    # Then it is critical, and redelivered at a walking pace
-    assert house.critical == ["Failed to execute recoverability policy for message with native ID: `m`"]
     assert len(seen) == 1
-    await clock.advance(3)
-    assert len(seen) == 4
+    # Then it is given back after 1, 2 and 4 seconds, and nothing is critical
+    for seconds, times in ((0.9, 1), (0.1, 2), (1.9, 2), (0.1, 3), (4, 4)):
+        await clock.advance(seconds)
+        assert len(seen) == times
+    assert house.critical == []
+    failed = [record for record in caplog.records if getattr(record, "event", "") == Event.ERROR_MOVE_FAILED]
+    assert [(vars(record)["facts"]["count"], bool(record.exc_info)) for record in failed] == [
+        (1, True), (2, False), (3, False), (4, False)
+    ]  # fmt: skip
+    assert "boom" in failed[-1].getMessage()
     house.faults.heal()
-    await clock.advance(1)
+    await clock.advance(8)
     assert await house.ids("error") == ["m"]
+    await house.endpoint.stop()
+
+
+async def test_messages_that_cannot_be_moved_take_no_other_message_s_place(clock: ManualClock) -> None:
+    # Given more of them than are handled at once
+    house = build(clock, concurrency=2, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+
+    async def some_fail(message: Message, context: MessageContext) -> None:
+        if message.id.startswith("bad"):
+            raise BOOM.with_traceback(None)
+
+    seen = await start(house, some_fail)
+    house.faults.on["dispatch"] = lambda ids: BOOM if house.transport.sends_to == "error" else None
+    for number in range(20):
+        await receive(house, f"bad {number}")
+    await receive(house, "good")
+    # Then a good one is handled at once all the same
+    assert "good" in [id for id, _ in seen]
+    assert house.critical == []
+    await house.endpoint.stop()
+    assert sorted(await house.ids("sales")) == sorted(f"bad {number}" for number in range(20))
+
+
+async def test_a_message_that_does_not_fit_goes_in_a_smaller_form(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+    sizes: list[int] = []
+    await start(house, fail)
+    dispatch = house.transport.dispatch
+
+    async def small_ones_only(operations: Sequence[TransportOperation], transaction: Any = None) -> None:  # noqa: ANN401
+        sizes.extend(len(operation.message.encoded_headers) for operation in operations)
+        if operations[0].destination == "error" and sizes[-1] > 40:
+            raise DispatchFailed({0: InvalidMessage("too large")})
+        await dispatch(operations, transaction)
+
+    house.transport.dispatch = small_ones_only  # type: ignore[method-assign]
+    await receive(house, tenant="acme")
+    [moved] = await house.transport.browse("error", 10)
+    assert (moved.id, moved.body, dict(moved.headers)) == ("m", b"body", {"tenant": "acme"})
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert house.critical == []
+    await house.endpoint.stop()
+
+
+async def test_a_retry_that_cannot_wait_goes_to_the_error_queue(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=3))
+    house.faults.always("store", InvalidMessage("larger than what waits may be"))
+    seen = await start(house, fail)
+    await receive(house)
+    failed = await house.one("error")
+    assert len(seen) == 1
+    assert failed.headers[Headers.EXCEPTION_MESSAGE] == "larger than what waits may be"
+    assert "boom" in failed.headers[Headers.EXCEPTION_STACK_TRACE]
     await house.endpoint.stop()
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from delayline import ConfigurationError, Headers, Message, Recoverability, TransportOperation
 from delayline.message import to_wire_time
-from delayline.recoverability import MoveToError, RetryLater, RetryNow, error_operation, failure_headers
+from delayline.recoverability import MoveToError, RetryLater, RetryNow, brief, cut, error_operations, failure_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 BOOM = ValueError("boom")
@@ -136,8 +139,14 @@ def test_an_exception_that_cannot_say_what_it_is_still_has_headers() -> None:
     assert failure(Mute())[Headers.EXCEPTION_MESSAGE] == "<Mute whose text cannot be had>"
 
 
+def forms(message: Message, error: Exception = BOOM) -> list[TransportOperation]:
+    return list(
+        error_operations(message, error, failed_queue="billing", error_queue="error", endpoint_name="sales", now=NOW)
+    )
+
+
 def moved(message: Message) -> TransportOperation:
-    return error_operation(message, BOOM, failed_queue="billing", error_queue="error", endpoint_name="sales", now=NOW)
+    return forms(message)[0]
 
 
 def test_a_message_goes_to_the_error_queue_under_its_logical_id_with_why_it_failed() -> None:
@@ -150,3 +159,96 @@ def test_a_message_goes_to_the_error_queue_under_its_logical_id_with_why_it_fail
 def test_a_message_whose_headers_cannot_be_read_goes_as_it_is() -> None:
     damaged = Message.from_encoded("m", b"{", b"body")
     assert moved(damaged).message is damaged
+
+
+def causes(number: int, text: str) -> Exception:
+    """An exception that a chain of so many others led to."""
+    error = ValueError(f"{text} 0")
+    for link in range(1, number):
+        outer = ValueError(f"{text} {link}")
+        outer.__cause__ = error
+        error = outer
+    return error
+
+
+def size(headers: Mapping[str, str]) -> int:
+    return sum(len(name.encode()) + len(value.encode()) for name, value in headers.items())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x" * 20_000_000),
+        ValueError("größe 🚚" * 50_000),
+        ValueError("\udcff\0" * 100_000),
+        causes(400, "y" * 200_000),
+        causes(5000, "z"),
+        type("N" * 200_000, (Exception,), {})("long name"),
+    ],
+    ids=["20 MB", "not ASCII", "no Unicode", "400 causes", "5000 causes", "class name"],
+)
+def test_failure_headers_are_bounded(error: Exception) -> None:
+    headers = failure(error)
+    assert size(headers) < 40_000
+    assert headers[Headers.FAILED_QUEUE] == "billing"
+
+
+def test_a_long_chain_of_causes_keeps_both_ends() -> None:
+    trace = failure(causes(400, "boom"))[Headers.EXCEPTION_STACK_TRACE]
+    assert "ValueError: boom 0\n" in trace
+    assert "ValueError: boom 399\n" in trace
+    assert "392 exceptions of the chain are left out" in trace
+
+
+def test_a_cut_text_has_both_ends_and_says_so() -> None:
+    text = cut("a" * 1000 + "ü" * 1000, 200)
+    assert text.startswith("aaa")
+    assert text.endswith("üüü")
+    assert "2000 characters in all" in text
+    assert len(text.encode()) <= 200
+    assert cut("ü" * 100, 200) == "ü" * 100
+
+
+@pytest.mark.parametrize("room", [0, 1, 10, 50, 300])
+def test_a_text_is_cut_to_any_room(room: int) -> None:
+    assert len(cut("🚚" * 1000, room).encode()) <= room
+
+
+def test_an_exception_that_cannot_be_formatted_still_has_headers() -> None:
+    class Awkward(SyntaxError):
+        @property
+        def text(self) -> str:  # type: ignore[override]
+            raise LookupError("no text")
+
+    trace = failure(Awkward("a", ("file", 1, 1, "text")))[Headers.EXCEPTION_STACK_TRACE]
+    assert "cannot be formatted: builtins.LookupError" in trace
+
+
+def test_the_forms_of_a_failed_message_become_smaller_down_to_the_message_itself() -> None:
+    message = Message("m", {"tenant": "acme", Headers.MESSAGE_ID: "m"}, b"body")
+    found = [form.message for form in forms(message, ValueError("x" * 1_000_000))]
+    sizes = [size(form.headers) for form in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [size > limit for size, limit in zip(sizes, [30_000, 1000, 250, 0], strict=True)] == [True] * 4
+    assert sizes[1] < 3000
+    assert sizes[2] < 1000
+    assert found[2].headers[Headers.FAILED_QUEUE] == "billing"
+    assert found[3] == message
+    assert {form.id for form in found} == {"m"}
+
+
+@pytest.mark.parametrize("named", ["n" * 300, "\ud800", "a\0b"])
+def test_a_message_id_that_cannot_be_kept_is_replaced_and_stays_in_the_header(named: str) -> None:
+    message = Message("copy", {Headers.MESSAGE_ID: named}, b"body")
+    ids = {form.message.id for form in forms(message)}
+    assert ids == {message.logical.id}
+    assert len(message.logical.id) == 36
+    assert {form.message.headers[Headers.MESSAGE_ID] for form in forms(message)} == {named}
+    assert Message("another copy", {Headers.MESSAGE_ID: named}, b"").logical.id == message.logical.id
+
+
+def test_an_exception_in_a_log_is_one_short_line() -> None:
+    assert brief(BOOM) == "ValueError: boom"
+    assert brief(ValueError()) == "ValueError"
+    assert brief(ValueError("a\nb")) == "ValueError: a b"
+    assert len(brief(ValueError("x" * 1_000_000))) < 400

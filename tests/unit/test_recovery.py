@@ -11,7 +11,7 @@ from tests.unit import conftest
 from tests.unit.conftest import START, House, build, delayed
 
 from delayline import DelayedMessage, Headers, Message
-from delayline.delayed.recovery import back_off
+from delayline.recoverability import back_off
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from delayline.delayed.recovery import LONGEST_BACK_OFF
 from delayline.delayed.store import BatchStore
 from delayline.errors import BackendUnavailable
 from delayline.events import Event, emit
+from delayline.recoverability import LONGEST_BACK_OFF
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

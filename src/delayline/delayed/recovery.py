@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from delayline.delayed.scope import savepoint, spoilt
 from delayline.delayed.store import JournaledStore
-from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
+from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
-from delayline.recoverability import error_operation
+from delayline.recoverability import back_off, error_operations, may_fit_smaller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from delayline.circuit_breaker import FailureRate
@@ -24,18 +23,11 @@ if TYPE_CHECKING:
     from delayline.delayed.scope import Scope
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
+    from delayline.transport import TransportOperation
 
 logger = logging.getLogger(__name__)
 
 Failures = list[tuple["DelayedMessage", Exception]]
-
-FIRST_BACK_OFF: Final = timedelta(seconds=1)
-LONGEST_BACK_OFF: Final = timedelta(seconds=60)
-
-
-def back_off(attempts: int) -> timedelta:
-    """Return how long a message waits after that many failed attempts: 1 s, doubling, 60 s at most."""
-    return min(FIRST_BACK_OFF * (1 << min(attempts - 1, 6)), LONGEST_BACK_OFF)
 
 
 class Recovery:
@@ -109,20 +101,19 @@ class Recovery:
         _when_certain(transaction, partial(self._tell_backed_off, message, until))
 
     async def _give_up(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
-        """Move messages to the error queue, together, or each by itself where that fails."""
+        """Move messages to the error queue, together, or each by itself and in the form that fits where that fails."""
         sending = self._scope.of_dispatch(transaction)
-        try:
-            async with savepoint(sending):
-                unsent = await self._send_to_error_queue(failures, sending)
-        except Exception as trouble:
-            if spoilt(sending, trouble):
-                raise
-            if len(failures) > 1:
-                for failure in failures:
-                    await self._give_up(batch, [failure], transaction)
-                return
-            unsent = {0: trouble}
+        forms = [self._forms(message, error) for message, error in failures]
+        unsent = await self._send([next(form) for form in forms], sending)
+        apart = [position for position in unsent if len(failures) > 1 and may_fit_smaller(unsent[position])]
+        for position in apart:
+            await self._give_up(batch, [failures[position]], transaction)
+        if len(failures) == 1:
+            while unsent and may_fit_smaller(unsent[0]) and (smaller := next(forms[0], None)) is not None:
+                unsent = await self._send([smaller], sending)
         for position, (message, error) in enumerate(failures):
+            if position in apart:
+                continue
             if position in unsent:
                 await self.keep(batch, message, unsent[position], transaction)
             else:
@@ -131,26 +122,32 @@ class Recovery:
                     self._store.gave_up([message])
                 _when_certain(sending, partial(self._tell_moved, message, error))
 
-    async def _send_to_error_queue(
-        self, failures: Failures, transaction: Transaction | None
+    async def _send(
+        self, operations: Sequence[TransportOperation], transaction: Transaction | None
     ) -> Mapping[int, Exception]:
-        host = self._host
-        operations = [
-            error_operation(
-                message.message,
-                error,
-                failed_queue=message.destination,
-                error_queue=host.error_queue,
-                endpoint_name=host.endpoint_name,
-                now=host.clock.now(),
-            )
-            for message, error in failures
-        ]
+        """Send, and return why which of them were not sent; raises only what spoils the transaction."""
         try:
-            await host.transport.dispatch(operations, transaction)
-        except DispatchFailed as failed:
-            return failed.failures
+            async with savepoint(transaction):
+                try:
+                    await self._host.transport.dispatch(operations, transaction)
+                except DispatchFailed as failed:
+                    return failed.failures
+        except Exception as trouble:
+            if spoilt(transaction, trouble):
+                raise
+            return dict.fromkeys(range(len(operations)), trouble)
         return {}
+
+    def _forms(self, message: DelayedMessage, error: Exception) -> Iterator[TransportOperation]:
+        host = self._host
+        return error_operations(
+            message.message,
+            error,
+            failed_queue=message.destination,
+            error_queue=host.error_queue,
+            endpoint_name=host.endpoint_name,
+            now=host.clock.now(),
+        )
 
     def _tell_failed(self, message: DelayedMessage, error: Exception) -> None:
         emit(
@@ -184,7 +181,8 @@ class Recovery:
 
     def _tell_trouble(self, text: str, *values: object, message: DelayedMessage, trouble: Exception) -> None:
         emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, text, *values, exception=trouble, message=message)
-        self._failure_rate.failure(trouble)
+        if not isinstance(trouble, InvalidMessage):  # a fault of this message alone stops no endpoint
+            self._failure_rate.failure(trouble)
 
 
 def _when_certain(transaction: Transaction | None, tell: Callable[[], None]) -> None:

@@ -14,8 +14,8 @@ from delayline.delayed.timeout_persister import NO_SAGA, TakesTimeouts, Timeout
 from delayline.delayed.timeout_poll import as_sent, timeout_of
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
-from delayline.message import DelayedMessage, Headers, from_wire_time, to_wire_time
-from delayline.recoverability import error_operation
+from delayline.message import DelayedMessage, Headers, from_wire_time, id_from, to_wire_time
+from delayline.recoverability import error_operations
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Forwarder:
     ) -> None:
         """Send the message to the error queue; a retry from there sends it to its destination."""
         host = self._host
-        operation = error_operation(
+        forms = error_operations(
             message,
             error,
             failed_queue=destination or host.endpoint_name,
@@ -72,7 +72,16 @@ class Forwarder:
             endpoint_name=host.endpoint_name,
             now=host.clock.now(),
         )
-        await self._send(operation, transaction)
+        operation = next(forms)
+        while True:
+            try:
+                await self._send(operation, transaction)
+                break
+            except InvalidMessage:
+                smaller = next(forms, None)
+                if smaller is None:
+                    raise
+                operation = smaller
         text = "Moved delayed message %s to error queue %r: %s"
         emit(
             logger,
@@ -248,4 +257,4 @@ def _saga_of(message: Message) -> uuid.UUID:
 
 def _id_of(message: Message, destination: str | None, due: datetime) -> str:
     """Return the same id each time a message is stored: a redelivery changes nothing."""
-    return str(uuid.uuid5(TIMEOUTS, f"{message.id}\n{destination}\n{to_wire_time(due)}"))
+    return id_from(TIMEOUTS, f"{message.id}\n{destination}\n{to_wire_time(due)}")

@@ -14,10 +14,12 @@ from delayline.endpoint import Endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.events import Event
 from delayline.message import DelayedMessage, Headers, Message, from_wire_time
+from delayline.recoverability import Recoverability
 from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, DeliveryRoom, facts, send_all, to
 from delayline.testing.conformance.messages import AT, ENDPOINT
 from delayline.testing.faults import STORE, Fault
 from delayline.transaction import TransactionMode
+from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from delayline.pipeline import MessageContext
@@ -39,6 +41,27 @@ FAILURE = [
     Headers.PROCESSING_MACHINE,
     Headers.HOST_DISPLAY_NAME,
 ]
+
+
+def chained(number: int) -> ValueError:
+    """Return an exception with a chain of so many causes."""
+    error = ValueError("boom 0")
+    for link in range(1, number):
+        outer = ValueError(f"boom {link}")
+        outer.__cause__ = error
+        error = outer
+    return error
+
+
+#: What a handler may raise.
+FAILURES = {
+    "200 kB of text": lambda: ValueError("x" * 200_000),
+    "20 MB of text": lambda: ValueError("x" * 20_000_000),
+    "400 causes": lambda: chained(400),
+    "control characters": lambda: ValueError("\0\x1b\n" * 10_000),
+}
+#: What foreign senders may write into the header of the message id, and no column or property keeps.
+UNUSABLE_IDS = {"300 characters": "i" * 300, "a lone surrogate": "a\ud800b", "NUL": "a\0b"}
 
 
 def broken() -> Fault:
@@ -201,3 +224,50 @@ class DeliveryFailures(DeliveryRoom):
         async with Endpoint("plain", transport=parts.transport, clock=parts.clock) as endpoint:
             with pytest.raises(ConfigurationError, match="delayed_delivery="):
                 await endpoint.send(ENDPOINT, b"", delay=SECOND)
+
+    @pytest.mark.parametrize("failure", FAILURES)
+    async def test_a_handler_may_fail_with_anything(self, parts: Parts, failure: str) -> None:
+        """However long the exception's text or chain is: the message reaches the error queue, the next one its handler.
+
+        No critical error comes of it.
+        """
+        endpoint = parts.endpoint(handles=False)
+        endpoint.recoverability = Recoverability(immediate_retries=0, delayed_retries=0)
+
+        @endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            if message.id == "bad":
+                raise FAILURES[failure]()
+
+        async with endpoint:
+            await endpoint.send(ENDPOINT, b"body", message_id="bad", headers={"mine": "kept"})
+            await parts.comes(Event.MOVED_TO_ERROR)
+            [message] = await parts.received("error")
+            await endpoint.send(ENDPOINT, b"", message_id="good")
+            await parts.comes(Event.HANDLED)
+        assert (message.id, message.body, message.headers["mine"]) == ("bad", b"body", "kept")
+        assert message.headers[Headers.FAILED_QUEUE] == ENDPOINT
+        assert message.headers[Headers.EXCEPTION_TYPE] == "builtins.ValueError"
+        assert parts.critical == []
+
+    @pytest.mark.parametrize("named", UNUSABLE_IDS)
+    async def test_a_message_id_header_may_be_anything(self, parts: Parts, named: str) -> None:
+        """A handler that fails is tried as often as any other, and the header is in the error queue as it was."""
+        header, seen = UNUSABLE_IDS[named], []
+        endpoint = parts.endpoint(handles=False)
+        endpoint.recoverability = Recoverability(immediate_retries=1, delayed_retries=1)
+
+        @endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            seen.append(message.id)
+            raise ValueError(message.id)
+
+        async with endpoint:
+            bad = Message("m", {Headers.MESSAGE_ID: header}, b"body")
+            await parts.transport.dispatch([TransportOperation(bad, ENDPOINT)])
+            await parts.comes(Event.MOVED_TO_ERROR)
+            [message] = await parts.received("error")
+        assert len(seen) == 4
+        assert {message.id} == set(seen)
+        assert (message.headers[Headers.MESSAGE_ID], message.body) == (header, b"body")
+        assert parts.critical == []
