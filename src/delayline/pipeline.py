@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
 from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime, InvalidMessage
@@ -30,7 +30,7 @@ from delayline.transaction import TransactionMode
 from delayline.transport import TransportTransactions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Result_co = TypeVar("Result_co", covariant=True)
+
 TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # reference 1.10
 RECOVERED_AFTER: Final = timedelta(seconds=5)
 #: How many messages that cannot be moved wait beside those that are handled, and how large they are together.
@@ -48,11 +50,36 @@ MOST_BYTES_APART: Final = 64 << 20
 MOST_COUNTED: Final = 10_000
 
 
+class Recorded(Coroutine[Any, Any, Result_co]):
+    """The outcome of something that is done already: awaiting it returns at once, leaving it alone is fine too."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Result_co) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, Any, Result_co]:
+        """Return the value."""
+        yield from ()
+        return self._value
+
+    def send(self, value: object) -> NoReturn:
+        """Return the value to an event loop that runs it as a task."""
+        raise StopIteration(self._value)
+
+    def throw(self, *error: Any) -> NoReturn:  # noqa: ANN401 - as a coroutine has it
+        """Raise the error."""
+        raise error[1] if len(error) > 1 and error[1] is not None else error[0]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class MessageContext:
     """What a handler can do besides reading its message.
 
     Everything sent through it leaves when the handler has succeeded, as the transaction mode says, and not at all
-    when the handler raises.
+    when the handler raises. Calls take effect at once and wait for nothing: `await` is possible and not needed.
     """
 
     def __init__(self, received: Message, queue: str, attempt: int, composer: Composer) -> None:
@@ -63,8 +90,9 @@ class MessageContext:
         self.outgoing: list[Outgoing] = []
         self._received = received
         self._composer = composer
+        self._over = False
 
-    async def send(
+    def send(
         self,
         destination: str,
         body: Body,
@@ -73,31 +101,62 @@ class MessageContext:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
-    ) -> str:
-        """Send a message, now or delayed, and return its id. Raises InvalidMessage or InvalidDueTime."""
-        return self._keep(
-            self._composer.compose(
-                destination,
-                body,
-                headers=headers,
-                message_id=message_id,
-                delay=delay,
-                deliver_at=deliver_at,
-                related_to=self.message,
+    ) -> Awaitable[str]:
+        """Send a message, now or delayed, when the handler has succeeded.
+
+        Args:
+            destination: The queue it goes to, 1 to 200 characters.
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            headers: Further headers, str to str.
+            message_id: Its id, 1 to 250 characters; a new UUID when left out.
+            delay: How long it waits, zero or more; excludes `deliver_at`.
+            deliver_at: When it is due, an aware datetime.
+
+        Returns:
+            An awaitable that gives the message's id.
+
+        Raises:
+            InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
+            InvalidDueTime: By the call: a delay or instant that cannot be honoured.
+        """
+        return Recorded(
+            self._keep(
+                self._composer.compose(
+                    destination,
+                    body,
+                    headers=headers,
+                    message_id=message_id,
+                    delay=delay,
+                    deliver_at=deliver_at,
+                    related_to=self.message,
+                )
             )
         )
 
-    async def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> str:
-        """Answer the sender and return the answer's id. Raises InvalidMessage when the sender takes no replies."""
-        return self._keep(self._composer.reply(self.message, body, headers, delay))
+    def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> Awaitable[str]:
+        """Answer the sender, when the handler has succeeded, and return an awaitable of the answer's id.
 
-    async def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> None:
-        """Handle this same message again, later. Give one of the two; raises InvalidDueTime."""
+        Raises InvalidMessage, by the call, when the sender takes no replies.
+        """
+        return Recorded(self._keep(self._composer.reply(self.message, body, headers, delay)))
+
+    def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> Awaitable[None]:
+        """Handle this same message again, later. Give one of the two; raises InvalidDueTime, by the call."""
         if delay is None and deliver_at is None:
             raise InvalidDueTime("defer needs a delay or deliver_at: say when to handle the message again")
         self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
+        return Recorded(None)
+
+    def end(self) -> None:
+        """Take nothing more: the handlers have ended."""
+        self._over = True
 
     def _keep(self, outgoing: Outgoing) -> str:
+        if self._over:
+            raise InvalidMessage(
+                f"the handler of message {self.message.id!r} has ended: what is sent now would be lost. Await in the "
+                "handler what it has started, or use Endpoint.send"
+            )
         self.outgoing.append(outgoing)
         return outgoing.operation.message.id
 
@@ -243,8 +302,11 @@ class Pipeline:
 
     async def _attempt(self, received: ReceivedMessage, attempt: int) -> None:
         context = MessageContext(received.message, self.queue, attempt, self.composer)
-        for handler in self.handlers:
-            await _run(handler, context.message, context)
+        try:
+            for handler in self.handlers:
+                await _run(handler, context.message, context)
+        finally:
+            context.end()
         await self._complete(received, context.outgoing)
 
     async def _recover(self, received: ReceivedMessage, error: Exception, attempt: int) -> bool:

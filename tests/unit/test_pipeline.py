@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from delayline.testing.clock import settle
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from delayline.testing.clock import ManualClock
 
@@ -142,6 +144,80 @@ async def test_sends_leave_after_success_and_only_then(clock: ManualClock, mode:
     left = await house.transport.browse("out", 100)
     assert {message.headers[Headers.RELATED_TO] for message in left} == {"good"}
     assert (await house.one("error")).logical.id == "bad"
+    await house.endpoint.stop()
+
+
+async def test_sends_that_are_not_awaited_leave_all_the_same(clock: ManualClock) -> None:
+    house = build(clock)
+    ids: list[str] = []
+
+    async def act(message: Message, context: MessageContext) -> None:
+        if context.message.id == "again" or ids:
+            return
+        context.send("out", b"now", message_id="now")
+        context.send("out", b"later", message_id="later", delay=timedelta(seconds=5))
+        context.reply(b"yes")
+        context.defer(timedelta(seconds=9))
+        ids.append(await context.send("out", b"", message_id="awaited"))
+        ids.extend(await asyncio.gather(context.send("out", b"", message_id="gathered")))
+        task: Coroutine[Any, Any, str] = context.send("out", b"", message_id="task")  # type: ignore[assignment]
+        ids.append(await asyncio.create_task(task))
+
+    seen = await start(house, act)
+    with warnings.catch_warnings(record=True) as caught:
+        await receive(house, **{Headers.REPLY_TO: "out"})
+        gc.collect()
+    assert caught == []
+    assert ids == ["awaited", "gathered", "task"]
+    bodies = sorted(message.body for message in await house.transport.browse("out", 10))
+    assert bodies == [b"", b"", b"", b"now", b"yes"]
+    assert sorted(message.destination for message in await house.waiting()) == ["out", "sales"]
+    await clock.advance(9)
+    assert len(seen) == 2
+    await house.endpoint.stop()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda context: context.send("", b""), InvalidMessage),
+        (lambda context: context.send("out", object()), InvalidMessage),
+        (lambda context: context.send("out", b"", delay=timedelta(-1)), InvalidDueTime),
+        (lambda context: context.reply(b""), InvalidMessage),
+        (lambda context: context.defer(), InvalidDueTime),
+    ],
+)
+async def test_a_bad_argument_is_raised_by_the_call_without_await(
+    clock: ManualClock, wrong: Callable[[MessageContext], object], error: type[Exception]
+) -> None:
+    house = build(clock, recoverability=Recoverability(unrecoverable=(InvalidMessage,)))
+    raised: list[Exception] = []
+
+    async def act(message: Message, context: MessageContext) -> None:
+        try:
+            wrong(context)
+        except Exception as caught:
+            raised.append(caught)
+            raise
+
+    await start(house, act)
+    await receive(house)
+    assert [type(one) for one in raised] == [error]
+    assert await house.ids("error") == ["m"]
+    await house.endpoint.stop()
+
+
+async def test_what_is_sent_after_the_handler_has_ended_is_refused(clock: ManualClock) -> None:
+    house = build(clock)
+    contexts: list[MessageContext] = []
+
+    async def act(message: Message, context: MessageContext) -> None:
+        contexts.append(context)
+
+    await start(house, act)
+    await receive(house)
+    with pytest.raises(InvalidMessage, match=r"handler of message 'm' has ended.*Endpoint\.send"):
+        contexts[0].send("out", b"")
     await house.endpoint.stop()
 
 
