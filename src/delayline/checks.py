@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, NotStarted
 
 
 def whole_number(name: str, value: int, *, at_least: int) -> int:
@@ -19,3 +20,25 @@ def time_span(name: str, value: timedelta) -> timedelta:
     if not isinstance(value, timedelta) or value <= timedelta(0):
         raise ConfigurationError(f"{name} must be a timedelta longer than zero, not {value!r}")
     return value
+
+
+class HomeProcess:
+    """The process that an object was made or started in: its threads, loops and connections are not in a fork of it."""
+
+    __slots__ = ("_id",)
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def left(self) -> bool:
+        """Whether this is another process, forked since."""
+        return os.getpid() != self._id
+
+    def check(self, what: str) -> None:
+        """Raise NotStarted, naming `what`, in another process."""
+        if self.left:
+            raise NotStarted(
+                f"{what} was started before this process was forked, and its threads and connections are its parent's: "
+                "make and start another one after the server has forked its workers"
+            )

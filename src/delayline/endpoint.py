@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.callers import Caller, JoinsCallers
-from delayline.checks import whole_number
+from delayline.checks import HomeProcess, whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import DelayedDelivery, SetsUpLater
 from delayline.delayed.host import DeliveryHost
@@ -116,6 +116,7 @@ class Endpoint:
         self._stopped: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
+        self._process = HomeProcess()
 
     @property
     def handlers(self) -> tuple[Handler, ...]:
@@ -145,7 +146,9 @@ class Endpoint:
         somebody, or a critical error, stopped it meanwhile.
         """
         if self._stopped is not None:
+            self._process.check(f"endpoint {self.name!r}")
             raise NotStarted(f"endpoint {self.name!r} is started already")
+        self._process = HomeProcess()
         self._stopped, self._stopping = asyncio.Event(), None
         self._starting = asyncio.create_task(self._start_parts(), name=f"delayline start {self.name}")
         try:
@@ -172,7 +175,7 @@ class Endpoint:
 
         Called by a handler it returns at once: the stop waits for that handler.
         """
-        if self._stopped is None:
+        if self._stopped is None or self._process.left:
             return
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop_parts(), name=f"delayline stop {self.name}")
@@ -181,7 +184,7 @@ class Endpoint:
 
     async def wait_stopped(self) -> None:
         """Return when the endpoint has stopped, whoever stopped it."""
-        if self._stopped is not None:
+        if self._stopped is not None and not self._process.left:
             await self._stopped.wait()
 
     async def send(
@@ -207,6 +210,7 @@ class Endpoint:
         """
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
+        self._process.check(f"endpoint {self.name!r}")
         outgoing = self._composer.compose(
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )

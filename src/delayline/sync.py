@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from delayline.callers import Caller, WaitingThread
+from delayline.checks import HomeProcess
 from delayline.errors import ConfigurationError, NotStarted
 
 if TYPE_CHECKING:
@@ -26,18 +27,22 @@ Result = TypeVar("Result")
 class SyncEndpoint:
     """Runs an Endpoint on a background event loop; its methods block and may be called from any thread.
 
-    Handlers stay coroutine functions and run on that loop. Start it after a server has forked its workers.
+    Handlers stay coroutine functions and run on that loop. Start it after a server has forked its workers: in a process
+    that was forked later every call raises NotStarted, but `stop`, which does nothing there.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._process = HomeProcess()
 
     def start(self) -> None:
         """Start the loop's thread and the endpoint; raises what `Endpoint.start` raises."""
         if self._loop is not None:
+            self._process.check(f"endpoint {self.endpoint.name!r}")
             raise NotStarted(f"endpoint {self.endpoint.name!r} is started already")
+        self._process = HomeProcess()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"delayline {self.endpoint.name}", daemon=True
@@ -51,7 +56,7 @@ class SyncEndpoint:
 
     def stop(self) -> None:
         """Finish what is in flight and end the thread. Idempotent."""
-        if self._loop is not None:
+        if self._loop is not None and not self._process.left:
             try:
                 self.run(self.endpoint.stop())
             finally:
@@ -90,6 +95,9 @@ class SyncEndpoint:
         if loop is None:
             work.close()
             raise NotStarted(f"endpoint {self.endpoint.name!r} is not started: use `with SyncEndpoint(endpoint):`")
+        if self._process.left:
+            work.close()
+            self._process.check(f"endpoint {self.endpoint.name!r}")
         if threading.current_thread() is self._thread:
             work.close()
             raise ConfigurationError("a SyncEndpoint would wait for itself here: in a handler, await context.send(...)")

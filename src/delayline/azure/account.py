@@ -19,6 +19,7 @@ from azure.identity.aio import DefaultAzureCredential
 from azure.storage.blob.aio import BlobServiceClient
 from azure.storage.queue.aio import QueueServiceClient
 
+from delayline.checks import HomeProcess
 from delayline.errors import ConfigurationError, NotStarted
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class AzureAccount:
         self._users = 0
         self._clients: Clients | None = None
         self._open = AsyncExitStack()
+        self._process = HomeProcess()
 
     @classmethod
     def at(cls, place: str | AzureAccount) -> AzureAccount:
@@ -112,10 +114,14 @@ class AzureAccount:
         """The clients. Raises NotStarted unless the account is open."""
         if self._clients is None:
             raise NotStarted(f"storage account {self.name!r} is not open: start its transport or store first")
+        self._process.check(f"storage account {self.name!r}")
         return self._clients
 
     async def open(self) -> None:
         """Make the clients; no request is sent. Every open needs a `close`."""
+        if self._clients is None:
+            self._process = HomeProcess()
+        self._process.check(f"storage account {self.name!r}")
         self._users += 1
         if self._clients is None:
             self._clients = self._made()
@@ -125,7 +131,7 @@ class AzureAccount:
     async def close(self) -> None:
         """Undo one `open`; the last one lets go of all connections."""
         self._users -= 1
-        if self._users == 0:
+        if self._users == 0 and not self._process.left:
             self._clients = None
             await self._open.aclose()
 

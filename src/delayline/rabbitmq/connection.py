@@ -12,6 +12,7 @@ from aio_pika import exceptions as pika
 from aio_pika.abc import ConnectionParameter
 from aio_pika.connection import make_url
 
+from delayline.checks import HomeProcess
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq.confirms import Closed
 from delayline.rabbitmq.frames import PermissionMissing
@@ -51,11 +52,15 @@ class BrokerConnection:
         self._connection: NamedConnection | None = None
         self._channels: list[Channel] = []
         self._opening = asyncio.Lock()
+        self._process = HomeProcess()
         self.generation = 0
         """How often it was opened: what was learnt over an earlier one may no longer hold."""
 
     async def open(self) -> NamedConnection:
         """Return a connection that was alive a moment ago. Raises BackendUnavailable or BackendUnusable."""
+        if self._connection is None:
+            self._process = HomeProcess()
+        self._process.check(f"the connection to RabbitMQ at {self._address}")
         async with self._opening:
             if self._connection is not None and self._connection.connected.is_set():
                 return self._connection
@@ -67,6 +72,8 @@ class BrokerConnection:
 
     async def close(self) -> None:
         """Close channels one by one, so that what was written on them gets there, then the connection. Idempotent."""
+        if self._process.left:
+            return  # it is the parent's: ending it here would end it there
         async with self._opening:
             for channel in self._channels:
                 with contextlib.suppress(*LOST, asyncio.CancelledError):

@@ -7,6 +7,7 @@ import contextlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from delayline.checks import HomeProcess
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
 from delayline.rabbitmq.confirms import Batch, Unroutable
 from delayline.rabbitmq.publishing import PublishingConnection
@@ -50,6 +51,7 @@ class Publisher:
         self._failed: Exception | None = None
         self._back_off = FIRST_BACK_OFF
         self._not_before = 0.0
+        self._process = HomeProcess()
 
     @property
     def blocked(self) -> str | None:
@@ -68,6 +70,8 @@ class Publisher:
 
     async def open(self) -> None:
         """Connect. Raises BackendUnavailable or BackendUnusable. Idempotent."""
+        if not self._started:
+            self._process = HomeProcess()
         self._started = True
         self._not_before = 0.0
         await self._connected()
@@ -75,6 +79,8 @@ class Publisher:
     async def close(self) -> None:
         """Wait for what is outstanding, ten seconds at most, then disconnect. Idempotent."""
         self._started = False
+        if self._process.left:
+            return  # the connection is the parent's: ending it here would end it there
         link, self._link = self._link, None
         if link is not None:
             await link.close()
@@ -90,6 +96,7 @@ class Publisher:
         """
         if not publications:
             return {}
+        self._process.check("the publisher")
         link = self._link
         if link is None or link.connection.lost is not None or not self._started:
             link = await self._connected()
@@ -98,6 +105,7 @@ class Publisher:
     async def _connected(self) -> Link:
         if not self._started:
             raise NotStarted("the publisher is closed: open it first")
+        self._process.check("the publisher")
         link = self._link
         if link is not None and link.connection.lost is None:
             return link
