@@ -257,6 +257,7 @@ EVENT_MEANING: Final = {
     Event.SETTLED: "A transaction that a crash had left prepared is committed or rolled back.",
     Event.SETTLING_FAILED: "Prepared transactions cannot be finished now; it is tried again every second.",
     Event.ENDPOINT_STOPPED: "The endpoint has finished what was in flight and disconnected.",
+    Event.NO_HANDLERS: "The endpoint started without handlers, and there are messages in its queue: they stay there.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
     Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",

@@ -9,15 +9,15 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
 from delayline.callers import Caller, JoinsCallers
 from delayline.checks import HomeProcess, whole_number
 from delayline.clock import SystemClock
-from delayline.delayed.delivery import DelayedDelivery, SetsUpLater
+from delayline.delayed.delivery import VERBS, DelayedDelivery, SetsUpLater, StoredDelivery
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import managed
-from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, NotStarted
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, DispatchFailed, NotStarted
 from delayline.events import Event, emit
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
@@ -30,6 +30,7 @@ from delayline.transaction import (
     guarantee,
     strongest_mode,
 )
+from delayline.transport import ManagedQueues
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from delayline.callers import CallersConnection
     from delayline.clock import Clock
-    from delayline.delayed.store import ManagedStore
+    from delayline.delayed.store import DelayedMessageStore, ManagedStore
     from delayline.message import Body
     from delayline.outgoing import Outgoing
     from delayline.transport import Transport
@@ -58,6 +59,7 @@ async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
 class Endpoint:
     """A named party: it sends, its input queue carries its name, its delayed delivery keeps what is due later.
 
+    delayed_delivery: how messages wait; a delayed message store alone stands for a StoredDelivery over it.
     transaction_mode: the strongest that transport and delayed delivery can honour together when left out.
     error_queue: where messages go that cannot be handled or forwarded.
     recoverability: how handler failures are retried; the defaults where the transaction mode allows retries.
@@ -75,7 +77,7 @@ class Endpoint:
         name: str,
         *,
         transport: Transport,
-        delayed_delivery: DelayedDelivery | None = None,
+        delayed_delivery: DelayedDelivery | DelayedMessageStore | None = None,
         transaction_mode: TransactionMode | None = None,
         error_queue: str = "error",
         recoverability: Recoverability | None = None,
@@ -84,11 +86,13 @@ class Endpoint:
         on_critical_error: CriticalErrorAction = log_and_stop,
         setup_infrastructure: bool = True,
         clock: Clock | None = None,
-        draining: DelayedDelivery | None = None,
+        draining: DelayedDelivery | DelayedMessageStore | None = None,
         disable_timeout_manager: bool = False,
     ) -> None:
         self.name = check_endpoint_name(name)
         self.transport = transport
+        delayed_delivery = _delivery("delayed_delivery", delayed_delivery)
+        draining = _delivery("draining", draining)
         self.delayed_delivery = delayed_delivery
         self.error_queue = _error_queue(error_queue, name)
         self.send_only = send_only
@@ -131,11 +135,21 @@ class Endpoint:
         return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
 
     def handler(self, handle: Handler) -> Handler:
-        """Register a coroutine function to run for every message; usable as a decorator. Several run in order."""
+        """Register a coroutine function to run for every message; usable as a decorator. Several run in order.
+
+        Raises ConfigurationError for what is no coroutine function of a message and a context, on a send-only endpoint,
+        and once the endpoint is started.
+        """
         if self.send_only:
             raise ConfigurationError(f"endpoint {self.name!r} is send_only: it has no queue to handle messages from")
         if not inspect.iscoroutinefunction(handle):
             raise ConfigurationError(f"handler {handle!r} must be a coroutine function: `async def`")
+        _check_signature(handle)
+        if self._stopped is not None:
+            raise ConfigurationError(
+                f"endpoint {self.name!r} is started already: handler {_name_of(handle)} would get no messages. "
+                "Register handlers before start()"
+            )
         self._handlers.append(handle)
         return handle
 
@@ -292,6 +306,8 @@ class Endpoint:
             )
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
+        elif not self.send_only:
+            await self._look_for_unhandled()
         emit(
             logger,
             logging.INFO,
@@ -302,6 +318,21 @@ class Endpoint:
             self.guarantee,
         )
         self._started = True
+
+    async def _look_for_unhandled(self) -> None:
+        """Log a warning where messages are in the queue that no handler takes."""
+        if not isinstance(self.transport, ManagedQueues):
+            return
+        try:
+            number = await self.transport.count(self.name)
+        except DelaylineError:  # a queue that is not there has none, and whatever is wrong shows where it matters
+            return
+        if number:
+            text = (
+                "endpoint %s has no handlers, and there are %d messages in its queue: they stay there. "
+                "Register handlers with @endpoint.handler before start(), or pass send_only=True"
+            )
+            emit(logger, logging.WARNING, Event.NO_HANDLERS, text, self.name, number, count=number)
 
     async def _setup_queues(self) -> None:
         queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]
@@ -356,6 +387,36 @@ async def _joined(caller: Caller, part: object) -> Transaction:
         f"{type(part).__name__} cannot take part in a caller's transaction: use a SqlTransport and a "
         "SqlDelayedMessageStore, or send without transaction="
     )
+
+
+def _delivery(setting: str, given: DelayedDelivery | DelayedMessageStore | None) -> DelayedDelivery | None:
+    """Return a delayed delivery; one over what is given, where that is a store."""
+    if given is None or hasattr(given, "bind"):
+        return cast("DelayedDelivery | None", given)
+    if all(hasattr(given, verb) for verb in VERBS):
+        return StoredDelivery(given)
+    raise ConfigurationError(
+        f"{setting}= is a {type(given).__name__}, neither a delayed delivery nor a delayed message store: "
+        "pass StoredDelivery(store), or another delivery of delayline's"
+    )
+
+
+def _check_signature(handle: Handler) -> None:
+    try:
+        signature = inspect.signature(handle)
+    except ValueError:  # not to be seen, as of some extension modules
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"handler {_name_of(handle)}{signature} cannot be called with a message and a context ({error}): write "
+            "`async def handle(message: Message, context: MessageContext) -> None`"
+        ) from error
+
+
+def _name_of(handle: Handler) -> str:
+    return str(getattr(handle, "__qualname__", None) or repr(handle))
 
 
 def _error_queue(error_queue: str, name: str) -> str:

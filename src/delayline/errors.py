@@ -8,6 +8,7 @@ DelaylineError
 │   ├── InvalidDueTime                   a delay or instant that cannot be honoured
 │   └── DuplicateMessage                 a bulk job brings an id that waits already, or brings it twice
 ├── CorruptHeaders (ValueError)          stored or received headers cannot be read
+├── CorruptBody (ValueError)             a received body is not the text or JSON that was asked for
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
 │   └── StorageFull                      no space left where messages are kept
@@ -67,6 +68,10 @@ class DuplicateMessage(InvalidMessage):
 
 class CorruptHeaders(DelaylineError, ValueError):
     """Headers that were stored or received cannot be read as str to str."""
+
+
+class CorruptBody(DelaylineError, ValueError):
+    """The body of a received message is not the text or JSON that its handler asked for."""
 
 
 class NotStarted(DelaylineError, RuntimeError):

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
+from delayline.errors import CorruptBody, CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.header_xml import from_xml, is_xml
 
 if TYPE_CHECKING:
@@ -177,12 +177,22 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The body as UTF-8 text, without a byte order mark."""
-        return self.body.decode("utf-8-sig")
+        """The body as UTF-8 text, without a byte order mark. Raises CorruptBody for what is no UTF-8."""
+        try:
+            return self.body.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise CorruptBody(f"the body of message {self.id!r} is no UTF-8 text: {error}. Use message.body") from error
 
     def json(self) -> Any:  # noqa: ANN401 - JSON has no narrower type
-        """Return the body parsed as JSON."""
-        return json.loads(self.text)
+        """Return the body parsed as JSON. Raises CorruptBody for what is none."""
+        text = self.text
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CorruptBody(
+                f"the body of message {self.id!r}, {len(self.body)} bytes of {self.content_type[:100]!r}, is no JSON: "
+                f"{error}"
+            ) from error
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):

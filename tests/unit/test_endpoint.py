@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,8 +23,10 @@ from delayline import (
     Recoverability,
     StoredDelivery,
     TransactionMode,
+    TransportOperation,
     UnsupportedTransactionMode,
 )
+from delayline.events import Event
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:
@@ -122,6 +125,86 @@ def test_handlers_are_coroutine_functions_in_order() -> None:
         endpoint.handler(plain)  # type: ignore[arg-type]
     assert endpoint.handler(nothing) is nothing
     assert endpoint.handlers == (nothing,)
+
+
+async def test_a_handler_registered_after_the_start_is_refused() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    async with endpoint:
+        with pytest.raises(ConfigurationError, match=r"'sales' is started already: handler nothing .*before start\(\)"):
+            endpoint.handler(nothing)
+    endpoint.handler(nothing)
+    assert endpoint.handlers == (nothing,)
+
+
+async def only_the_message(message: Message) -> None:
+    """Lack the context."""
+
+
+async def one_too_many(message: Message, context: MessageContext, more: str) -> None:
+    """Ask for more than there is."""
+
+
+async def by_name(*, message: Message, context: MessageContext) -> None:
+    """Take nothing by position."""
+
+
+@pytest.mark.parametrize("handle", [only_the_message, one_too_many, by_name])
+def test_a_handler_with_a_wrong_signature_is_refused(handle: Any) -> None:  # noqa: ANN401
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    with pytest.raises(
+        ConfigurationError, match=r"async def handle\(message: Message, context: MessageContext\)"
+    ) as raised:
+        endpoint.handler(handle)
+    assert handle.__name__ in str(raised.value)
+    assert endpoint.handlers == ()
+
+
+async def with_a_default(message: Message, context: MessageContext, more: str = "") -> None:
+    """Have a default for what is not given."""
+
+
+async def anything(*arguments: object) -> None:
+    """Take what comes."""
+
+
+class Handlers:
+    async def handle(self, message: Message, context: MessageContext) -> None:
+        """Be a method."""
+
+
+@pytest.mark.parametrize("handle", [with_a_default, anything, Handlers().handle, partial(one_too_many, more="")])
+def test_a_handler_that_takes_a_message_and_a_context_is_registered(handle: Any) -> None:  # noqa: ANN401
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    assert endpoint.handler(handle) is handle
+
+
+@pytest.mark.parametrize("number", [0, 3])
+async def test_messages_without_handlers_are_warned_of(caplog: pytest.LogCaptureFixture, number: int) -> None:
+    transport = MemoryTransport()
+    await transport.setup_infrastructure(["sales"])
+    await transport.dispatch([TransportOperation(Message(str(one), {}, b""), "sales") for one in range(number)])
+    async with Endpoint("sales", transport=transport):
+        pass
+    warned = [one.getMessage() for one in caplog.records if getattr(one, "event", "") == Event.NO_HANDLERS]
+    assert len(warned) == bool(number)
+    assert all("sales has no handlers, and there are 3 messages in its queue" in text for text in warned)
+
+
+async def test_a_store_stands_for_a_stored_delivery(clock: ManualClock) -> None:
+    store = MemoryDelayedMessageStore()
+    endpoint = Endpoint("sales", transport=MemoryTransport(), delayed_delivery=store, clock=clock)
+    assert isinstance(endpoint.delayed_delivery, StoredDelivery)
+    assert endpoint.guarantee is Guarantee.EXACTLY_ONCE
+    async with endpoint:
+        await endpoint.send("sales", b"", delay=timedelta(seconds=1), message_id="m")
+        assert [one.id for one in await endpoint.delayed.pending()] == ["m"]
+
+
+@pytest.mark.parametrize("setting", ["delayed_delivery", "draining"])
+@pytest.mark.parametrize("wrong", ["sqlite:///file.db", object()])
+def test_what_is_no_delivery_and_no_store_is_refused(setting: str, wrong: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigurationError, match=rf"{setting}= is a \w+, neither .*StoredDelivery\(store\)"):
+        Endpoint("sales", transport=MemoryTransport(), **{setting: wrong})
 
 
 @pytest.mark.parametrize(

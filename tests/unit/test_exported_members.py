@@ -18,6 +18,7 @@ PINNED = [
     "Clock",
     "ClosableStore",
     "ConfigurationError",
+    "CorruptBody",
     "CorruptHeaders",
     "CountedTimeouts",
     "DelayedDelivery",

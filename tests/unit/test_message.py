@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayline import CorruptHeaders, DelayedMessage, Headers, InvalidMessage, Message
+from delayline import CorruptBody, CorruptHeaders, DelayedMessage, Headers, InvalidMessage, Message
 from delayline.clock import from_microseconds
 from delayline.message import decode_headers, encode_body, from_wire_time, new_message_id, to_wire_time
 
@@ -155,3 +155,14 @@ def test_message_ids_are_uuids_of_version_7_and_unique() -> None:
     ids = {new_message_id(now) for _ in range(1000)}
     assert len(ids) == 1000
     assert all(len(id) == 36 and id[14] == "7" and id[19] in "89ab" and id.count("-") == 4 for id in ids)
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"", b"[" * 200_000, b"nan!"])
+def test_a_body_that_is_no_json_is_an_error_of_delayline_s(body: bytes) -> None:
+    with pytest.raises(CorruptBody, match="body of message 'm'"):
+        Message("m", {}, body).json()
+
+
+def test_a_body_that_is_no_text_is_an_error_of_delayline_s() -> None:
+    with pytest.raises(CorruptBody, match=r"body of message 'm' is no UTF-8 text.*message\.body"):
+        _ = Message("m", {}, b"\xff").text
