@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.amqp_fields import read
+from tests.unit.amqp_fields import delivered, read
 
 from delayline import Headers, InvalidMessage, Message
 from delayline.message import encode_headers
 from delayline.rabbitmq.delay_levels import DELAY_HEADER
+from delayline.rabbitmq.properties import message_from
 from delayline.rabbitmq.wire import DAMAGED_HEADERS, NOT_SENT, Publication, PublishFrames
 
 FRAME_MAX = 4096
@@ -225,3 +226,29 @@ def test_halves_of_characters_in_headers_survive() -> None:
     frames = read(encoded(Message("id", headers, b""), delay=1))
     assert frames.fields["a"].raw == "\ud83d".encode("utf-8", "surrogatepass")
     assert (frames.properties.correlation_id, frames.properties.content_type) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"a": "x" * 5000}, {"n" * 256: "v"}, {Headers.EXCEPTION_MESSAGE: "x" * 5000}, {f"h{n}": "" for n in range(500)}],
+)
+@pytest.mark.parametrize("mark", [Headers.FAILED_QUEUE, Headers.RETRIES])
+def test_a_failed_message_always_fits_a_frame(headers: dict[str, str], mark: str) -> None:
+    """Given a failed message with headers that no frame carries, when encoded, then all are there for a receiver."""
+    message = Message("ж" * 200, {**headers, mark: "sales"}, b"body")
+    frames = read(encoded(message))
+    came = delivered(0, b"", frames.body)
+    came.header.properties = frames.properties
+    found = message_from(came)
+    assert (dict(found.headers), found.body) == (dict(message.headers), b"body")
+    assert frames.fields[mark].text == "sales"
+    assert len(frames.properties.message_id or "") == 36
+
+
+def test_damaged_headers_larger_than_a_frame_fit() -> None:
+    """Given damaged headers of any size, when encoded, then they come out as they went in."""
+    frames = read(encoded(Message.from_encoded("id", b"[" * 9000, b"body")))
+    came = delivered(0, b"", frames.body)
+    came.header.properties = frames.properties
+    found = message_from(came)
+    assert (found.id, found.encoded_headers, found.body) == ("id", b"[" * 9000, b"body")

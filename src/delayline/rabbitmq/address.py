@@ -20,6 +20,7 @@ SCHEMES: Final = ("amqp", "amqps")
 QUEUE_TYPES: Final = ("quorum", "classic")
 TOPOLOGIES: Final = ("conventional", "direct")
 LONGEST_PREFIX: Final = 200
+LONGEST_TIMEOUT: Final = 86_400
 HINT: Final = (
     "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, with / ? # @ : % in names and passwords as %2F %3F %23 %40 %3A %25"
 )
@@ -73,6 +74,8 @@ class BrokerAddress:
     """Seconds; 0 is none. The broker may ask for less."""
     connection_timeout: float = 10.0
     """Seconds until a broker that does not answer is unavailable."""
+    server_timeout: float = 15.0
+    """Seconds until a broker that does not answer on an open connection is given up."""
     queue_type: str = "quorum"
     topology: str = "conventional"
     delays: str = "v2"
@@ -84,8 +87,9 @@ class BrokerAddress:
     def parse(cls, text: str) -> BrokerAddress:
         """Return what an amqp: or amqps: URL, or `host=...;port=...`, leads to; raises ConfigurationError.
 
-        A URL's options follow `?`: heartbeat, connection_timeout (ms), queue_type, topology, delays, management, and
-        of TLS cacertfile, certfile, keyfile, password, verify (verify_peer, verify_none), server_name_indication.
+        A URL's options follow `?`: heartbeat, connection_timeout (ms), server_timeout (s), queue_type, topology,
+        delays, management, and of TLS cacertfile, certfile, keyfile, password, verify (verify_peer, verify_none),
+        server_name_indication.
         """
         if not isinstance(text, str) or not text.strip():
             raise ConfigurationError(f"a broker's address must be a text, not {text!r}. {HINT}")
@@ -99,6 +103,11 @@ class BrokerAddress:
         scheme = "amqps" if self.tls else "amqp"
         vhost = "" if self.vhost == "/" else f"/{quote(self.vhost, safe='')}"
         return f"{scheme}://{quote(self.user, safe='')}@{self.authority}{vhost}"
+
+    @property
+    def short_heartbeat(self) -> int:
+        """The heartbeat to ask the broker for, in seconds: short enough for a silent one to be noticed in time."""
+        return min(self.heartbeat, max(1, int(self.server_timeout / 2)))
 
     @property
     def authority(self) -> str:
@@ -182,6 +191,16 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise ConfigurationError(f"{name}={text!r} must be a number of seconds above 0, at most {LONGEST_TIMEOUT}")
+    return seconds
+
+
 def _one_of(known: tuple[str, ...]) -> Callable[[str, str], str]:
     def read(name: str, text: str) -> str:
         if text not in known:
@@ -210,6 +229,7 @@ def _text(name: str, text: str) -> str:
 OPTIONS: Final[dict[str, Callable[[str, str], Any]]] = {
     "heartbeat": lambda name, text: min(_number(name, text), 65535),
     "connection_timeout": lambda name, text: max(_number(name, text), 1) / 1000,
+    "server_timeout": _seconds,
     "queue_type": _one_of(QUEUE_TYPES),
     "topology": _one_of(TOPOLOGIES),
     "delays": _prefix,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from pamqp import commands, frame, header
+from pamqp import commands, frame
 
 from delayline.rabbitmq.confirms import Batch, Closed, Confirms
+from delayline.rabbitmq.stream import message_id_in
 from delayline.rabbitmq.wire import (
     BASIC,
     FRAME_BODY,
@@ -27,6 +28,7 @@ __all__ = ["Channel", "Closed", "read_frames"]
 _frame_start = struct.Struct(">BHI").unpack_from
 _answer = struct.Struct(">HHQB").unpack_from
 ANSWER_SIZE: Final = 13
+CONTENT_HEAD: Final = 12  # bytes of a header frame in front of its property flags
 ACK: Final = 80
 NACK: Final = 120
 PROTOCOL: Final = b"AMQP"
@@ -71,12 +73,12 @@ class Channel:
         """Take the first frame of a message that comes back."""
         self._returning = method
 
-    def on_header(self, properties: commands.Basic.Properties) -> None:
-        """Take the second one, which tells what message it is."""
+    def on_header(self, properties: bytes) -> None:
+        """Take the second one, with the property flags and list of the message that it is."""
         back, self._returning = self._returning, None
         if back is not None:
             reason = f"{back.reply_code} {back.reply_text}"
-            self.confirms.returned(back.exchange or "", back.routing_key or "", properties.message_id, reason)
+            self.confirms.returned(back.exchange or "", back.routing_key or "", message_id_in(properties), reason)
 
 
 def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callable[[int, Any], None]) -> bytes:
@@ -94,9 +96,7 @@ def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callabl
         if kind == FRAME_METHOD:
             _method(data, start, size, channels.get(number), number, on_method)
         elif kind == FRAME_HEADER and number in channels:
-            content = frame.unmarshal(data[start : last + 1])[2]
-            assert isinstance(content, header.ContentHeader)  # noqa: S101 - its kind is in the frame
-            channels[number].on_header(content.properties)
+            channels[number].on_header(data[start + FRAME_OVERHEAD - 1 + CONTENT_HEAD : last])
         start = last + 1
     return data[start:]
 

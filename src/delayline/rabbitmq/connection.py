@@ -17,6 +17,7 @@ from delayline.errors import BackendUnusable
 from delayline.rabbitmq.confirms import Closed
 from delayline.rabbitmq.frames import PermissionMissing
 from delayline.rabbitmq.refusals import ACCESS_REFUSED, not_connected, refused_connection
+from delayline.rabbitmq.stream import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -37,7 +38,11 @@ REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhos
 class NamedConnection(Connection):
     """A connection to a broker whose certificate may have another name than its host."""
 
-    PARAMETERS = (*Connection.PARAMETERS, ConnectionParameter("server_hostname", str, is_kwarg=True))
+    PARAMETERS = (
+        *Connection.PARAMETERS,
+        ConnectionParameter("server_hostname", str, is_kwarg=True),
+        ConnectionParameter("transport_factory", lambda given: given, is_kwarg=True),
+    )
 
 
 class BrokerConnection:
@@ -50,6 +55,7 @@ class BrokerConnection:
         self._address = address
         self._name = name
         self._connection: NamedConnection | None = None
+        self._streams: Streams | None = None
         self._channels: list[Channel] = []
         self._opening = asyncio.Lock()
         self._process = HomeProcess()
@@ -118,6 +124,7 @@ class BrokerConnection:
 
     async def _connect(self) -> NamedConnection:
         address = self._address
+        streams = Streams(tls=address.tls is not None, limit=address.server_timeout, watched=address.heartbeat > 0)
         connection = NamedConnection(
             make_url(
                 host=address.host,
@@ -126,8 +133,9 @@ class BrokerConnection:
                 password=address.password,
                 virtualhost=address.vhost,
                 ssl=address.tls is not None,
-                heartbeat=str(address.heartbeat),
+                heartbeat=str(address.short_heartbeat),
             ),
+            transport_factory=streams,
             ssl_context=None if address.tls is None else address.tls.context(),
             server_hostname=None if address.tls is None else address.tls.server_name_indication or address.host,
             client_properties={"connection_name": self._name},
@@ -135,8 +143,10 @@ class BrokerConnection:
         try:
             await connection.connect(timeout=address.connection_timeout)
         except BaseException:
+            streams.abort()
             await connection.close()
             raise
+        self._streams = streams
         return connection
 
     async def _drop(self) -> None:

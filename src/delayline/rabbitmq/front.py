@@ -37,11 +37,18 @@ def held(operation: TransportOperation, due: datetime) -> TransportOperation:
 
 
 def released(operation: TransportOperation) -> Deferred | None:
-    """Return the operation as it was before `held`, and when it is due; None for another one."""
+    """Return the operation as it was before `held`, and when it is due; None for another one.
+
+    A name that looks like one of `held` and has no time in it is another one: a stranger may ask for replies there.
+    """
     found = HELD.fullmatch(operation.destination)
     if found is None:
         return None
-    return TransportOperation(operation.message, found[2]), from_wire_time(found[1])
+    try:
+        due = from_wire_time(found[1])
+    except ValueError:
+        return None
+    return TransportOperation(operation.message, found[2]), due
 
 
 class LevelsBehind:

@@ -10,11 +10,16 @@ from pamqp import encode
 
 from delayline.errors import InvalidMessage
 from delayline.message import Headers, Message, in_utc, to_wire_time
+from delayline.rabbitmq.stream import sent_on, unreadable
 from delayline.rabbitmq.wire import (
     DAMAGED_HEADERS,
     ENCLOSED_TYPES,
+    HEADERS_IN_BODY,
+    LONGEST_SHORT_STRING,
     NON_PERSISTENT,
     NOT_SENT,
+    goes_on,
+    headers_in_body,
     short_string,
 )
 
@@ -33,29 +38,52 @@ NO_MESSAGE_ID: Final = (
     "A non-empty 'message-id' property is required when running NServiceBus on top of RabbitMQ: "
     "the sender of this message set none"
 )
+UNREADABLE_PROPERTIES: Final = (
+    "its properties are not AMQP 0-9-1's: a text that is not UTF-8, a time beyond year 9999, a type of value that is "
+    "not known, or tables nested too deeply"
+)
 
 
 def message_from(delivered: DeliveredMessage) -> Message:
     """Return the message that was delivered, its headers as texts, without what brokers and transports added.
 
-    Raises InvalidMessage for one without a message id: nothing else could name it.
+    Raises InvalidMessage for one that cannot be handled: without a message id nothing could name it, and properties
+    that are not AMQP's could not be sent on.
     """
     properties, body = delivered.header.properties, delivered.body
+    if unreadable(properties) is not None:
+        raise InvalidMessage(UNREADABLE_PROPERTIES)
     fields: Mapping[str, Any] = properties.headers or {}
     message_id = properties.message_id or ""
     if not message_id.strip():
-        message_id = as_text(fields.get(Headers.MESSAGE_ID))
+        message_id = _id_in(fields)
     if not message_id.strip():
         raise InvalidMessage(NO_MESSAGE_ID)
     damaged = fields.get(DAMAGED_HEADERS)
     if damaged is not None:
+        if not isinstance(damaged, str | bytes | bytearray):
+            raise InvalidMessage(f"its header {DAMAGED_HEADERS} is a {type(damaged).__name__}, and not a text")
         raw = damaged.encode("utf-8", "surrogatepass") if isinstance(damaged, str) else bytes(damaged)
         return Message.from_encoded(message_id, raw, body)
+    if HEADERS_IN_BODY in fields:
+        return headers_in_body(message_id, fields[HEADERS_IN_BODY], body)
     headers = {
         name: value if type(value) is str else as_text(value) for name, value in fields.items() if name not in NOT_SENT
     }
     _add_properties(headers, properties)
     return Message(message_id, headers, body)
+
+
+def _id_in(fields: Mapping[str, Any]) -> str:
+    """Return the id that a header names; raises InvalidMessage for one that no property could carry."""
+    message_id = as_text(fields.get(Headers.MESSAGE_ID))
+    try:
+        size = len(message_id.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(f"its only message id, in a header, is no Unicode text: {error}") from error
+    if size > LONGEST_SHORT_STRING:
+        raise InvalidMessage(f"its only message id, in a header, has {size} bytes: AMQP carries 255 at most")
+    return message_id
 
 
 def _add_properties(headers: dict[str, str], properties: Basic.Properties) -> None:
@@ -112,23 +140,23 @@ def unchanged(properties: Basic.Properties) -> bytes:
     """Return the property flags and list of a message that goes on as it came, for Publication.properties.
 
     What clients decode no longer has its width: integers are written as int32, or int64 where they need it, as .NET
-    wrote them; floats as doubles. What a broker would take for its own, as x-death, is left out.
+    wrote them; floats as doubles. What a broker would take for its own, as x-death or CC, is left out. Properties that
+    no client decodes are the bytes that came.
     """
+    raw = unreadable(properties)
+    if raw is not None:
+        return sent_on(raw)
     parts, flags = [], 0
     for name in properties.__slots__:
         value = getattr(properties, name)
         if name == "headers":
-            value = {key: one for key, one in (value or {}).items() if _goes_on(key)}
+            value = {key: one for key, one in (value or {}).items() if goes_on(key)}
         if value in (None, "", {}):
             continue
         flags |= properties.flags[name]
         encoded = encode_table(value) if name == "headers" else encode.by_type(value, properties.amqp_type(name))
         parts.append(encoded)
     return struct.pack(">H", flags) + b"".join(parts)
-
-
-def _goes_on(name: str) -> bool:
-    return name not in NOT_SENT or not name.startswith("x-")
 
 
 def encode_table(fields: Mapping[str, Any]) -> bytes:

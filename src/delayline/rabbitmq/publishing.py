@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -190,7 +191,7 @@ class PublishingConnection(asyncio.Protocol):
         self._received = True
         try:
             self._rest = read_frames(self._rest + data if self._rest else data, self._channels, self._on_method)
-        except (PAMQPException, ValueError) as error:
+        except (PAMQPException, ValueError, OverflowError, RecursionError, struct.error) as error:
             text = f"RabbitMQ at {self._address} sent what is not AMQP 0-9-1: {error}. Check host and port"
             self._end(BackendUnavailable(text))
             assert self._transport is not None  # noqa: S101

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pamqp import commands
 
-from delayline.errors import InvalidMessage, QueueNotFound
+from delayline.errors import QueueNotFound
 from delayline.events import Event, emit
 from delayline.rabbitmq.connection import LOST, NothingThere
 from delayline.rabbitmq.frames import Consume, ask
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 READ_AHEAD: Final = 3
 """How many messages a receiver holds for each that is handled at once (reference 1.11)."""
 MOST_UNACKNOWLEDGED: Final = 65_535
+FIRST_PAUSE: Final = 1.0  # seconds until a message that the error queue did not take is tried again; doubles
+LONGEST_PAUSE: Final = 60.0
+NOT_SET_ASIDE: Final = "A poison message in %s cannot be moved to the error queue, and is held meanwhile: %s"
 NO_TAG: Final = 2**64
 """Above all delivery tags."""
 
@@ -71,6 +74,8 @@ class RabbitMQReceiver:
         self._held: set[int] = set()
         self._acknowledged: set[int] = set()
         self._flushes: set[asyncio.Task[None]] = set()
+        self._retries: set[asyncio.Task[None]] = set()
+        self._unmoved: set[int] = set()
         self._changed = asyncio.Event()
         self._opening = asyncio.Lock()
         self._lost: Exception | None = None
@@ -123,6 +128,7 @@ class RabbitMQReceiver:
             return
         self._stopped = True
         self._changed.set()
+        self._end_retries()
         async with self._opening:
             if self._channel is not None:
                 with contextlib.suppress(*LOST):
@@ -164,7 +170,7 @@ class RabbitMQReceiver:
             tag, delivered = self._buffer[0]
             try:
                 message = message_from(delivered)
-            except InvalidMessage as error:
+            except Exception as error:  # whatever is wrong with one message stops no other
                 if not batch:
                     self._pop()
                     await self._set_aside(tag, delivered, error)
@@ -183,10 +189,34 @@ class RabbitMQReceiver:
         emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, self._queue, error)
         try:
             await self._move_aside(delivered)
+        except Exception:
+            first = not self._unmoved
+            self._unmoved.add(tag)
+            retry = asyncio.create_task(self._set_aside_later(tag, delivered))
+            self._retries.add(retry)
+            retry.add_done_callback(self._retries.discard)
+            if first:
+                raise
         except BaseException:
             await self._give_back(tag)
             raise
-        self._done(tag)
+        else:
+            self._done(tag)
+
+    async def _set_aside_later(self, tag: int, delivered: DeliveredMessage) -> None:
+        """Hold a message that the error queue did not take, out of the others' way, and try again and again."""
+        pause = FIRST_PAUSE
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            try:
+                await self._move_aside(delivered)
+            except Exception as error:
+                emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_SET_ASIDE, self._queue, error)
+            else:
+                self._unmoved.discard(tag)
+                self._done(tag)
+                return
 
     async def _consume(self, limit: int) -> None:
         """See to it that the broker pushes as much as is wanted."""
@@ -263,6 +293,12 @@ class RabbitMQReceiver:
         self._buffer.clear()
         self._held.clear()
         self._acknowledged.clear()
+        self._end_retries()
+        self._unmoved.clear()
+
+    def _end_retries(self) -> None:
+        for retry in self._retries:
+            retry.cancel()
 
     async def _flush(self) -> None:
         """Send the acknowledgements of one turn of the loop: as one, where nothing before them is still open."""
@@ -282,6 +318,9 @@ class RabbitMQReceiver:
         for consumer in self._consumers:
             await channel.basic_cancel(consumer)
         self._consumers.clear()
+        for tag in self._unmoved:
+            await self._give_back(tag)
+        self._unmoved.clear()
         while self._buffer:
             tag, _ = self._buffer.popleft()
             await channel.basic_reject(tag, requeue=True)

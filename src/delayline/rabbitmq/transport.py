@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -41,7 +42,7 @@ class RabbitMQTransport:
     queue_type: of queues that are created: `quorum`, which is replicated, or `classic`; as in the URL, else quorum.
     topology: `conventional`, a fanout exchange before each queue, or `direct`; as in the URL, else conventional.
     delays: the delay levels: `v2`, `v1` or a prefix of your own; as in the URL, else v2.
-    error_queue: where messages without a message id go, unchanged: nothing could handle or name them.
+    error_queue: where messages go that nothing could handle or name, as those without a message id: byte for byte.
     name: begins the names of its connections, as the broker's management shows them.
     """
 
@@ -193,13 +194,19 @@ class RabbitMQTransport:
         return True
 
     async def _move_aside(self, delivered: DeliveredMessage) -> None:
-        """Send a message to the error queue as it is. Raises QueueNotFound, BackendUnavailable."""
-        copy = Publication(
+        """Send a message to the error queue as it is. Raises QueueNotFound, BackendUnavailable, InvalidMessage.
+
+        It has neither a time to live there, in which it could be lost, nor the name of a user who signed it: brokers
+        refuse that of another user.
+        """
+        properties = copy.copy(delivered.header.properties)
+        properties.expiration = properties.user_id = None
+        aside = Publication(
             Message(POISON_ID, {}, delivered.body),
             *self.topology.address_of(self._error_queue),
-            properties=unchanged(delivered.header.properties),
+            properties=unchanged(properties),
         )
-        failures = await self.publisher.publish([copy])
+        failures = await self.publisher.publish([aside])
         for error in failures.values():
             raise QueueNotFound(self._error_queue) if isinstance(error, Unroutable) else error
 

@@ -11,13 +11,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import CorruptHeaders, InvalidMessage
-from delayline.message import Headers
+from delayline.message import UNUSABLE_IDS, Headers, Message, encode_headers, id_from
 from delayline.rabbitmq.delay_levels import DELAY_HEADER, MAXIMUM_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from delayline.message import Message
 
 FRAME_METHOD: Final = 1
 FRAME_HEADER: Final = 2
@@ -38,14 +36,43 @@ NON_PERSISTENT: Final = PREFIX + "UseNonPersistentDelivery"
 CONFIRMATION_ID: Final = PREFIX + "ConfirmationId"
 #: Carries headers that could not be read, as they were stored: so such a message can be kept, whole, in a queue.
 DAMAGED_HEADERS: Final = "Delayline.DamagedHeaders"
+#: How many bytes at the beginning of a body are its message's headers, as stored: of a failed message that has more of
+#: them than a frame holds, or one that AMQP cannot carry.
+HEADERS_IN_BODY: Final = "Delayline.HeadersInBody"
 ENCLOSED_TYPES: Final = "NServiceBus.EnclosedMessageTypes"
+#: What a failed message whose headers are in its body still shows as headers.
+SHOWN_BESIDE_BODY: Final = (
+    Headers.MESSAGE_ID,
+    Headers.CORRELATION_ID,
+    Headers.CONVERSATION_ID,
+    Headers.CONTENT_TYPE,
+    ENCLOSED_TYPES,
+    Headers.FAILED_QUEUE,
+    Headers.TIME_OF_FAILURE,
+    Headers.EXCEPTION_TYPE,
+    Headers.EXCEPTION_MESSAGE,
+    Headers.PROCESSING_ENDPOINT,
+    Headers.RETRIES,
+    Headers.RETRIES_TIMESTAMP,
+)
+LONGEST_SHOWN: Final = 250  # bytes of each, so that all of them fit into the smallest frame
 LONGEST_EXPIRATION: Final = 315_360_000_000
 """Milliseconds, ten years of 365 days: brokers close the channel over longer ones."""
 
-#: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message (reference 1.11).
+#: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message (reference 1.11), and
+#: all of them send copies to what CC and BCC name, or refuse the message where those are no lists.
 NOT_SENT: Final = frozenset(
-    [DELAY_HEADER, NON_PERSISTENT, CONFIRMATION_ID, DAMAGED_HEADERS, "x-delivery-count", "x-acquired-count", "x-death"]
-    + ["x-dotnet-pub-seq-no"]
+    [
+        DELAY_HEADER,
+        NON_PERSISTENT,
+        CONFIRMATION_ID,
+        DAMAGED_HEADERS,
+        HEADERS_IN_BODY,
+        "x-delivery-count",
+        "x-acquired-count",
+        "x-death",
+    ]
+    + ["x-dotnet-pub-seq-no", "CC", "BCC"]
     + [f"x-{which}-death-{what}" for which in ("first", "last") for what in ("exchange", "queue", "reason")]
 )
 
@@ -64,6 +91,9 @@ REPLY_TO_FLAG: Final = 1 << 9
 EXPIRATION_FLAG: Final = 1 << 8
 MESSAGE_ID_FLAG: Final = 1 << 7
 TYPE_FLAG: Final = 1 << 5
+USER_ID_FLAG: Final = 1 << 4
+#: What lies in an error queue does not expire, and brokers refuse what another user has signed.
+NOT_FOR_ERROR_QUEUE: Final = frozenset([EXPIRATION_FLAG, USER_ID_FLAG])
 
 
 class Publication(NamedTuple):
@@ -116,6 +146,11 @@ def short_string(text: str, what: str) -> bytes:
     return bytes([len(raw)]) + raw
 
 
+def goes_on(name: str) -> bool:
+    """Tell whether a header of that name stays on a message that goes on as it came."""
+    return name not in NOT_SENT or not name.startswith(("x-", "CC", "BCC"))
+
+
 class PublishFrames:
     """Encodes publications for one channel of a connection."""
 
@@ -125,25 +160,43 @@ class PublishFrames:
         self._methods: dict[tuple[str, str], bytes] = {}
 
     def encode(self, publication: Publication) -> bytes:
-        """Return all frames of one message; raises InvalidMessage for what AMQP cannot carry."""
+        """Return all frames of one message; raises InvalidMessage for what AMQP cannot carry.
+
+        A failed message, on its way to the error queue or to another attempt, has a form that always fits: its headers
+        in its body.
+        """
         where = (publication.exchange, publication.routing_key)
         method = self._methods.get(where) or self._method(*where)
-        message = publication.message
-        properties = publication.properties or encode_properties(message, _checked(message, publication.delay))
-        size = len(properties) + 12
-        if size > self._most:
-            raise InvalidMessage(
-                f"message {message.id!r} has {size} bytes of headers, a frame of this broker holds {self._most}: "
-                "put large values into the body"
+        body = publication.message.body
+        try:
+            properties = self._properties(publication)
+        except InvalidMessage:
+            other = None if publication.properties is not None else with_headers_in_body(publication.message)
+            if other is None:
+                raise
+            properties, body = (
+                self._properties(publication._replace(message=other), len(other.body) - len(body)),
+                other.body,
             )
-        body = message.body
-        header = _header_start(FRAME_HEADER, self._channel, size, BASIC, 0, len(body))
+        header = _header_start(FRAME_HEADER, self._channel, len(properties) + 12, BASIC, 0, len(body))
         if not body:
             return b"".join((method, header, properties, FRAME_END))
         if len(body) <= self._most:
             start = _frame_start(FRAME_BODY, self._channel, len(body))
             return b"".join((method, header, properties, FRAME_END, start, body, FRAME_END))
         return b"".join((method, header, properties, FRAME_END, *self._split(body)))
+
+    def _properties(self, publication: Publication, in_body: int | None = None) -> bytes:
+        message = publication.message
+        delay = _checked(message, publication.delay)
+        properties = publication.properties or encode_properties(message, delay, in_body)
+        size = len(properties) + 12
+        if size > self._most:
+            raise InvalidMessage(
+                f"message {message.id!r} has {size} bytes of headers, a frame of this broker holds {self._most}: "
+                "put large values into the body"
+            )
+        return properties
 
     def _method(self, exchange: str, routing_key: str) -> bytes:
         names = short_string(exchange, "exchange") + short_string(routing_key, "routing key")
@@ -173,16 +226,52 @@ def passive_declare(exchange: str, channel: int) -> bytes:
     return method_frame(channel, start + short_string(exchange, "exchange") + b"\0" + bytes([PASSIVE]) + _length(0))
 
 
-def encode_properties(message: Message, delay: int | None) -> bytes:
+def with_headers_in_body(message: Message) -> Message | None:
+    """Return a failed message with all its headers in front of its body, also damaged ones; None for another one.
+
+    What is still in a header is about the failure, and bounded. An id that no property carries is replaced by one that
+    follows from it.
+    """
+    try:
+        headers = message.headers
+    except CorruptHeaders:
+        return Message(_usable(message.id), {}, message.encoded_headers + message.body)
+    if Headers.FAILED_QUEUE not in headers and Headers.RETRIES not in headers:
+        return None
+    shown = {
+        name: headers[name].encode("utf-8", "backslashreplace")[:LONGEST_SHOWN].decode("utf-8", "ignore")
+        for name in SHOWN_BESIDE_BODY
+        if isinstance(headers.get(name), str)
+    }
+    return Message(_usable(message.id), shown, encode_headers(headers) + message.body)
+
+
+def _usable(message_id: str) -> str:
+    return message_id if _short(message_id) else id_from(UNUSABLE_IDS, message_id)
+
+
+def headers_in_body(message_id: str, field: object, body: bytes) -> Message:
+    """Return the message whose headers are in front of its body, as many bytes as the field says; InvalidMessage."""
+    if not isinstance(field, int) or isinstance(field, bool) or not 0 <= field <= len(body):
+        raise InvalidMessage(f"its header {HEADERS_IN_BODY} is no number of 0 to {len(body)}, the size of its body")
+    return Message.from_encoded(message_id, body[:field], body[field:])
+
+
+def encode_properties(message: Message, delay: int | None, in_body: int | None = None) -> bytes:
     """Return a message's property flags and list as reference 1.11 has them; raises InvalidMessage.
 
     Every header is a field of type 'S'. A value that is too long for a property is in its header only.
+
+    Args:
+        message: What is sent.
+        delay: Seconds that it waits in the delay levels; None for one that does not.
+        in_body: How many bytes at the beginning of its body are headers; None where none are.
     """
     try:
         headers = message.headers
     except CorruptHeaders:
         return _damaged(message, delay)
-    table = _table(headers, message.id, delay)
+    table = _table(headers, message.id, delay, in_body)
     kept = b"\x01" if NON_PERSISTENT in headers else b"\x02"
     content_type = _shorts[headers.get(Headers.CONTENT_TYPE) or "application/octet-stream"]
     correlation_id = _short(headers.get(Headers.CORRELATION_ID, ""))
@@ -207,7 +296,7 @@ def _damaged(message: Message, delay: int | None) -> bytes:
     return b"".join((_flags(flags), _length(len(field)), field, b"\x02", message_id))
 
 
-def _table(headers: Mapping[str, str], message_id: str, delay: int | None) -> bytes:
+def _table(headers: Mapping[str, str], message_id: str, delay: int | None, in_body: int | None) -> bytes:
     if not NOT_SENT.isdisjoint(headers):
         headers = {name: value for name, value in headers.items() if name not in NOT_SENT}
     try:
@@ -219,6 +308,8 @@ def _table(headers: Mapping[str, str], message_id: str, delay: int | None) -> by
         raise InvalidMessage(
             f"header {name!r} of message {message_id!r} is {value!r}, no str: convert it, as in str({value!r})"
         ) from error
+    if in_body is not None:
+        fields.append(short_string(HEADERS_IN_BODY, "header name") + b"I" + _int32(in_body))
     encoded = _delay_field(delay) + b"".join(fields)
     return _length(len(encoded)) + encoded
 
