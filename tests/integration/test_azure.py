@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -26,12 +29,13 @@ from delayline import (
     TransactionMode,
 )
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery
-from delayline.azure.envelope import unwrap
-from delayline.azure.names import delays_name
+from delayline.azure.envelope import unwrap, wrap
+from delayline.azure.names import delays_name, place_key
 from delayline.delayed.store import Outcome
 from delayline.sql import SqlTimeoutPersister
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import delayed
+from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -120,6 +124,9 @@ async def test_foreign_rows_stay_where_they_are_and_hold_up_nobody(azure_url: st
         row_of_dotnet(past, 70, Body="text"),
         {"PartitionKey": "2020", "RowKey": "mine", "note": "somebody's"},
         {"PartitionKey": "2020010100", "RowKey": "2020010199_x"},
+        row_of_dotnet(past, 80, MessageId=5),
+        row_of_dotnet(past, 81, Destination=past),
+        row_of_dotnet(past, 82, EncodedHeaders="text"),
     ]
     for row in rows:
         await table.create_entity(row)
@@ -154,6 +161,72 @@ async def test_a_message_without_an_envelope_is_moved_to_the_error_queue_as_it_i
     found = [message async for message in error_queue.receive_messages()]
     assert {message.content for message in found} == {"not base64!", base64.b64encode(b'{"Id": 7}').decode()}
     assert all(message.expires_on is not None and message.expires_on.year == 9999 for message in found)
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        {"Id": "a", "Headers": {}, "Body": 5},
+        {"Id": "a", "Headers": {}, "Body": [1]},
+        {"Id": "a", "Headers": {}, "Body": "", "EncodedHeaders": 7},
+    ],
+)
+async def test_a_malformed_envelope_does_not_hide_its_neighbours(
+    azure_url: str, table: TableClient, error_queue: QueueClient, malformed: dict[str, object]
+) -> None:
+    # Given a page of messages, one of them with members of types that no sender writes
+    noted = Noted()
+    text = base64.b64encode(json.dumps(malformed).encode()).decode()
+    async with AsyncExitStack() as stack:
+        queue = await stack.enter_async_context(QueueClient.from_connection_string(connection(azure_url), "sales"))
+        for number in range(3):
+            await queue.send_message(wrap(Message(f"before-{number}", {}, b"")))
+        await queue.send_message(text)
+        for number in range(3):
+            await queue.send_message(wrap(Message(f"behind-{number}", {}, b"")))
+        # When
+        await stack.enter_async_context(endpoint_at(azure_url, noted=noted))
+        await noted.until(6)
+        moved: list[str] = []
+        async with asyncio.timeout(PATIENCE):
+            while not moved:
+                moved = [message.content async for message in error_queue.receive_messages()]
+    # Then all neighbours were handled once, and it is in the error queue as it was
+    assert sorted(message.id for message in noted) == [f"{side}-{n}" for side in ("before", "behind") for n in range(3)]
+    assert moved == [text]
+
+
+async def test_a_message_that_cannot_be_kept_hidden_does_not_keep_others_from_it(azure_url: str) -> None:
+    """Its queue was deleted: renewing fails with an error of its own, and goes on for what is held besides."""
+    transport = AzureStorageQueueTransport(azure_url, visibility_timeout=SECOND)
+    await transport.setup_infrastructure(["sales"])
+    await transport.start()
+    try:
+        receiver = await transport.receiver("sales")
+        await transport.dispatch([TransportOperation(Message("m", {}, b""), "sales")])
+        [held] = await receiver.receive(1)
+        async with QueueClient.from_connection_string(connection(azure_url), "sales") as queue:
+            with Signals() as signals:
+                await queue.delete_queue()
+                async with asyncio.timeout(PATIENCE):
+                    while signals.count(Event.RECEIVE_LOST) < 2:  # noqa: ASYNC110 - a server
+                        await asyncio.sleep(0.05)
+        await receiver.release(held)
+    finally:
+        await transport.stop()
+
+
+async def test_a_place_that_leads_nowhere_is_taken_over(
+    azure_url: str, table: TableClient, store: AzureDelayedTable
+) -> None:
+    """The row that says where an id's message is may be damaged; the next message of the id is stored all the same."""
+    far = datetime(2050, 5, 1, 12, 0, 0, tzinfo=UTC)
+    for number, place in enumerate([5, "", "a/b#?", None, "20500501110000_\x01"]):
+        key = place_key(f"m{number}")
+        values = {} if place is None else {"Place": place}
+        await table.create_entity({"PartitionKey": key.partition, "RowKey": key.row, **values})
+        await store.store(replace(delayed(due=far), message=Message(f"m{number}", {}, b"")))
+        assert await store.cancel(f"m{number}") is Outcome.DONE
 
 
 async def test_a_handler_may_take_longer_than_its_message_is_hidden(azure_url: str) -> None:

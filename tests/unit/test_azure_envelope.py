@@ -1,8 +1,9 @@
 """The wrapper of NServiceBus: what .NET writes is read, what is written is what .NET reads, and it always fits."""
 
 import base64
+import contextlib
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,11 @@ def test_awkward_and_damaged_headers_are_kept() -> None:
         "", "not base64!", "größe", "\x00", base64.b64encode(b"not json").decode(), closed([]), closed({}),
         closed({"Id": "m", "Headers": None, "Body": ""}), closed({"Id": "", "Headers": {}, "Body": ""}),
         closed({"Id": "m", "Headers": {}, "Body": "!"}), base64.b64encode(b"[" * 100_000).decode(),
+        closed({"Id": "m", "Headers": {}, "Body": 5}), closed({"Id": "m", "Headers": {}, "Body": ["x"]}),
+        closed({"Id": "m", "Headers": {}, "Body": True}), closed({"Id": "m", "Headers": {}, "Body": {}}),
+        closed({"Id": "m", "Headers": {}, "Body": "", "EncodedHeaders": 5}),
+        closed({"Id": "m", "Headers": {}, "Body": "", "EncodedHeaders": "größe"}),
+        base64.b64encode(b'{"Id": "m", "Headers": {"n": ' + b"9" * 5_000 + b"}}").decode(),
     ],
 )  # fmt: skip
 def test_what_is_no_wrapper_is_sent_on_as_it_is(text: str) -> None:
@@ -111,6 +117,20 @@ def test_what_is_no_wrapper_is_sent_on_as_it_is(text: str) -> None:
         )
     )
     assert wrap(moved.message) == text
+
+
+def test_any_wrapper_of_any_types_is_a_message_or_is_sent_on_as_it_is() -> None:
+    """No exception leaves `unwrap`: one malformed wrapper would hide its neighbours on the page."""
+    members = ("Id", "Headers", "Body", "EncodedHeaders", "ReplyToAddress", "CorrelationId", "MessageIntent")
+    values: tuple[Any, ...] = (None, 5, -1, 2.5, True, "", "x", "\ud800", [], [5], {}, {"": {}}, {"a": [None]})
+    good = {"Id": "m", "Headers": {}, "Body": ""}
+    for member in members:
+        for value in values:
+            message = unwrap("native", closed(good | {member: value}))
+            assert isinstance(message, Message)
+            with contextlib.suppress(CorruptHeaders):
+                assert all(isinstance(text, str) for text in message.headers.values())
+    assert unwrap("native", cast("str", None)).id == "native"
 
 
 def test_a_message_that_is_too_large_names_the_sizes() -> None:

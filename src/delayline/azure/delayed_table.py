@@ -244,7 +244,7 @@ class AzureDelayedTable(OneOfMany):
         counts: Counter[tuple[datetime, str]] = Counter()
         async for entity in self._open.waiting(columns=["PartitionKey", "RowKey", "Destination"]):
             due, destination = due_of(entity["RowKey"]), entity.get("Destination")
-            if due is not None and destination:
+            if due is not None and isinstance(destination, str) and destination:
                 counts[EPOCH + (due - EPOCH) // bucket * bucket, destination] += 1
         return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
 

@@ -18,6 +18,7 @@ LARGEST_TEXT: Final = 64 * 1024
 ROOM_FOR_FAILURE: Final = 2 * 1024
 SHORTEST_TRACE: Final = 200
 INTENTS: Final = ("", "Send", "Publish", "Subscribe", "Unsubscribe", "Reply")
+LONGEST_REASON: Final = 500
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 #: What a message too large for the error queue goes without, in this order; the last thing it loses is the reason.
 DISPENSABLE: Final = (
@@ -35,7 +36,7 @@ class UnwrappedMessage(Message):
     __slots__ = ("reason",)
 
     def __init__(self, id: str, text: str, reason: str) -> None:
-        super().__init__(id, {}, text.encode("utf-8", "surrogatepass"))
+        super().__init__(id, {}, (text or "").encode("utf-8", "surrogatepass"))
         self.reason = reason
 
     @property
@@ -82,11 +83,14 @@ def too_large(message: Message, size: int, limit: int) -> InvalidMessage:
 
 
 def unwrap(native_id: str, text: str) -> Message:
-    """Return the message in a queue's text; an UnwrappedMessage where it is none."""
+    """Return the message in a queue's text; an UnwrappedMessage for any text that is none.
+
+    Raises nothing: the text is a stranger's, and the error of one message must not keep its page from being handled.
+    """
     try:
         return _unwrapped(json.loads(_decoded(text)))
-    except (ValueError, RecursionError) as error:
-        return UnwrappedMessage(native_id, text, str(error))
+    except Exception as error:
+        return UnwrappedMessage(native_id, text, f"{type(error).__name__}: {error}"[:LONGEST_REASON])
 
 
 def _decoded(text: str) -> bytes:
@@ -103,9 +107,9 @@ def _unwrapped(wrapper: Any) -> Message:  # noqa: ANN401 - whatever JSON there i
     message_id, headers = wrapper.get("Id"), wrapper.get("Headers")
     if not isinstance(message_id, str) or not message_id or not isinstance(headers, dict):
         raise ValueError("it has no Id or no Headers")
-    body = base64.b64decode(wrapper.get("Body") or "", validate=True)
+    body = _bytes_of(wrapper, "Body")
     if "EncodedHeaders" in wrapper:
-        return Message.from_encoded(message_id, base64.b64decode(wrapper["EncodedHeaders"], validate=True), body)
+        return Message.from_encoded(message_id, _bytes_of(wrapper, "EncodedHeaders"), body)
     found = {name: "" if value is None else str(value) for name, value in headers.items()}
     if isinstance(reply_to := wrapper.get("ReplyToAddress"), str):
         found[Headers.REPLY_TO] = reply_to
@@ -115,6 +119,13 @@ def _unwrapped(wrapper: Any) -> Message:  # noqa: ANN401 - whatever JSON there i
     if isinstance(intent, int) and 0 < intent < len(INTENTS):
         found[Headers.INTENT] = INTENTS[intent]
     return Message(message_id, found, body)
+
+
+def _bytes_of(wrapper: Mapping[str, Any], name: str) -> bytes:
+    value = wrapper.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"its {name} is a {type(value).__name__}, not base64")
+    return base64.b64decode(value or "", validate=True)
 
 
 def _text(message: Message) -> str:

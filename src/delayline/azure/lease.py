@@ -110,11 +110,11 @@ class ContainerLease:
             try:
                 with azure_errors("renew the lease"):
                     await self._client().renew()
-            except HttpResponseError as error:
-                return self._end(error)
             except (BackendUnavailable, BackendUnusable) as error:
                 if not self.held:
                     return self._end(error)
+            except Exception as error:  # whatever it is: a task that ended unseen would never renew again
+                return self._end(error)
             else:
                 self._until = asked + DURATION - MARGIN
 

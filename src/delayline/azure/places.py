@@ -69,9 +69,11 @@ class Places:
     async def find(self, message_id: str) -> Row | None:
         """Return the message of that id, or None; what was stored by .NET is looked for in the whole table."""
         place = await self._table.get(place_key(message_id))
-        entity = None if place is None else await self._table.get(place_in(place))
+        key = None if place is None else place_in(place)
+        entity = None if key is None else await self._table.get(key)
         if entity is not None:
-            return from_entity(entity)
+            with contextlib.suppress(ForeignRow):
+                return from_entity(entity)
         async for one in self._table.waiting(only={"MessageId": message_id}):
             with contextlib.suppress(ForeignRow):
                 return from_entity(one)
@@ -97,9 +99,10 @@ class Places:
                 if all(await self._table.create_each([mine])):
                     return True
                 continue
-            if place_in(place) == row.key:
+            kept = place_in(place)
+            if kept == row.key:
                 return True
-            if await self._table.get(place_in(place)) is not None:
+            if kept is not None and await self._table.get(kept) is not None:
                 return False
             if await self._table.replace(mine, place.metadata["etag"]):
                 return True

@@ -113,9 +113,9 @@ class AzureReceiver:
         return received
 
     def _hold(self, message: QueueMessage) -> ReceivedMessage:
+        unwrapped = unwrap(message.id, message.content)
         number = next(self._numbers)
         self._held[number] = Held(message.id, receipt_of(message))
-        unwrapped = unwrap(message.id, message.content)
         if isinstance(unwrapped, UnwrappedMessage):
             text = "Failed to deserialize message envelope for message with id %s: %s"
             emit(logger, logging.WARNING, Event.POISON_MESSAGE, text, message.id, unwrapped.reason, message=unwrapped)
@@ -138,7 +138,7 @@ class AzureReceiver:
                         held.id, held.receipt, visibility_timeout=self._hidden_for
                     )
                     held.receipt = receipt_of(renewed)
-            except (BackendUnavailable, BackendUnusable, HttpResponseError) as error:
+            except Exception as error:  # of this message: the others are kept hidden all the same
                 text = "Could not keep message %s of queue %s hidden while it is handled: %s"
                 emit(logger, logging.WARNING, Event.RECEIVE_LOST, text, held.id, self._queue, error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,10 @@ RETRIES: Final = "NumberOfRetries"
 ENCODED_HEADERS: Final = "EncodedHeaders"
 #: What a row of the ids' partitions holds: the row key of the message.
 PLACE: Final = "Place"
+
+
+#: What Azure takes as a row key; it refuses a request with any other.
+USABLE_KEY: Final = re.compile(r"[^/\\#?\x00-\x1f\x7f-\x9f]{1,512}")
 
 
 class ForeignRow(ValueError):
@@ -61,7 +66,16 @@ def to_entity(row: Row) -> Entity:
 
 
 def from_entity(entity: Mapping[str, Any]) -> Row:
-    """Return the message of an entity; raises ForeignRow for one that holds none."""
+    """Return the message of an entity; raises ForeignRow, and nothing else, for one that holds none."""
+    try:
+        return _row_in(entity)
+    except ForeignRow:
+        raise
+    except Exception as error:
+        raise ForeignRow(f"it cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _row_in(entity: Mapping[str, Any]) -> Row:
     key = Key(entity["PartitionKey"], entity["RowKey"])
     due = due_of(key.row)
     if due is None or not key.row.startswith(key.partition):
@@ -85,10 +99,10 @@ def place_entity(message_id: str, key: Key) -> Entity:
     return {"PartitionKey": place.partition, "RowKey": place.row, PLACE: key.row}
 
 
-def place_in(entity: Mapping[str, Any]) -> Key:
-    """Return where such an entity says that the message is."""
-    row = str(entity.get(PLACE, ""))
-    return Key(row[:10], row)
+def place_in(entity: Mapping[str, Any]) -> Key | None:
+    """Return where such an entity says that the message is; None where that is the key of no message."""
+    row = entity.get(PLACE)
+    return Key(row[:10], row) if isinstance(row, str) and USABLE_KEY.fullmatch(row) and due_of(row) else None
 
 
 def _headers(message: Message) -> tuple[str, bytes | None]:
