@@ -22,6 +22,13 @@ def time_span(name: str, value: timedelta) -> timedelta:
     return value
 
 
+def positive_seconds(name: str, value: float) -> float:
+    """Return the value; raises ConfigurationError unless it is a finite number above zero."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e9:
+        raise ConfigurationError(f"{name} must be a number of seconds above 0, not {value!r}")
+    return value
+
+
 class HomeProcess:
     """The process that an object was made or started in: its threads, loops and connections are not in a fork of it."""
 

@@ -30,7 +30,7 @@ from delayline.transaction import (
     guarantee,
     strongest_mode,
 )
-from delayline.transport import ManagedQueues
+from delayline.transport import ManagedQueues, StopsSoon
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
@@ -341,6 +341,9 @@ class Endpoint:
     async def _stop_parts(self) -> None:
         stopped, starting = self._stopped, self._starting
         try:
+            for part in (self.transport, *(getattr(one, "store", one) for one in self._deliveries)):
+                if isinstance(part, StopsSoon):
+                    part.stop_soon()
             if starting is not None and starting.cancel():
                 await asyncio.wait([starting])
             await self._running.aclose()

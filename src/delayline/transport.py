@@ -96,6 +96,15 @@ class Transport(Protocol):
 
 
 @runtime_checkable
+class StopsSoon(Protocol):
+    """Capability of a transport, store or delayed delivery: to wait less for a server when its endpoint stops."""
+
+    def stop_soon(self) -> None:
+        """Limit what is under way and what follows, so that an endpoint whose server is silent stops within 20 s."""
+        ...
+
+
+@runtime_checkable
 class TransportTransactions(Protocol):
     """Capability: sends, receives and (in a shared domain) the store in one transaction."""
 

@@ -42,6 +42,8 @@ class Proxy:
     requests: Counter[str] = field(default_factory=Counter)
     interventions: list[Intervention] = field(default_factory=list)
     _ports: dict[int, int] = field(default_factory=dict)
+    _swallowed: str | None = None
+    _spoken: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -57,6 +59,16 @@ class Proxy:
         self.interventions.append(made)
         return made
 
+    def swallow(self, path: str = "") -> None:
+        """Take requests whose path contains a match of `path`, and answer nothing, until `speak`."""
+        self._spoken.clear()
+        self._swallowed = path
+
+    def speak(self) -> None:
+        """Close the connections whose requests were swallowed, and answer again."""
+        self._swallowed = None
+        self._spoken.set()
+
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(auto_decompress=False)
         application = web.Application(client_max_size=8 * 1024 * 1024)
@@ -69,11 +81,15 @@ class Proxy:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.speak()
         await self._session.close()
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.requests[request.method] += 1
+        if self._swallowed is not None and re.search(self._swallowed, request.path_qs):
+            await self._spoken.wait()
+            return vanishing(request)
         for one in self.interventions:
             if one.met < one.times and one.method == request.method and re.search(one.path, request.path_qs):
                 one.met += 1

@@ -21,6 +21,13 @@ class OwnProcess:
     folder: Path
     _process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        """The process id, for signals; it is running."""
+        if self._process is None:
+            raise RuntimeError(f"{self.product} is not running")
+        return self._process.pid
+
     def answers(self) -> bool:
         """Tell whether it takes connections."""
         raise NotImplementedError

@@ -51,6 +51,19 @@ def test_the_connection_string_may_be_in_the_environment(monkeypatch: pytest.Mon
         f"azure:AccountKey={KEY}",
         "azure:AccountName=contoso;AccountKey=c2VjcmV0===!",
         "sqlite:///c2VjcmV0.db",
+        "azure://x:]",
+        "azure://[x",
+        "azure://contoso\udcff",
+        "azure://größe",
+        "azure:AccountName=contoso;AccountKey=c2VjcmV0\udcff",
+        "azure:AccountName=contoso;AccountKey=größe",
+        f"azure:QueueEndpoint=https://x:];SharedAccessSignature={SAS}",
+        f"azure:QueueEndpoint=https://x:99999999;SharedAccessSignature={SAS}",
+        f"azure:QueueEndpoint=contoso;SharedAccessSignature={SAS}",
+        "azure://contoso?server_timeout=soon",
+        "azure://contoso?server_timeout=0",
+        "azure:UseDevelopmentStorage=true;server_timeout=-1",
+        "azure:UseDevelopmentStorage=true;server_timeout=nan",
     ],
 )
 def test_a_url_that_cannot_work_is_refused_without_its_secrets(url: str) -> None:
@@ -77,3 +90,26 @@ async def test_an_account_in_the_cloud_has_its_three_services(url: str) -> None:
     hosts = [urlsplit(one).netloc for one in (clients.queues.url, clients.tables.url, clients.blobs.url)]
     assert hosts == [f"contoso.{service}.core.windows.net" for service in ("queue", "table", "blob")]
     await account.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "seconds"),
+    [
+        ("azure://contoso", 15.0),
+        ("azure://contoso?server_timeout=2.5", 2.5),
+        (f"azure://contoso?{SAS}&server_timeout=30", 30.0),
+        ("azure:UseDevelopmentStorage=true;server_timeout=4", 4.0),
+    ],
+)
+def test_the_limit_of_a_request_is_an_option_of_the_url(url: str, seconds: float) -> None:
+    account = AzureAccount(url)
+    assert account.server_timeout == seconds
+    assert "server_timeout" not in account._sas + account._connection
+    assert AzureAccount(url, server_timeout=7).server_timeout == 7
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), True, "15"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(seconds: float) -> None:
+    for make in (AzureAccount, AzureStorageQueueTransport, AzureDelayedTable):
+        with pytest.raises(ConfigurationError, match="server_timeout"):
+            make("azure://contoso", server_timeout=seconds)

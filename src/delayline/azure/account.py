@@ -19,11 +19,11 @@ from azure.identity.aio import DefaultAzureCredential
 from azure.storage.blob.aio import BlobServiceClient
 from azure.storage.queue.aio import QueueServiceClient
 
-from delayline.checks import HomeProcess
+from delayline.checks import HomeProcess, positive_seconds
 from delayline.errors import ConfigurationError, NotStarted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from azure.core.credentials_async import AsyncTokenCredential
     from azure.core.pipeline import PipelineRequest, PipelineResponse
@@ -33,6 +33,8 @@ SCHEME: Final = "azure"
 VARIABLE: Final = "AZURE_STORAGE_CONNECTION_STRING"
 SUFFIX: Final = "core.windows.net"
 ACCOUNT: Final = re.compile(r"[a-z0-9]{3,24}")
+#: Options of delayline's own in a URL.
+OPTIONS: Final = frozenset({"server_timeout"})
 SERVICES: Final = ("queue", "table", "blob")
 #: Azurite's account, the same on every machine (https://learn.microsoft.com/azure/storage/common/storage-use-azurite).
 DEVELOPMENT: Final = (
@@ -41,7 +43,9 @@ DEVELOPMENT: Final = (
     "http://127.0.0.1:10001/devstoreaccount1;TableEndpoint=http://127.0.0.1:10002/devstoreaccount1"
 )
 #: Retries inside the client, which waits as long as a Retry-After header says; what lasts longer is the breakers'.
-RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2, "timeout": 20}
+RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2}
+#: Seconds that a request may take where nothing else is said.
+SERVER_TIMEOUT: Final = 15.0
 
 
 class Retries(AsyncRetryPolicy[Any, Any]):
@@ -75,6 +79,8 @@ class AzureAccount:
     alone, with the connection string in AZURE_STORAGE_CONNECTION_STRING.
     credential: what to use instead of DefaultAzureCredential; it is not closed.
     http: makes what carries a client's requests, where that is not aiohttp.
+    server_timeout: how many seconds a request may take, with its retries, before it fails as unanswered; in a URL
+        `server_timeout=15` after `?`, in a connection string after `;`. 15 where it is left out.
     """
 
     def __init__(
@@ -83,10 +89,23 @@ class AzureAccount:
         *,
         credential: AsyncTokenCredential | None = None,
         http: Callable[[], AsyncHttpTransport[Any, Any]] | None = None,
+        server_timeout: float | None = None,
     ) -> None:
         scheme, _, place = url.partition(":")
         if scheme.lower() != SCHEME:
             raise ConfigurationError(f"{scheme}: is no URL of a storage account. Write azure://ACCOUNT")
+        if not url.isascii():
+            raise ConfigurationError(
+                "the URL of the storage account has characters that are not ASCII: none of its parts can have one"
+            )
+        place, options = _options_of(place)
+        url = f"{SCHEME}:{place}"
+        self.server_timeout = (
+            _seconds(options.get("server_timeout"))
+            if server_timeout is None
+            else positive_seconds("server_timeout", server_timeout)
+        )
+        """How many seconds a request may take, with its retries."""
         self._connection = ""
         self._sas = ""
         if place.startswith("//"):
@@ -124,7 +143,14 @@ class AzureAccount:
         self._process.check(f"storage account {self.name!r}")
         self._users += 1
         if self._clients is None:
-            self._clients = self._made()
+            try:
+                self._clients = self._made()
+            except ValueError as error:
+                self._users -= 1
+                raise ConfigurationError(
+                    f"the connection string of storage account {self.name!r} cannot be used: copy it from the portal, "
+                    "under Access keys (az storage account show-connection-string)"
+                ) from error
             for client in (self._clients.queues, self._clients.tables, self._clients.blobs):
                 await self._open.enter_async_context(client)
 
@@ -136,9 +162,10 @@ class AzureAccount:
             await self._open.aclose()
 
     def _made(self) -> Clients:
-        queues: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**RETRIES)}
-        tables: dict[str, Any] = {"transport": self._http(), **RETRIES}
-        blobs: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**RETRIES)}
+        retries: dict[str, Any] = {**RETRIES, "timeout": self.server_timeout}
+        queues: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries)}
+        tables: dict[str, Any] = {"transport": self._http(), **retries}
+        blobs: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries)}
         if self._connection:
             return Clients(
                 QueueServiceClient.from_connection_string(self._connection, **queues),
@@ -168,10 +195,43 @@ def _over_aiohttp() -> AioHttpTransport:
     return AioHttpTransport(use_env_settings=bool(getproxies()))
 
 
+def _options_of(place: str) -> tuple[str, dict[str, str]]:
+    """Return what follows `azure:` without delayline's own options, and those."""
+    address, mark, query = place.partition("?") if place.startswith("//") else ("", "", place)
+    separator = "&" if mark else ";"
+    options: dict[str, str] = {}
+    kept = []
+    for part in query.split(separator):
+        name, _, value = part.partition("=")
+        if name.strip() in OPTIONS:
+            options[name.strip()] = value.strip()
+        else:
+            kept.append(part)
+    left = separator.join(kept)
+    return address + (mark if left else "") + left, options
+
+
+def _seconds(text: str | None) -> float:
+    if text is None:
+        return SERVER_TIMEOUT
+    try:
+        return positive_seconds("server_timeout", float(text))
+    except ValueError:
+        raise ConfigurationError(
+            f"server_timeout={text!r} of the storage account's URL must be a number of seconds above 0, as in 15"
+        ) from None
+
+
 def _parts_of(url: str) -> tuple[str, str, str]:
     """Return account, suffix of its hosts and SAS."""
-    parts = urlsplit(url)
-    query = parse_qs(parts.query)
+    try:
+        parts = urlsplit(url)
+        query = parse_qs(parts.query)
+    except ValueError:
+        raise ConfigurationError(
+            "the URL of the storage account cannot be read: write azure://ACCOUNT, 3 to 24 lower-case letters and "
+            "digits, or azure:CONNECTION STRING"
+        ) from None
     if ACCOUNT.fullmatch(parts.netloc) is None or parts.path.strip("/"):
         raise ConfigurationError(
             f"azure://{parts.netloc.rpartition('@')[2]}{parts.path} does not name a storage account: write "
@@ -199,13 +259,14 @@ def _connection_string(given: str) -> str:
             "copy it from the portal, under Access keys (az storage account show-connection-string)"
         )
     _check_key(pairs.get("AccountKey"))
+    _check_endpoints(pairs)
     return text
 
 
 def _check_key(key: str | None) -> None:
     try:
         base64.b64decode(key or "", validate=True)
-    except binascii.Error:
+    except (binascii.Error, ValueError):
         raise ConfigurationError("the AccountKey of the connection string is not base64: copy the whole key") from None
 
 
@@ -215,3 +276,18 @@ def _name_in(connection: str) -> str:
         return pairs["AccountName"]
     endpoint = next(value for name, value in pairs.items() if name.endswith("Endpoint"))
     return urlsplit(endpoint).netloc.partition(".")[0]
+
+
+def _check_endpoints(pairs: Mapping[str, str]) -> None:
+    for name, value in pairs.items():
+        if name.endswith("Endpoint"):
+            try:
+                parts = urlsplit(value)
+                usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                usable = False
+            if not usable:
+                raise ConfigurationError(
+                    f"the {name} of the connection string is no URL: write it as in "
+                    f"{name}=https://ACCOUNT.{name.removesuffix('Endpoint').lower()}.{SUFFIX}"
+                )

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import check_size
+from delayline.azure.faults import Requests
 from delayline.azure.lease import ContainerLease
 from delayline.azure.names import Key, checked_table_name, delays_name, due_of, id_key
 from delayline.azure.places import Places
 from delayline.azure.rows import RETRIES, ForeignRow, Row, from_entity, row_of, to_entity
 from delayline.azure.table import Table
-from delayline.checks import time_span
+from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH, SystemClock
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.one_of_many import OneOfMany
@@ -55,6 +56,7 @@ class AzureDelayedTable(OneOfMany):
     table_name: of table and container; `delays` and the SHA-1 of the endpoint's name when left out.
     poll_interval: how often to look for what other processes have stored.
     clock: tells, when a message is cancelled, whether somebody may be dispatching it.
+    server_timeout: how many seconds a request may take, with its retries; the account's where it is left out.
     Due times are rounded up to whole seconds. Several messages are not stored in one transaction.
     """
 
@@ -65,8 +67,12 @@ class AzureDelayedTable(OneOfMany):
         table_name: str | None = None,
         poll_interval: timedelta = ONE_SECOND,
         clock: Clock | None = None,
+        server_timeout: float | None = None,
     ) -> None:
+        if server_timeout is not None:
+            positive_seconds("server_timeout", server_timeout)
         self._account = AzureAccount.at(account)
+        self._requests = Requests(self._account.server_timeout if server_timeout is None else server_timeout)
         self._given_name = None if table_name is None else checked_table_name(table_name)
         self._poll_interval = time_span("poll_interval", poll_interval).total_seconds()
         self._clock = clock or SystemClock()
@@ -98,6 +104,7 @@ class AzureDelayedTable(OneOfMany):
                 "handle duplicates"
             )
         await self.close()
+        self._requests.begin()
         await self._account.open()
         self._table, self._lease = self._parts(endpoint_name)
         self._places = Places(self._table)
@@ -106,6 +113,10 @@ class AzureDelayedTable(OneOfMany):
         except BaseException:
             await self.close()
             raise
+
+    def stop_soon(self) -> None:
+        """Spend a few seconds at most, from now on, on what the service does not answer."""
+        self._requests.stop_soon()
 
     async def close(self) -> None:
         """Give up the lease and every lock, and let go of the connections."""
@@ -269,8 +280,8 @@ class AzureDelayedTable(OneOfMany):
     def _parts(self, endpoint_name: str) -> tuple[Table, ContainerLease]:
         name, clients = self._given_name or delays_name(endpoint_name), self._account.clients
         return (
-            Table(clients.tables.get_table_client(name)),
-            ContainerLease(clients.blobs.get_container_client(name), self._held.clear),
+            Table(clients.tables.get_table_client(name), self._requests),
+            ContainerLease(clients.blobs.get_container_client(name), self._held.clear, self._requests),
         )
 
     async def _due(self, at: datetime, limit: int, max_bytes: int) -> list[Row]:
@@ -376,9 +387,10 @@ class DelayedTableDelivery(StoredDelivery):
         account: str | AzureAccount,
         *,
         table_name: str | None = None,
+        server_timeout: float | None = None,
         **settings: Any,  # noqa: ANN401
     ) -> None:
-        super().__init__(AzureDelayedTable(account, table_name=table_name), **settings)
+        super().__init__(AzureDelayedTable(account, table_name=table_name, server_timeout=server_timeout), **settings)
 
 
 def _refuse(transaction: Transaction | None) -> None:

@@ -7,7 +7,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.azure.account import AzureAccount
-from delayline.azure.faults import azure_errors
+from delayline.azure.faults import Requests
 from delayline.errors import DelaylineError
 
 if TYPE_CHECKING:
@@ -26,20 +26,21 @@ async def examine(url: str) -> Sequence[Finding]:
     await account.open()
     try:
         clients = account.clients
-        hook = _dates_into(dates)
+        requests = Requests(account.server_timeout)
+        asked: dict[str, Any] = {"results_per_page": 1, "raw_response_hook": _dates_into(dates)}
         return [
-            await _look("queues", clients.queues.list_queues(results_per_page=1, raw_response_hook=hook)),
-            await _look("tables", clients.tables.list_tables(results_per_page=1, raw_response_hook=hook)),
-            await _look("containers", clients.blobs.list_containers(results_per_page=1, raw_response_hook=hook)),
+            await _look(requests, "queues", clients.queues.list_queues(**asked)),
+            await _look(requests, "tables", clients.tables.list_tables(**asked)),
+            await _look(requests, "containers", clients.blobs.list_containers(**asked)),
             *_clock(dates),
         ]
     finally:
         await account.close()
 
 
-async def _look(what: str, listed: AsyncIterable[object]) -> Finding:
+async def _look(requests: Requests, what: str, listed: AsyncIterable[object]) -> Finding:
     try:
-        with azure_errors(f"list the {what}"):
+        async with requests.ask(f"list the {what}"):
             async for _ in listed:
                 break
     except DelaylineError as error:

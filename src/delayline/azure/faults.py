@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Final
 
@@ -16,10 +17,95 @@ from azure.core.exceptions import (
 from delayline.errors import BackendUnavailable, BackendUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
 PASSING: Final = frozenset({408, 429})
 DENIED: Final = frozenset({401, 403})
+UNKNOWN: Final = "Whether it was done is unknown: repeat it, with the same message_id where it sends a message. "
+#: Seconds, from the begin of a stop, in which requests may still take their time; each later one has the second limit.
+STOPPING: Final = 8.0
+STOPPING_EACH: Final = 2.0
+
+
+class Requests:
+    """The requests of one transport or store, each of which is answered within a limit or fails.
+
+    The limit covers all that a request takes: the client's retries and their pauses, tokens, and reading the answer.
+
+    limit: seconds.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._open: set[asyncio.Timeout] = set()
+        self._answered = 0.0
+        self._stop_at: float | None = None
+
+    def begin(self) -> None:
+        """Give every request its full limit, also after a `stop_soon`."""
+        self._stop_at = None
+
+    def stop_soon(self) -> None:
+        """Limit the requests that are under way, and those that follow, so that a stop ends within 20 seconds."""
+        self._stop_at = stop_at = asyncio.get_running_loop().time() + STOPPING
+        for timeout in self._open:
+            if (when := timeout.when()) is not None and when > stop_at:
+                timeout.reschedule(stop_at)
+
+    @contextlib.asynccontextmanager
+    async def ask(
+        self, doing: str, *, at_most: float | None = None, room: asyncio.Semaphore | None = None
+    ) -> AsyncIterator[None]:
+        """Run one request inside: its errors are translated, and raise BackendUnavailable when there is no answer.
+
+        doing: what fails, for the text, as in "send to queue 'sales'".
+        at_most: seconds, where less than the usual limit is left.
+        room: how many may run at a time; the wait for it ends when no request was answered for as long as the limit.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            if room is not None:
+                await self._enter(doing, room)
+                stack.callback(room.release)
+            limit = self._limit_now() if at_most is None else max(min(at_most, self._limit_now()), 0.0)
+            with azure_errors(doing):
+                try:
+                    async with asyncio.timeout(limit) as timeout:
+                        self._open.add(timeout)
+                        stack.callback(self._open.discard, timeout)
+                        yield
+                except TimeoutError as error:
+                    if not timeout.expired():
+                        raise
+                    raise _silent(doing, limit) from error
+            self._answered = asyncio.get_running_loop().time()
+
+    async def _enter(self, doing: str, room: asyncio.Semaphore) -> None:
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while True:
+            limit = self._limit_now()
+            try:
+                async with asyncio.timeout_at(since + limit):
+                    await room.acquire()
+                    return
+            except TimeoutError as error:
+                if self._answered <= since:
+                    raise BackendUnavailable(
+                        f"cannot {doing}: Azure Storage has answered nothing for {limit:g} s (server_timeout). It was "
+                        "not begun"
+                    ) from error
+                since = self._answered
+
+    def _limit_now(self) -> float:
+        if self._stop_at is None:
+            return self._limit
+        return min(self._limit, max(self._stop_at - asyncio.get_running_loop().time(), STOPPING_EACH))
+
+
+def _silent(doing: str, limit: float) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"cannot {doing}: Azure Storage did not answer within {limit:.3g} s (server_timeout). {UNKNOWN}".rstrip()
+    )
 
 
 @contextlib.contextmanager
@@ -62,8 +148,8 @@ def _translated(error: AzureError, doing: str) -> Exception | None:
         return None
     if isinstance(error, ServiceRequestError | ServiceResponseError):
         return BackendUnavailable(
-            f"cannot {doing}: {type(error).__name__}, no answer. Is the account's name right, and does it have queues "
-            "and tables? One for blobs alone, or a premium one, does not"
+            f"cannot {doing}: {type(error).__name__}, no answer. {UNKNOWN}Is the account's name right, and does it "
+            "have queues and tables? One for blobs alone, or a premium one, does not"
         )
     return None
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
 from azure.storage.blob.aio import BlobLeaseClient
 
-from delayline.azure.faults import azure_errors
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.events import Event, emit
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from azure.storage.blob.aio import ContainerClient
+
+    from delayline.azure.faults import Requests
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ class ContainerLease:
     lost: called when somebody else has it, or might have it, though it was not given up.
     """
 
-    def __init__(self, container: ContainerClient, lost: Callable[[], None]) -> None:
+    def __init__(self, container: ContainerClient, lost: Callable[[], None], requests: Requests) -> None:
         self._container = container
+        self._requests = requests
         self._lost = lost
         self._id = str(uuid.uuid4())
         self._until = 0.0
@@ -68,21 +70,19 @@ class ContainerLease:
             self._renewing.cancel()
             self._renewing = None
         if held:
-            ignored = contextlib.suppress(HttpResponseError, BackendUnavailable, BackendUnusable)
-            with ignored, azure_errors("release the lease"):
-                await self._client().release()
+            with contextlib.suppress(HttpResponseError, BackendUnavailable, BackendUnusable):
+                async with self._requests.ask("release the lease"):
+                    await self._client().release()
 
     async def make_container(self) -> None:
         """Create the container, for nobody to read. Idempotent."""
-        with (
-            azure_errors(f"create container {self._container.container_name!r}"),
-            contextlib.suppress(ResourceExistsError),
-        ):
-            await self._container.create_container()
+        async with self._requests.ask(f"create container {self._container.container_name!r}"):
+            with contextlib.suppress(ResourceExistsError):
+                await self._container.create_container()
 
     async def _acquire(self) -> bool:
         asked = time.monotonic()
-        with azure_errors(f"lease container {self._container.container_name!r}"):
+        async with self._requests.ask(f"lease container {self._container.container_name!r}"):
             try:
                 await self._client().acquire(lease_duration=DURATION)
             except ResourceNotFoundError:
@@ -108,7 +108,7 @@ class ContainerLease:
             await asyncio.sleep(RENEWED_EVERY if self.held else 0)
             asked = time.monotonic()
             try:
-                with azure_errors("renew the lease"):
+                async with self._requests.ask("renew the lease", at_most=self._until - asked):
                     await self._client().renew()
             except (BackendUnavailable, BackendUnusable) as error:
                 if not self.held:

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Final
 from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 
 from delayline.azure.envelope import UnwrappedMessage, unwrap
-from delayline.azure.faults import azure_errors, code_of
+from delayline.azure.faults import code_of
 from delayline.errors import BackendUnavailable, BackendUnusable, QueueNotFound
 from delayline.events import Event, emit
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from azure.storage.queue import QueueMessage
     from azure.storage.queue.aio import QueueClient
+
+    from delayline.azure.faults import Requests
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +52,16 @@ class AzureReceiver:
     """
 
     def __init__(
-        self, client: QueueClient, queue: str, *, poll_interval: float, hidden_for: int, news: asyncio.Event
+        self,
+        client: QueueClient,
+        queue: str,
+        *,
+        poll_interval: float,
+        hidden_for: int,
+        news: asyncio.Event,
+        requests: Requests,
     ) -> None:
+        self._requests = requests
         self._client = client
         self._queue = queue
         self._poll_interval = poll_interval
@@ -78,9 +88,8 @@ class AzureReceiver:
         held = self._held.get(_number(received))
         if held is None:
             return False
-        async with held.lock:
-            with self._errors():
-                deleted = await deleted_with(self._client, held.id, held.receipt)
+        async with held.lock, self._asking():
+            deleted = await deleted_with(self._client, held.id, held.receipt)
         self._let_go(received)
         return deleted
 
@@ -91,8 +100,9 @@ class AzureReceiver:
         if held is None:
             return
         async with held.lock:
-            with contextlib.suppress(BackendUnavailable, BackendUnusable), self._errors():
-                await shown(self._client, held.id, held.receipt)
+            with contextlib.suppress(BackendUnavailable, BackendUnusable):
+                async with self._asking():
+                    await shown(self._client, held.id, held.receipt)
         self._news.set()
 
     async def stop(self) -> None:
@@ -100,13 +110,8 @@ class AzureReceiver:
         self._stopped.set()
 
     async def _page(self, number: int) -> list[ReceivedMessage]:
-        with self._errors():
-            page = [
-                one
-                async for one in self._client.receive_messages(
-                    messages_per_page=number, max_messages=number, visibility_timeout=self._hidden_for
-                )
-            ]
+        async with self._asking():
+            page = await page_of(self._client, number, self._hidden_for)
         received = [self._hold(one) for one in page]
         if received and self._renewing is None:
             self._renewing = asyncio.create_task(self._renew(), name=f"delayline visibility {self._queue}")
@@ -133,7 +138,7 @@ class AzureReceiver:
             if number not in self._held:
                 return
             try:
-                with self._errors():
+                async with self._asking():
                     renewed = await self._client.update_message(
                         held.id, held.receipt, visibility_timeout=self._hidden_for
                     )
@@ -156,13 +161,23 @@ class AzureReceiver:
             for one in waits:
                 one.cancel()
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        with azure_errors(f"receive from queue {self._queue!r}"):
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
+        async with self._requests.ask(f"receive from queue {self._queue!r}"):
             try:
                 yield
             except ResourceNotFoundError as error:
                 raise QueueNotFound(self._queue) from error
+
+
+async def page_of(client: QueueClient, number: int, hidden_for: int) -> list[QueueMessage]:
+    """Return up to so many messages, hidden for so many seconds: one request, so that no page is lost with another."""
+    pages = client.receive_messages(
+        messages_per_page=number, max_messages=number, visibility_timeout=hidden_for
+    ).by_page()
+    async for page in pages:
+        return [one async for one in page]
+    return []
 
 
 def receipt_of(message: QueueMessage) -> str:

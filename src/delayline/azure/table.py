@@ -10,15 +10,17 @@ from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
 from azure.data.tables import TableTransactionError, UpdateMode
 
-from delayline.azure.faults import azure_errors
 from delayline.azure.names import BEHIND_DIGITS, Key, latest_due
 from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
     from datetime import datetime
 
     from azure.data.tables.aio import TableClient
+
+    from delayline.azure.faults import Requests
 
     Entity = dict[str, Any]
     Operation = tuple[str, Entity] | tuple[str, Entity, Mapping[str, Any]]
@@ -35,8 +37,9 @@ UNEXPECTED: Final = frozenset({404, 409, 412})
 class Table:
     """The entities of one table; a verb that ends in `each` answers True for those that it changed."""
 
-    def __init__(self, client: TableClient) -> None:
+    def __init__(self, client: TableClient, requests: Requests) -> None:
         self._client = client
+        self._requests = requests
         self._room = asyncio.Semaphore(AT_ONCE)
 
     @property
@@ -46,7 +49,7 @@ class Table:
 
     async def make(self) -> None:
         """Create the table. Idempotent."""
-        with azure_errors(f"create table {self.name!r}"):
+        async with self._requests.ask(f"create table {self.name!r}"):
             try:
                 await self._client.create_table()
             except ResourceExistsError as error:
@@ -71,7 +74,7 @@ class Table:
 
     async def get(self, key: Key) -> Any | None:  # noqa: ANN401 - an entity, its etag in its metadata
         """Return the entity, or None."""
-        with self._errors("read"):
+        async with self._asking("read"):
             try:
                 return await self._client.get_entity(key.partition, key.row)
             except ResourceNotFoundError as error:
@@ -105,15 +108,14 @@ class Table:
 
     async def change_together(self, operations: Sequence[Operation]) -> bool:
         """Run a transaction on one partition; False when an entity was not as expected, and nothing was changed."""
-        async with self._room:
-            with self._errors("write to"):
-                try:
-                    await self._client.submit_transaction(operations)
-                except TableTransactionError as error:
-                    if error.status_code not in UNEXPECTED:
-                        raise
-                    self._must_exist(error)
-                    return False
+        async with self._asking("write to", self._room):
+            try:
+                await self._client.submit_transaction(operations)
+            except TableTransactionError as error:
+                if error.status_code not in UNEXPECTED:
+                    raise
+                self._must_exist(error)
+                return False
         return True
 
     async def change_each(self, operations: Sequence[Operation]) -> list[bool]:
@@ -139,7 +141,7 @@ class Table:
         )
         entities = found.__aiter__()
         while True:
-            with self._errors("read"):
+            async with self._asking("read"):
                 try:
                     entity = await entities.__anext__()
                 except StopAsyncIteration:
@@ -149,8 +151,8 @@ class Table:
                     raise
             yield entity
 
-    def _errors(self, doing: str) -> Any:  # noqa: ANN401 - a context manager
-        return azure_errors(f"{doing} table {self.name!r}")
+    def _asking(self, doing: str, room: asyncio.Semaphore | None = None) -> AbstractAsyncContextManager[None]:
+        return self._requests.ask(f"{doing} table {self.name!r}", room=room)
 
     def _must_exist(self, error: HttpResponseError) -> None:
         if "TableNotFound" in str(error) or getattr(error, "error_code", None) == "TableNotFound":

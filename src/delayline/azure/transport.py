@@ -12,10 +12,10 @@ from azure.core.exceptions import ResourceExistsError, ResourceNotFoundError
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import unwrap, wrap
-from delayline.azure.faults import azure_errors, code_of
+from delayline.azure.faults import Requests, code_of
 from delayline.azure.names import can_be_queue, queue_name
-from delayline.azure.receiver import LARGEST_PAGE, AzureReceiver, deleted_with, receipt_of, shown
-from delayline.checks import time_span
+from delayline.azure.receiver import LARGEST_PAGE, AzureReceiver, deleted_with, page_of, receipt_of, shown
+from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH
 from delayline.errors import (
     BackendUnavailable,
@@ -28,7 +28,7 @@ from delayline.events import Event, emit
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from azure.storage.queue import QueueMessage
     from azure.storage.queue.aio import QueueClient
@@ -57,6 +57,7 @@ class AzureStorageQueueTransport:
     poll_interval: how long a waiting receiver leaves an empty queue alone, at most.
     visibility_timeout: how long a crash of its handler's process keeps a message from others, 1 s to 7 days; a handler
         that lives may take longer.
+    server_timeout: how many seconds a request may take, with its retries; the account's where it is left out.
     Queue names are lower-cased. Several messages sent at once may arrive in any order.
     """
 
@@ -66,8 +67,12 @@ class AzureStorageQueueTransport:
         *,
         poll_interval: timedelta = ONE_SECOND,
         visibility_timeout: timedelta = THIRTY_SECONDS,
+        server_timeout: float | None = None,
     ) -> None:
+        if server_timeout is not None:
+            positive_seconds("server_timeout", server_timeout)
         self._account = AzureAccount.at(account)
+        self._requests = Requests(self._account.server_timeout if server_timeout is None else server_timeout)
         self._poll_interval = time_span("poll_interval", poll_interval).total_seconds()
         if not ONE_SECOND <= time_span("visibility_timeout", visibility_timeout) <= SEVEN_DAYS:
             raise ConfigurationError(f"visibility_timeout={visibility_timeout!r} must be 1 second to 7 days")
@@ -107,6 +112,7 @@ class AzureStorageQueueTransport:
 
     async def start(self) -> None:
         """Connect. Raises BackendUnusable for credentials that do not do."""
+        self._requests.begin()
         await self._account.open()
         try:
             await self._greet()
@@ -114,8 +120,13 @@ class AzureStorageQueueTransport:
             await self.stop()
             raise
 
+    def stop_soon(self) -> None:
+        """Spend a few seconds at most, from now on, on what the service does not answer."""
+        self._requests.stop_soon()
+
     async def stop(self) -> None:
         """Undo one `start`."""
+        self._requests.begin()
         self._clients.clear()
         await self._account.close()
 
@@ -144,17 +155,18 @@ class AzureStorageQueueTransport:
             poll_interval=self._poll_interval,
             hidden_for=self._hidden_for,
             news=self._news_of(queue),
+            requests=self._requests,
         )
 
     async def queues(self) -> Sequence[str]:
         """Return the names of all queues of the account, in order."""
-        with azure_errors("list the queues"):
+        async with self._requests.ask("list the queues"):
             return [one.name async for one in self._account.clients.queues.list_queues()]
 
     async def count(self, queue: str) -> int:
         """Return how many messages are in the queue, hidden ones included; on a busy queue about how many."""
         client = self._client(queue)
-        with self._errors("count", queue):
+        async with self._asking("count", queue):
             return int((await client.get_queue_properties()).approximate_message_count or 0)
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
@@ -163,7 +175,7 @@ class AzureStorageQueueTransport:
         More than 32 cannot be looked at without taking them: the queue is hidden from others for the moment.
         """
         if offset + limit <= LARGEST_PAGE:
-            with self._errors("look into", queue):
+            async with self._asking("look into", queue):
                 found = await self._client(queue).peek_messages(max_messages=offset + limit)
         else:
             found = await self._walk(queue)
@@ -175,7 +187,7 @@ class AzureStorageQueueTransport:
         for _ in range(2):
             copies = self._seen.get((queue, message_id), [])
             while copies:
-                with self._errors("take from", queue):
+                async with self._asking("take from", queue):
                     if await deleted_with(self._client(queue), *copies.pop(0)):
                         return True
             await self._walk(queue)
@@ -186,34 +198,40 @@ class AzureStorageQueueTransport:
     async def purge(self, queue: str) -> int:
         """Remove every message that nobody is handling, a page at a time."""
         client, number = self._client(queue), 0
-        with self._errors("purge", queue):
-            while page := await self._page(client):
-                number += sum(await asyncio.gather(*(deleted_with(client, one.id, receipt_of(one)) for one in page)))
+
+        async def delete(one: QueueMessage) -> bool:
+            async with self._asking("purge", queue):
+                return await deleted_with(client, one.id, receipt_of(one))
+
+        while page := await self._page("purge", queue):
+            number += sum(await asyncio.gather(*(delete(one) for one in page)))
         return number
 
     async def _walk(self, queue: str) -> list[QueueMessage]:
         """Return every message that nobody is handling, oldest first, and remember how to take it."""
         client = self._client(queue)
         found: dict[str, QueueMessage] = {}
-        with self._errors("look into", queue):
-            while page := await self._page(client):
-                fresh = {one.id: one for one in page if one.id not in found}
-                found |= fresh
-                if not fresh:
-                    break  # so many that the first ones are visible again
-            in_order = sorted(found.values(), key=lambda one: one.inserted_on or EPOCH)
-            receipts = await asyncio.gather(*(shown(client, one.id, receipt_of(one)) for one in in_order))
+
+        async def show(one: QueueMessage) -> str | None:
+            async with self._asking("look into", queue, self._room):
+                return await shown(client, one.id, receipt_of(one))
+
+        while page := await self._page("look into", queue):
+            fresh = {one.id: one for one in page if one.id not in found}
+            found |= fresh
+            if not fresh:
+                break  # so many that the first ones are visible again
+        in_order = sorted(found.values(), key=lambda one: one.inserted_on or EPOCH)
+        receipts = await asyncio.gather(*(show(one) for one in in_order))
         self._seen = {key: copies for key, copies in self._seen.items() if key[0] != queue}
         for one, receipt in zip(in_order, receipts, strict=True):
             if receipt is not None:
                 self._seen.setdefault((queue, unwrap(one.id, one.content).id), []).append((one.id, receipt))
         return in_order
 
-    async def _page(self, client: QueueClient) -> list[QueueMessage]:
-        reading = client.receive_messages(
-            messages_per_page=LARGEST_PAGE, max_messages=LARGEST_PAGE, visibility_timeout=WALK
-        )
-        return [one async for one in reading]
+    async def _page(self, doing: str, queue: str) -> list[QueueMessage]:
+        async with self._asking(doing, queue):
+            return await page_of(self._client(queue), LARGEST_PAGE, WALK)
 
     async def _send(self, operation: TransportOperation) -> None:
         message, queue = operation.message, operation.destination
@@ -224,13 +242,12 @@ class AzureStorageQueueTransport:
             emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
             return
         text = wrap(message)
-        async with self._room:
-            with self._errors("send to", queue):
-                await client.send_message(text, time_to_live=_life(span))
+        async with self._asking("send to", queue, self._room):
+            await client.send_message(text, time_to_live=_life(span))
         self._news_of(queue).set()
 
     async def _create(self, name: str) -> None:
-        with azure_errors(f"create queue {name!r}"):
+        async with self._requests.ask(f"create queue {name!r}"):
             try:
                 await self._account.clients.queues.create_queue(name)
             except ResourceExistsError as error:
@@ -239,14 +256,14 @@ class AzureStorageQueueTransport:
 
     async def _existing(self, queue: str) -> QueueClient:
         client = self._client(queue)
-        with self._errors("find", queue):
+        async with self._asking("find", queue):
             await client.get_queue_properties()
         return client
 
     async def _greet(self) -> None:
         """Send a request: a wrong key is noticed now. Who may not list the queues may still use them."""
         try:
-            with azure_errors(f"connect to storage account {self._account.name!r}"):
+            async with self._requests.ask(f"connect to storage account {self._account.name!r}"):
                 async for _ in self._account.clients.queues.list_queues(results_per_page=1):
                     break
         except BackendUnusable as error:
@@ -264,9 +281,9 @@ class AzureStorageQueueTransport:
     def _news_of(self, queue: str) -> asyncio.Event:
         return self._news.setdefault(queue_name(queue), asyncio.Event())
 
-    @contextlib.contextmanager
-    def _errors(self, doing: str, queue: str) -> Iterator[None]:
-        with azure_errors(f"{doing} queue {queue!r}"):
+    @contextlib.asynccontextmanager
+    async def _asking(self, doing: str, queue: str, room: asyncio.Semaphore | None = None) -> AsyncIterator[None]:
+        async with self._requests.ask(f"{doing} queue {queue!r}", room=room):
             try:
                 yield
             except ResourceNotFoundError as error:

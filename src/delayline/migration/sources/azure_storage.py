@@ -15,7 +15,7 @@ from azure.core.exceptions import ResourceNotFoundError
 from azure.data.tables import UpdateMode
 
 from delayline.azure.account import AzureAccount
-from delayline.azure.faults import azure_errors
+from delayline.azure.faults import Requests
 from delayline.azure.names import Key
 from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.errors import BackendUnavailable, BackendUnusable
@@ -63,9 +63,9 @@ class AzureStorage(TakenSource):
         """Take timeouts, and hide their rows. Raises BackendUnavailable where an endpoint still works on them."""
         del spark
         changed = 0
-        async with self._opened_account() as (table, blobs):
+        async with self._opened_account() as (table, blobs, requests):
             async for some in self._pages(table, which):
-                rows = await asyncio.gather(*_limited(_with_body(blobs, entity) for entity in some))
+                rows = await asyncio.gather(*_limited(_with_body(requests, blobs, entity) for entity in some))
                 rows = [row for row in rows if which.includes(row.due)]
                 await self.database.write(partial(self.keep, rows=rows))
                 gone = await self._hide(table, rows, {entity["RowKey"]: entity.metadata["etag"] for entity in some})
@@ -81,7 +81,7 @@ class AzureStorage(TakenSource):
 
     async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
         """Show the rows to their endpoints again."""
-        async with self._opened_account() as (table, _):
+        async with self._opened_account() as (table, _, _):
             operations = [("update", _keys(one) | {OWNER: one.endpoint}, {"mode": UpdateMode.MERGE}) for one in rows]
             answers = await table.change_each(operations)
         return {one.key: f"its row is gone from {self}" for one, back in zip(rows, answers, strict=True) if not back}
@@ -92,10 +92,10 @@ class AzureStorage(TakenSource):
         tally = Tally()
 
         async def look() -> None:
-            async with self._opened_account() as (table, blobs):
+            async with self._opened_account() as (table, blobs, requests):
                 async for some in self._pages(table, which):
                     if bounds.bodies:
-                        rows = await asyncio.gather(*_limited(_with_body(blobs, entity) for entity in some))
+                        rows = await asyncio.gather(*_limited(_with_body(requests, blobs, entity) for entity in some))
                     else:
                         rows = [_taken(entity, None, None) for entity in some]
                     tally.add(rows, which, bounds)
@@ -104,14 +104,15 @@ class AzureStorage(TakenSource):
         return tally
 
     @asynccontextmanager
-    async def _opened_account(self) -> AsyncIterator[tuple[Table, ContainerClient]]:
+    async def _opened_account(self) -> AsyncIterator[tuple[Table, ContainerClient, Requests]]:
         account = AzureAccount(self.place)
         await account.open()
         try:
-            clients = account.clients
+            clients, requests = account.clients, Requests(account.server_timeout)
             yield (
-                Table(clients.tables.get_table_client(self.table_name)),
+                Table(clients.tables.get_table_client(self.table_name), requests),
                 clients.blobs.get_container_client(self.container),
+                requests,
             )
         finally:
             await account.close()
@@ -150,12 +151,12 @@ class AzureStorage(TakenSource):
         return gone
 
 
-async def _with_body(blobs: ContainerClient, entity: Any) -> Taken:  # noqa: ANN401 - an entity
+async def _with_body(requests: Requests, blobs: ContainerClient, entity: Any) -> Taken:  # noqa: ANN401 - an entity
     """Return the timeout with the body that its blob has."""
     name = entity.get("StateAddress")
     if not name:
         return _taken(entity, b"", None)
-    with azure_errors(f"read blob {name!r}"):
+    async with requests.ask(f"read blob {name!r}"):
         try:
             content = await (await blobs.download_blob(name)).readall()
         except ResourceNotFoundError:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE, check_size
+from delayline.azure.faults import Requests
 from delayline.azure.names import Key, delays_name
 from delayline.azure.places import Places
 from delayline.azure.rows import ForeignRow, from_entity, row_of, to_entity
@@ -112,7 +113,8 @@ class AzureTable(WithoutLedger):
         account = AzureAccount(self.url)
         await account.open()
         try:
-            yield account, Table(account.clients.tables.get_table_client(delays_name(endpoint)))
+            table = account.clients.tables.get_table_client(delays_name(endpoint))
+            yield account, Table(table, Requests(account.server_timeout))
         finally:
             await account.close()
 
