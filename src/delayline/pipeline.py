@@ -328,11 +328,13 @@ class Pipeline:
             attempt,
             message.id,
             brief(error),
-            exception=error,
+            exception=error if logger.isEnabledFor(logging.DEBUG) else None,  # the last one's is with the move
             message=message,
         )
         match decision:
             case RetryNow():
+                if pause := self.recoverability.pause_after(attempt):
+                    await self._wait(pause)
                 if self._stopping.is_set():
                     await self.receiver.release(received)
                     return False
@@ -389,6 +391,7 @@ class Pipeline:
             message.id,
             host.error_queue,
             brief(error),
+            exception=error,
             message=message,
         )
 

@@ -37,6 +37,7 @@ ROOM_FOR_TEXTS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
 #: Of a longer chain of causes the stack trace has as many from each end.
 CAUSES_AT_EACH_END: Final = 4
 DEFAULT_DELAYED_RETRIES: Final = 3
+LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # reference 2.8
 FIRST_BACK_OFF: Final = timedelta(seconds=1)
 LONGEST_BACK_OFF: Final = timedelta(seconds=60)
@@ -82,7 +83,8 @@ Decision = RetryNow | RetryLater | MoveToError | GiveBack
 class Recoverability:
     """How often a failing handler is tried again before its message goes to the error queue.
 
-    With the defaults a message is tried 6 times at once, and 6 times again after 10, 20 and 30 seconds.
+    With the defaults a message is tried 6 times within a fifth of a second, and 6 times again after 10, 20 and 30
+    seconds.
     """
 
     immediate_retries: int = 5
@@ -93,15 +95,29 @@ class Recoverability:
     """Round n waits n times this; above zero."""
     unrecoverable: tuple[type[Exception], ...] = field(default=())
     """Exceptions that go to the error queue at the first failure."""
+    immediate_pause: timedelta = timedelta(milliseconds=10)
+    """How long the second of them waits; 0 or more. The first one waits for nothing, each further one twice as long, up
+    to 0.1 s, or up to this where it is longer. The message keeps its place among those that are handled meanwhile."""
 
     def __post_init__(self) -> None:
         whole_number("immediate_retries", self.immediate_retries, at_least=0)
         if self.delayed_retries is not None:
             whole_number("delayed_retries", self.delayed_retries, at_least=0)
         time_span("time_increase", self.time_increase)
+        if not isinstance(self.immediate_pause, timedelta) or self.immediate_pause < timedelta(0):
+            raise ConfigurationError(
+                f"immediate_pause must be a timedelta of zero or more, not {self.immediate_pause!r}"
+            )
         named = self.unrecoverable
         if not isinstance(named, tuple) or not all(isinstance(kind, type) for kind in named):
             raise ConfigurationError(f"unrecoverable must be a tuple of exception classes, not {named!r}")
+
+    def pause_after(self, attempt: int) -> timedelta:
+        """Return how long to wait between the `attempt`-th failure (from 1) of a round and the next attempt at once."""
+        if attempt <= 1:
+            return timedelta(0)
+        longest = max(self.immediate_pause, LONGEST_IMMEDIATE_PAUSE)
+        return min(self.immediate_pause * (1 << min(attempt - 2, 10)), longest)
 
     def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
         """Return what to do after the `attempt`-th failure (from 1) of this round.

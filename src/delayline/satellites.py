@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable
@@ -33,7 +34,9 @@ async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:
         handlers=[work.handle],
         delivery=work,
         composer=Composer(host.endpoint_name, host.clock, reply_to=None),
-        recoverability=OutagesCountNobody(immediate_retries=IMMEDIATE_RETRIES, delayed_retries=0),
+        recoverability=OutagesCountNobody(
+            immediate_retries=IMMEDIATE_RETRIES, immediate_pause=timedelta(0), delayed_retries=0
+        ),
         concurrency=satellite.concurrency,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ async def succeed(message: Message, context: MessageContext) -> None:
 
 @pytest.mark.parametrize("mode", STRONGER)
 async def test_six_attempts_in_four_rounds_then_the_error_queue(clock: ManualClock, mode: TransactionMode) -> None:
-    house = build(clock, transaction_mode=mode)
+    house = build(clock, transaction_mode=mode, recoverability=Recoverability(immediate_pause=timedelta(0)))
     seen = await start(house, fail)
     await receive(house)
     counts = [len(seen)]
@@ -94,8 +95,58 @@ async def test_a_retry_that_succeeds_ends_it(clock: ManualClock) -> None:
 
     seen = await start(house, third_time)
     await receive(house)
+    await clock.advance(0.01)
     assert [attempt for _, attempt in seen] == [1, 2, 3]
     assert (await house.transport.count("sales"), await house.ids("error")) == (0, [])
+    await house.endpoint.stop()
+
+
+async def test_immediate_retries_pause_longer_and_longer_and_are_as_many(clock: ManualClock) -> None:
+    # Given the defaults
+    house = build(clock)
+    seen = await start(house, fail)
+    await receive(house)
+    # Then the first retry waits for nothing, and the others for 10, 20, 40 and 80 ms
+    assert [attempt for _, attempt in seen] == [1, 2]
+    for number, milliseconds in enumerate([10, 20, 40, 80], start=3):
+        await clock.advance((milliseconds - 1) / 1000)
+        assert len(seen) == number - 1
+        await clock.advance(0.001)
+        assert len(seen) == number
+    # And so in each round, until the message is in the error queue
+    await clock.advance(100)
+    assert [attempt for _, attempt in seen] == [1, 2, 3, 4, 5, 6] * 4
+    assert (await house.one("error")).headers[Headers.RETRIES] == "3"
+    await house.endpoint.stop()
+
+
+async def test_a_stop_ends_the_pause_before_a_retry(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(immediate_pause=timedelta(hours=1)))
+    seen = await start(house, fail)
+    await receive(house)
+    assert len(seen) == 2
+    await house.endpoint.stop()
+    assert len(seen) == 2
+    assert await house.ids("sales") == ["m"]
+
+
+async def test_a_message_that_fails_has_one_traceback_in_the_log(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "delayline")
+    house = build(clock)
+
+    async def fail_at_length(message: Message, context: MessageContext) -> None:
+        raise ValueError("boom\n" + "x" * 200_000)
+
+    seen = await start(house, fail_at_length)
+    await receive(house)
+    await clock.advance(100)
+    assert len(seen) == 24
+    about = [record for record in caplog.records if "handle" in record.getMessage() or "Moved" in record.getMessage()]
+    assert [getattr(record, "event", "") for record in about if record.exc_info] == [Event.MOVED_TO_ERROR]
+    assert sum(getattr(record, "event", "") == Event.HANDLER_FAILED for record in about) == 24
+    assert all("\n" not in record.getMessage() and len(record.getMessage()) < 500 for record in about)
     await house.endpoint.stop()
 
 

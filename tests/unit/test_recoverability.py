@@ -77,12 +77,22 @@ def test_unrecoverable_exceptions_and_their_subclasses_are_errors_at_once() -> N
         ("time_increase", timedelta(0)),
         ("time_increase", timedelta(seconds=-1)),
         ("time_increase", 10),
+        ("immediate_pause", timedelta(-1)),
+        ("immediate_pause", 0.01),
     ],
 )
 def test_settings_that_cannot_work_are_refused(setting: str, value: Any) -> None:  # noqa: ANN401
     with pytest.raises(ConfigurationError, match=f"{setting} must be") as caught:
         Recoverability(**{setting: value})
     assert repr(value) in str(caught.value)
+
+
+def test_the_pauses_between_attempts_at_once() -> None:
+    default, long = Recoverability(), Recoverability(immediate_pause=timedelta(seconds=3))
+    pauses = [default.pause_after(attempt).total_seconds() for attempt in range(1, 9)]
+    assert pauses == [0, 0.01, 0.02, 0.04, 0.08, 0.1, 0.1, 0.1]
+    assert [long.pause_after(attempt).total_seconds() for attempt in (1, 2, 3, 10_000)] == [0, 3, 3, 3]
+    assert Recoverability(immediate_pause=timedelta(0)).pause_after(5) == timedelta(0)
 
 
 def failure(error: BaseException) -> dict[str, str]:

@@ -10,7 +10,7 @@ from delayline.delayed.scope import savepoint, spoilt
 from delayline.delayed.store import JournaledStore
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
-from delayline.recoverability import back_off, error_operations, may_fit_smaller
+from delayline.recoverability import back_off, brief, error_operations, may_fit_smaller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +62,9 @@ class Recovery:
             elif isinstance(error, QueueNotFound):
                 given_up.append((message, error))
             else:
-                self._tell_failed(message, error)
-                if message.number_of_retries >= self._number_of_retries:
+                last = message.number_of_retries >= self._number_of_retries
+                self._tell_failed(message, error, last=last)
+                if last:
                     given_up.append((message, error))
                 else:
                     await self._back_off(batch, message, transaction)
@@ -149,7 +150,7 @@ class Recovery:
             now=host.clock.now(),
         )
 
-    def _tell_failed(self, message: DelayedMessage, error: Exception) -> None:
+    def _tell_failed(self, message: DelayedMessage, error: Exception, *, last: bool) -> None:
         emit(
             logger,
             logging.ERROR,
@@ -158,8 +159,8 @@ class Recovery:
             message.number_of_retries + 1,
             message.id,
             message.destination,
-            error,
-            exception=error,
+            brief(error),
+            exception=error if last or logger.isEnabledFor(logging.DEBUG) else None,
             message=message,
         )
 
@@ -175,7 +176,7 @@ class Recovery:
             "Moved delayed message %s to error queue %r: %s",
             message.id,
             self._host.error_queue,
-            error,
+            brief(error),
             message=message,
         )
 
