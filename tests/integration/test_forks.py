@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
 import warnings
@@ -73,6 +74,8 @@ def in_child(work: Callable[[], None]) -> None:
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     until = time.monotonic() + PATIENCE

@@ -133,14 +133,18 @@ class AzureAccount:
         """The clients. Raises NotStarted unless the account is open."""
         if self._clients is None:
             raise NotStarted(f"storage account {self.name!r} is not open: start its transport or store first")
-        self._process.check(f"storage account {self.name!r}")
+        self.check_process()
         return self._clients
+
+    def check_process(self) -> None:
+        """Raise NotStarted in a process that was forked from the one that opened the account."""
+        self._process.check(f"storage account {self.name!r}")
 
     async def open(self) -> None:
         """Make the clients; no request is sent. Every open needs a `close`."""
         if self._clients is None:
             self._process = HomeProcess()
-        self._process.check(f"storage account {self.name!r}")
+        self.check_process()
         self._users += 1
         if self._clients is None:
             try:

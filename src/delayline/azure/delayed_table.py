@@ -263,6 +263,7 @@ class AzureDelayedTable(OneOfMany):
     def _open(self) -> Table:
         if self._table is None:
             raise NotStarted(NOT_OPEN)
+        self._account.check_process()
         return self._table
 
     @property

@@ -273,9 +273,9 @@ class AzureStorageQueueTransport:
     def _client(self, queue: str) -> QueueClient:
         if not can_be_queue(queue):
             raise QueueNotFound(queue)
-        name = queue_name(queue)
+        name, clients = queue_name(queue), self._account.clients
         if name not in self._clients:
-            self._clients[name] = self._account.clients.queues.get_queue_client(name)
+            self._clients[name] = clients.queues.get_queue_client(name)
         return self._clients[name]
 
     def _news_of(self, queue: str) -> asyncio.Event:
