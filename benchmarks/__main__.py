@@ -45,6 +45,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "pg_burst": [("ratio", ">=", 0.70), ("times PgQueuer", ">=", 2.5), ("times Procrastinate", ">=", 40)],
     "pg_fetch": [("ratio", ">=", 0.40)],
     "pg_pollers": [("ratio", ">=", 0.80)],
+    "pg_latest": [("latest after the lock ms", "<", 5000), ("early", "<=", 0)],
     "pg_spread": [("lateness p50 ms", "<", 4), ("lateness p99 ms", "<", 15), ("early", "<=", 0)],
     "pg_backlog": [("times slower", "<=", 1.2), ("later by ms", "<", 10)],
     "pg_old_transaction": [("times slower", "<=", 1.5)],

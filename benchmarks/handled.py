@@ -19,7 +19,7 @@ class Handled:
 
     def __init__(self, endpoint: Endpoint, number: int) -> None:
         self._number = number
-        self._late: list[float] = []
+        self._late: list[tuple[datetime, float]] = []
         self._all = asyncio.Event()
         endpoint.handler(self._handle)
 
@@ -28,9 +28,9 @@ class Handled:
         async with asyncio.timeout(seconds):
             await self._all.wait()
 
-    def lateness(self, prefix: str = "") -> Figures:
+    def lateness(self, prefix: str = "", *, due_after: datetime | None = None) -> Figures:
         """Return now minus due, as percentiles in milliseconds, and how many were early."""
-        late = sorted(self._late)
+        late = sorted(value for due, value in self._late if due_after is None or due > due_after)
         return {
             f"{prefix}lateness p50 ms": _percentile(late, 0.5),
             f"{prefix}lateness p99 ms": _percentile(late, 0.99),
@@ -41,7 +41,7 @@ class Handled:
     async def _handle(self, message: Message, context: MessageContext) -> None:
         del context
         due = from_wire_time(message.headers[Headers.DELIVER_AT])
-        self._late.append((datetime.now(UTC) - due).total_seconds() * 1000)
+        self._late.append((due, (datetime.now(UTC) - due).total_seconds() * 1000))
         if len(self._late) == self._number:
             self._all.set()
 

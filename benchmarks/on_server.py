@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.bare import BODY, HEADERS
+from benchmarks.handled import Handled
 from benchmarks.house import (
     DESTINATION,
     NAME,
@@ -138,6 +139,26 @@ class Product:
         with self.start() as (url,):
             return await lateness(url, number=scaled(20_000), gap=timedelta(milliseconds=1))
 
+    async def latest(self, lock: str) -> Figures:
+        """Short delays from two other processes, and one look held up by a lock: the latest message of all."""
+        number, senders = scaled(60_000), 2
+        with self.start() as (url,):
+            endpoint = endpoint_on(url)
+            handled = Handled(endpoint, number)
+            async with endpoint:
+                command = [sys.executable, "-c", SEND_SHORT, url, str(number // senders)]
+                sending = [subprocess.Popen(command) for _ in range(senders)]  # noqa: ASYNC220
+                await asyncio.sleep(10)
+                await asyncio.to_thread(_hold, url, lock)
+                unlocked = datetime.now(UTC) + timedelta(seconds=1)
+                await handled.wait(PATIENCE)
+                assert [process.wait() for process in sending] == [0, 0]
+        after = handled.lateness(due_after=unlocked)
+        return handled.lateness() | {
+            "latest after the lock ms": after["lateness max ms"],
+            "p99 after the lock ms": after["lateness p99 ms"],
+        }
+
     async def backlog(self) -> Figures:
         """Behind very many pending: the drain rate, and how much later a short delay is."""
         pending = scaled(1_000_000)
@@ -260,6 +281,15 @@ async def dispatch_rate(endpoint: Endpoint, due: datetime, number: int) -> float
     return number / elapsed
 
 
+def _hold(url: str, lock: str) -> None:
+    """Lock the store's table for two seconds."""
+    with connected(url) as connection:
+        connection.exec_driver_sql("BEGIN")
+        connection.exec_driver_sql(lock.format(table=timeouts(connection)))
+        time.sleep(2)
+        connection.exec_driver_sql("COMMIT")
+
+
 def _empty_queues(url: str) -> None:
     with connected(url) as connection:
         connection.exec_driver_sql("TRUNCATE TABLE delayline_messages")
@@ -273,6 +303,22 @@ def _to_memory(url: str) -> Endpoint:
     )
 
 
+SEND_SHORT = """
+import asyncio, random, sys
+from datetime import timedelta
+from benchmarks.house import NAME, endpoint_on
+
+async def main(url, number):
+    endpoint = endpoint_on(url, polling=False)
+    async def lane(number):
+        for _ in range(number):
+            await endpoint.send(NAME, b"", delay=timedelta(seconds=random.uniform(0.0005, 0.03)))
+            await asyncio.sleep(0.03)
+    async with endpoint:
+        await asyncio.gather(*(lane(number // 10) for _ in range(10)))
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
 POLL = """
 import asyncio, sys
 from benchmarks.house import endpoint_on

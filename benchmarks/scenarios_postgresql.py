@@ -74,6 +74,11 @@ async def pg_spread(folder: Path) -> Figures:
     return await POSTGRESQL.spread()
 
 
+async def pg_latest(folder: Path) -> Figures:
+    """60 000 of short delays that two other processes send, the table locked for 2 s once: how late the latest is."""
+    return await POSTGRESQL.latest(lock="LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+
+
 async def pg_backlog(folder: Path) -> Figures:
     """Behind 1 000 000 pending: the drain rate, and how much later a short delay is."""
     return await POSTGRESQL.backlog()

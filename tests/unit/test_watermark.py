@@ -1,12 +1,14 @@
-"""Looks begin where the last one ended, and at the very beginning from time to time."""
+"""Looks begin at the watermark; a message committed below it lowers it, also during a look."""
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from delayline.sql.watermark import FULL_LOOK_EVERY, FULL_LOOK_SHARE, Watermark
+from delayline.errors import BackendUnavailable
+from delayline.sql.watermark import FULL_LOOK_EVERY, FULL_LOOK_SHARE, FULL_LOOK_WITHIN, FullLooks, Watermark
 
 DUE = datetime(2030, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -20,39 +22,93 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_the_first_look_is_at_everything(steady: list[float]) -> None:
-    assert Watermark().since() is None
-
-
-def test_it_rises_and_is_lowered_by_what_is_stored(steady: list[float]) -> None:
+def reached(due: datetime) -> Watermark:
+    """Return a watermark at `due`."""
     watermark = Watermark()
-    watermark.looked(0)
-    watermark.reached(DUE)
-    watermark.lower(DUE + HOUR)
-    assert watermark.since() == DUE
+    watermark.end(watermark.begin(), due)
+    return watermark
+
+
+def is_unchecked(watermark: Watermark, steady: list[float], at: float) -> bool:
+    steady[0] = at
+    return watermark.is_unchecked
+
+
+def test_the_first_look_is_a_full_one() -> None:
+    assert Watermark().begin().since is None
+
+
+def test_a_stored_message_lowers_the_watermark_and_a_later_one_does_not() -> None:
+    watermark = reached(DUE)
+    assert not watermark.lower(DUE + HOUR)
+    assert watermark.begin().since == DUE
+    assert watermark.lower(DUE - HOUR)
+    assert watermark.begin().since == DUE - HOUR
+
+
+def test_a_message_stored_during_a_look_is_not_passed_over() -> None:
+    # Given a look in progress
+    watermark = reached(DUE)
+    look = watermark.begin()
+    # When a message below it is stored before the look ends further up
     watermark.lower(DUE - HOUR)
-    assert watermark.since() == DUE - HOUR
+    watermark.end(look, DUE + HOUR)
+    # Then the next look begins at that message
+    assert watermark.begin().since == DUE - HOUR
 
 
-@pytest.mark.parametrize(("cost", "pause"), [(0.0, FULL_LOOK_EVERY), (2.0, 2.0 * FULL_LOOK_SHARE)])
-def test_a_full_look_comes_again_more_seldom_the_more_it_costs(steady: list[float], cost: float, pause: float) -> None:
-    # Given a look at everything
-    watermark = Watermark()
-    watermark.looked(cost)
-    watermark.reached(DUE)
-    # When its pause is nearly over, and over
-    steady[0] += pause - 0.01
-    assert watermark.since() == DUE
-    steady[0] += 0.02
-    # Then it is due
-    assert watermark.since() is None
-    watermark.looked(cost)
-    assert watermark.since() == DUE, "what was reached is not forgotten by it"
-
-
-def test_when_nobody_knows_what_was_stored_everything_is_looked_at(steady: list[float]) -> None:
-    watermark = Watermark()
-    watermark.looked(0)
-    watermark.reached(DUE)
+def test_an_unknown_message_stored_during_a_look_makes_the_next_one_full() -> None:
+    watermark = reached(DUE)
+    look = watermark.begin()
     watermark.forget()
-    assert watermark.since() is None
+    watermark.end(look, DUE + HOUR)
+    assert watermark.begin().since is None
+
+
+def test_a_failed_look_changes_nothing() -> None:
+    watermark = reached(DUE)
+    watermark.abandon(watermark.begin(full=True))
+    assert watermark.begin().since == DUE
+
+
+@pytest.mark.parametrize(
+    ("cost", "pause"),
+    [(0.0, FULL_LOOK_EVERY), (0.1, 0.1 * FULL_LOOK_SHARE), (2.0, FULL_LOOK_WITHIN), (60.0, FULL_LOOK_WITHIN)],
+)
+def test_full_looks_pause_longer_the_more_they_cost_but_never_without_a_bound(
+    steady: list[float], cost: float, pause: float
+) -> None:
+    # Given a full look that took so long
+    watermark = reached(DUE)
+    look = watermark.begin(full=True)
+    steady[0] += cost
+    watermark.end(look)
+    # Then the next one is due after its pause
+    assert watermark.pause == pytest.approx(pause)
+    before, after = steady[0] + pause - 0.01, steady[0] + pause + 0.01
+    assert [is_unchecked(watermark, steady, at) for at in (before, after)] == [False, True]
+    assert watermark.begin().since == DUE, "a full look from the side does not move the watermark"
+
+
+async def test_full_looks_report_what_they_find_and_survive_an_outage() -> None:
+    # Given full looks whose first attempt meets an outage
+    outcomes: list[datetime | Exception] = [BackendUnavailable("gone"), DUE]
+    found: asyncio.Future[datetime] = asyncio.get_running_loop().create_future()
+
+    async def look() -> datetime | None:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    watermark = Watermark()
+    watermark._pause = 0.0
+    looks = FullLooks(watermark, look, found.set_result)
+    try:
+        # When a look from the watermark on has ended
+        looks.want()
+        # Then what the second attempt finds is reported, and no further look is taken
+        assert await asyncio.wait_for(found, 10) == DUE
+        assert outcomes == []
+    finally:
+        looks.stop()

@@ -223,7 +223,8 @@ class StoredDelivery:
         return transaction is None or transaction.domain == self.host.transport.transaction_domain
 
     def _signal(self, due: datetime) -> None:
-        if self._poller is not None:
+        """Signal the poller; a store with notifications does that itself."""
+        if self._poller is not None and not isinstance(self.store, StoreWakeUps):
             self._poller.signal(due)
 
     def _new_poller(self) -> Poller:

@@ -85,6 +85,11 @@ class ClaimedRows:
     def stored(self, due: datetime) -> None:
         """Nothing to know: every look is at the whole table."""
 
+    def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
+        """Do nothing: every look is a full one."""
+        del found
+        return lambda: None
+
     async def change(
         self,
         work: Callable[[Connection], Result],

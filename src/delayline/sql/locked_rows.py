@@ -6,7 +6,7 @@ clock, or until they are removed, counted or released.
 
 from __future__ import annotations
 
-import time
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,10 +18,10 @@ from delayline.delayed.store import Outcome
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.statements import store_channel
-from delayline.sql.watermark import Watermark
+from delayline.sql.watermark import FullLooks, Watermark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -80,6 +80,7 @@ class LockedRows:
         database.wake_ups.knows(self._channel, statements.table.schema)
         self._leased: set[str] = set()
         self._watermark = Watermark()
+        self._full_looks: FullLooks | None = None
         self._held: list[datetime] = []
         """The earliest due time of each transaction with messages of ours: undone, they wait again."""
 
@@ -88,18 +89,32 @@ class LockedRows:
     ) -> Sequence[DelayedMessage]:
         """Lock and return due messages."""
         fetch = partial(self._fetch, until=until, limit=limit, max_bytes=max_bytes, leasing=transaction is None)
-        messages = await self._database.write(fetch, transaction)
+        with self._looking():
+            messages = await self._database.write(fetch, transaction)
         if transaction is None:
             self._leased.update(message.id for message in messages)
         elif messages:
             first = messages[0].due
             self._held.append(first)
+            self._watermark.lower(first)  # another look may have skipped these rows and raised it
             transaction.after_end(lambda: self._held.remove(first))
         return messages
 
     async def next_due(self) -> Any:  # noqa: ANN401 - what the due column keeps
         """Return the earliest due time of any message; others know from then on how long this process sleeps."""
-        return await self._database.read(self._next_due)
+        with self._looking():
+            return await self._database.read(self._next_due)
+
+    def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
+        """Call `found` with the due time of each message found below the watermark; return how to stop."""
+        self._full_looks = looks = FullLooks(self._watermark, self._overlooked, found)
+
+        def stop() -> None:
+            looks.stop()
+            if self._full_looks is looks:
+                self._full_looks = None
+
+        return stop
 
     def stored(self, due: datetime) -> None:
         """Look there again."""
@@ -134,7 +149,8 @@ class LockedRows:
     async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
         """Move due messages to their queues inside the server."""
         forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes)
-        moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
+        with self._looking():
+            moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
         return moved if moved.next_due is not None else replace(moved, next_due=await self.next_due())
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
@@ -174,26 +190,47 @@ class LockedRows:
         self._leases.end(connection, leased)
         return result
 
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Schedule a full look after one from the watermark on."""
+        try:
+            yield
+        finally:
+            if self._full_looks is not None:
+                self._full_looks.want()
+
     def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
-        """Lock due rows from the watermark on; it rises by what was found, as their locks keep everybody else off."""
+        """Lock due rows from the watermark on; it rises to the first: its lock keeps other transactions off."""
         locks, held = self._locks, list(self._held)
-        rows = self._from_watermark(
-            lambda since: (
-                locks.due.rows(connection, until, limit)
-                if since is None
-                else locks.due_since.rows(connection, until, since, limit)
-            )
-        )
-        if rows:
-            self._watermark.reached(min([self._from_due(rows[0][2]), *held]))
-        return rows
+
+        def look(since: object | None) -> tuple[Sequence[Any], datetime | None]:
+            if since is None:
+                rows = locks.due.rows(connection, until, limit)
+            else:
+                rows = locks.due_since.rows(connection, until, since, limit)
+            return rows, min([self._from_due(rows[0][2]), *held]) if rows else None
+
+        return self._from_watermark(look)
 
     def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
         run = partial(self._forwarding.run, connection, until, limit=limit, max_bytes=max_bytes)
-        moved = self._from_watermark(lambda since: run(since=since))
-        if moved.reached is not None:
-            self._watermark.reached(self._from_due(moved.reached))
-        return moved
+
+        def look(since: object | None) -> tuple[Moved, datetime | None]:
+            moved = run(since=since)
+            return moved, None if moved.reached is None else self._from_due(moved.reached)
+
+        return self._from_watermark(look)
+
+    async def _overlooked(self) -> datetime | None:
+        """Return the earliest due time of all messages if it is below the watermark, which is then lowered to it."""
+
+        def look(connection: Connection) -> datetime | None:
+            look = partial(self._earliest, connection)
+            due = self._from_watermark(lambda since: (look(since), None), full=True)
+            return None if due is None else self._from_due(due)
+
+        due = await self._database.read(look)
+        return due if due is not None and self._watermark.lower(due) else None
 
     def _next_due(self, connection: Connection) -> Any:  # noqa: ANN401
         """Look; where others have to know how long we sleep tell them, and look again: they may have come between."""
@@ -203,23 +240,26 @@ class LockedRows:
         return due
 
     def _look(self, connection: Connection) -> Any:  # noqa: ANN401
+        return self._from_watermark(lambda since: (self._earliest(connection, since), None))
+
+    def _earliest(self, connection: Connection, since: object | None) -> Any:  # noqa: ANN401
         locks = self._locks
-        ((due, now),) = self._from_watermark(
-            lambda since: (
-                locks.next_due.rows(connection) if since is None else locks.next_due_since.rows(connection, since)
-            )
-        )
+        rows = locks.next_due.rows(connection) if since is None else locks.next_due_since.rows(connection, since)
+        ((due, now),) = rows
         self._database.clock.hear(self._from_due(now))
         return due
 
-    def _from_watermark(self, look: Callable[[object | None], Result]) -> Result:
-        """Look from the watermark on, or, when that is due, at everything, and note how long it took."""
-        since = self._watermark.since()
-        if since is not None:
-            return look(self._database.dialect.to_due(since))
-        started = time.monotonic()
-        found = look(None)
-        self._watermark.looked(time.monotonic() - started)
+    def _from_watermark(
+        self, run: Callable[[object | None], tuple[Result, datetime | None]], *, full: bool = False
+    ) -> Result:
+        """Run a look from the watermark on, or a full one; it returns what was found and how far it reached."""
+        look = self._watermark.begin(full=full or (self._full_looks is None and self._watermark.is_unchecked))
+        try:
+            found, reached = run(None if look.since is None else self._database.dialect.to_due(look.since))
+        except BaseException:
+            self._watermark.abandon(look)
+            raise
+        self._watermark.end(look, reached)
         return found
 
     def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:

@@ -35,6 +35,10 @@ class Rows(Protocol):
         """Know that something due then was stored, by whichever process."""
         ...
 
+    def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
+        """Call `found` with the due time of each message that ordinary looks passed over; return how to stop."""
+        ...
+
     async def change(
         self,
         work: Callable[[Connection], Result],

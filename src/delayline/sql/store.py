@@ -206,16 +206,18 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
             rows.stored(due)
             callback(due)
 
-        unsubscribe = wake_ups.subscribe(self._channel, lambda due: stored(from_microseconds(due)))
-        if wake_ups.reach_others:
-            return unsubscribe
-        interval = self._poll_interval.total_seconds()
-        earliest = self._statements.earliest(int(2 * interval) + 1)
-        lookout = Lookout(partial(self._due_times, earliest), stored, interval)
+        stops = [
+            wake_ups.subscribe(self._channel, lambda due: stored(from_microseconds(due))),
+            rows.look_fully(callback),
+        ]
+        if not wake_ups.reach_others:
+            interval = self._poll_interval.total_seconds()
+            earliest = self._statements.earliest(int(2 * interval) + 1)
+            stops.append(Lookout(partial(self._due_times, earliest), stored, interval).stop)
 
         def stop() -> None:
-            unsubscribe()
-            lookout.stop()
+            for each in stops:
+                each()
 
         return stop
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.clock import from_microseconds
+from delayline.delayed.poller import MAXIMUM_SLEEP
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
 from delayline.sql.dialects.server import run
@@ -39,12 +40,14 @@ POLL_EVERY: Final = 1.0  # seconds between looks while notifications do not come
 
 #: A poller that sleeps shorter than this sees by itself what comes meanwhile.
 WORTH_TELLING: Final = timedelta(milliseconds=5)
-#: No poller sleeps longer (reference 1.8), and a look may take its time.
-LONGEST_SLEEP: Final = timedelta(seconds=65)
+#: A poller's longest sleep, and what its look for the next due time may take.
+LONGEST_SLEEP: Final = MAXIMUM_SLEEP + timedelta(seconds=5)
 
 TELL: Final = "SELECT pg_notify(%s, %s)"
+#: A poller that is awake needs no notification, unless the message is due: it may have looked beyond it already.
 TELL_SLEEPERS: Final = """
-SELECT pg_notify(%s, %s) WHERE EXISTS (SELECT FROM {sleeping} WHERE channel = %s AND listener <> %s AND until > %s)
+SELECT pg_notify(%s, %s) WHERE %s <= clock_timestamp() + interval '5 ms'
+OR EXISTS (SELECT FROM {sleeping} WHERE channel = %s AND listener <> %s AND until > %s)
 """
 SLEEP: Final = """
 INSERT INTO {sleeping} (channel, listener, until) VALUES (%s, %s, %s)
@@ -188,7 +191,7 @@ class Notifications:
                 run(connection, TELL, name, payload)
             else:
                 due = from_microseconds(at)
-                run(connection, TELL_SLEEPERS.format(sleeping=sleeping), name, payload, name, self.me, due)
+                run(connection, TELL_SLEEPERS.format(sleeping=sleeping), name, payload, due, name, self.me, due)
 
     def _listen(self) -> None:
         while not self.closing:
