@@ -285,6 +285,7 @@ EVENT_MEANING: Final = {
     Event.TELLING_FAILED: "Other processes could not be told of something new; they are told when the server is back.",
     Event.ERRAND_FAILED: "Work in the background, such as asking the server for its time, could not be done now.",
     Event.DESTINATIONS_CROSS: "On RabbitMQ an endpoint gets another's delayed messages: one name ends in the other.",
+    Event.UNDELIVERABLE_CAUGHT: "Whether a set-up of RabbitMQ's levels has due messages without a destination caught.",
     Event.LEASE_LOST: "Another process may have the lease on the delayed messages: what is in flight may be doubled.",
     Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and holds up nobody.",
     Event.WAVE_FAILED: "A job of a Spark dispatcher failed; it is begun again after a pause.",

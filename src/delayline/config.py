@@ -268,6 +268,19 @@ async def examine(
     return await urls.examine(url)
 
 
+async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
+    """Return what a set-up may be refused without failing: what, whether it is done, and what is to be done."""
+    place = settings.where_messages_wait
+    if settings.endpoint is None or not on_rabbitmq(place):
+        return []
+    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.administration import catch_undeliverable
+    from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+    address = BrokerAddress.parse(place)
+    return [await catch_undeliverable(address, DelayInfrastructure.named(address.delays))]
+
+
 async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Return the SQL that setting the endpoint up, with further queues, would run, by the URL of where it would.
 

@@ -43,6 +43,7 @@ class Event(StrEnum):
     TELLING_FAILED = "delayed.telling_failed"
     ERRAND_FAILED = "delayed.errand_failed"
     DESTINATIONS_CROSS = "delayed.destinations_cross"
+    UNDELIVERABLE_CAUGHT = "delayed.undeliverable_caught"
     LISTENING_LOST = "delayed.listening_lost"
     LEASE_LOST = "delayed.lease_lost"
     FOREIGN_ROW = "delayed.foreign_row"

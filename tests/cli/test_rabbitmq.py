@@ -168,8 +168,9 @@ def test_doctor_finds_what_is_wrong_with_the_levels(
     assert well.code == 0, well.out
     assert levels_of(well) == {"delay levels": (True, "nsb.v2.* are complete, and due messages get through")}
 
-    # When somebody sets up an endpoint whose name ends in the other's, and due messages have no destination
+    # When an endpoint is set up whose name ends in the other's, and due messages have no destination and are not caught
     assert run("setup", "--endpoint", "acme.sales").code == 0
+    assert on_broker("catch-all", "off").code == 0
 
     async def fill(channel: Channel) -> None:
         exchange, key = V2.route(1, "deleted")
@@ -185,6 +186,89 @@ def test_doctor_finds_what_is_wrong_with_the_levels(
     found = levels_of(ill)
     assert "'sales' also gets those for 'acme.sales'" in found["delay levels: names"][1]
     assert found["delay levels: due messages"][1].startswith("3 in nsb.v2.delay-level-00 have no destination")
+    assert found["delay levels: catch-all"][1].startswith("off: due messages without a destination stay")
+
+
+def lose(url: str, levels: DelayInfrastructure = V2, number: int = 3) -> None:
+    """Have messages come due whose destination does not exist."""
+
+    async def fill(channel: Channel) -> None:
+        exchange, key = levels.route(1, "deleted")
+        for _ in range(number):
+            await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+        await asyncio.sleep(3)
+
+    with_channel(url, fill)
+
+
+def test_what_was_caught_is_counted_by_everything_that_counts(
+    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+) -> None:
+    # Given an endpoint that is set up, which has due messages without a destination caught
+    assert run("setup").code == 0
+    lose(rabbitmq_url)
+
+    # Then every count says where they are
+    for command in ("verify", "pending"):
+        ran = on_broker(command)
+        assert ran.code == 1, ran.out
+        assert "nsb.v2.delay-undeliverable" in ran.out
+    assert on_broker("pending", "--json").document["held_up"] == {"nsb.v2.delay-undeliverable": 3}
+    ill = run("doctor", "--json")
+    assert ill.code == 1
+    assert levels_of(ill)["delay levels: catch-all"][1].startswith("3 due messages are in nsb.v2.delay-undeliverable")
+
+
+def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
+    on_broker: Callable[..., Ran], rabbitmq_url: str
+) -> None:
+    # Given messages that hang in the lowest level, where no count of ready messages shows them
+    on_broker("create", "--delays", "other")
+    on_broker("create")
+    on_broker("catch-all", "off")
+    lose(rabbitmq_url)
+
+    # Then neither a count nor a move says that nothing waits
+    counted = on_broker("pending")
+    moved = on_broker("migrate", "--from", "v2", "--delays", "other")
+    dry = on_broker("migrate", "--from", "v2", "--delays", "other", "--dry-run")
+    for ran in (counted, moved, dry):
+        assert ran.code == 1, ran.out
+        assert "3 in nsb.v2.delay-level-00" in ran.out
+    document = on_broker("migrate", "--from", "v2", "--delays", "other", "--json").document
+    assert document["held_up"] == {"nsb.v2.delay-level-00": 3}
+
+
+def test_without_the_management_api_a_count_says_what_it_leaves_out(
+    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+) -> None:
+    assert run("setup").code == 0
+    closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
+    ran = run("rabbitmq", "pending", "--url", closed)
+    assert ran.code == 0
+    assert "due messages that hang in the levels could not be counted: no management API" in ran.out
+    lose(rabbitmq_url)
+    ran = run("rabbitmq", "pending", "--url", closed)
+    assert ran.code == 1
+    assert "3 in nsb.v2.delay-undeliverable: due, and without a destination" in ran.out
+
+
+def test_a_user_who_may_set_no_policy_is_told_what_is_missing(
+    run: Callable[..., Ran], rabbitmq: RabbitmqServer, rabbitmq_url: str
+) -> None:
+    # Given a user who may create the levels, but no policy
+    user = rabbitmq.new_user(rabbitmq_url, tags="monitoring")
+    url = f"{user}?management={rabbitmq.management_url}"
+
+    # Then everything is set up, and the exit code is 1
+    for command in (("setup", "--url", url), ("rabbitmq", "create", "--url", url)):
+        ran = run(*command)
+        assert ran.code == 1, ran.out
+        assert "due messages without a destination are not caught" in ran.out
+        assert "delayline rabbitmq catch-all on" in ran.out
+    ran = run("doctor", "--url", url, "--json")
+    assert ran.code == 1
+    assert "catch-all on" in levels_of(ran)["delay levels: catch-all"][1]
 
 
 def test_doctor_does_without_the_management_plugin(

@@ -16,12 +16,12 @@ from delayline.errors import ConfigurationError
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from delayline.cli.screen import Screen
     from delayline.config import Settings
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.administration import Window
+    from delayline.rabbitmq.administration import HeldUp, Window
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
     from delayline.rabbitmq.migration import Levels, Report
     from delayline.rabbitmq.verification import Check
@@ -96,10 +96,19 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) 
     from delayline.rabbitmq import administration
 
     asyncio.run(administration.create(address, levels))
+    caught = asyncio.run(administration.catch_undeliverable(address, levels))
     made = {"exchanges": len(levels.exchanges), "queues": len(levels.queues), "bindings": len(levels.bindings)}
     numbers = ", ".join(f"{number} {what}" for what, number in made.items())
     screen.tell(f"✓ delay levels {levels.prefix}.* are at {address}: {numbers}", "green")
-    screen.document({"broker": str(address), "prefix": levels.prefix, **made})
+    screen.tell(*_marked(caught))
+    screen.document({"broker": str(address), "prefix": levels.prefix, **made, "catch_all": caught._asdict()})
+    if not caught.ok:
+        click.get_current_context().exit(FAILED)
+
+
+def _marked(check: Check) -> tuple[str, str]:
+    mark, style = ("✓", "green") if check.ok else ("✗", "red")
+    return f"{mark} {check.what}: {check.text}", style
 
 
 @rabbitmq.command(
@@ -190,7 +199,7 @@ def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run:
             screen.tell(f"{move.report.moved} moved before it stopped; run it again for the rest")
             raise
     _tell(screen, move.report, dry_run=dry_run)
-    if move.report.apart:
+    if move.report.apart or (move.report.held_up is not None and move.report.held_up.places):
         click.get_current_context().exit(FAILED)
 
 
@@ -213,6 +222,8 @@ def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
         screen.tell(f"{report.again} of them had been kept apart before")
     if report.stale:
         screen.tell(f"{report.stale} {would}placed by their level alone: their headers are of an earlier attempt")
+    if report.held_up is not None:
+        _tell_held_up(screen, report.held_up)
     screen.document(
         {
             "dry_run": dry_run,
@@ -226,8 +237,20 @@ def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
             ],
             "destinations": dict(report.destinations),
             "reasons": dict(report.reasons),
+            **_document(report.held_up),
         }
     )
+
+
+def _tell_held_up(screen: Screen, held_up: HeldUp) -> None:
+    if held_up.places:
+        screen.tell(f"✗ {held_up}", "red")
+    if held_up.unseen is not None:
+        screen.tell(held_up.unseen, "yellow")
+
+
+def _document(held_up: HeldUp | None) -> Mapping[str, object]:
+    return {} if held_up is None else {"held_up": dict(held_up.places), "unseen": held_up.unseen}
 
 
 @rabbitmq.command(epilog=examples("delayline rabbitmq pending", "delayline rabbitmq pending --delays v1 --json"))
@@ -237,10 +260,12 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
     """Count what waits at each level, and estimate when it comes due.
 
     What is in a level is known, not how long it has been there: so much is surely due by then, and so much probably.
+    Due messages without a destination are counted apart: exit code 1 when there are any.
     """
     from delayline.rabbitmq import administration
 
     counts = asyncio.run(administration.pending(address, levels))
+    held_up = asyncio.run(administration.overdue(address, levels))
     windows = administration.windows(counts)
     total, largest = sum(counts), max(counts)
     used = [(level, number) for level, number in enumerate(counts) if number]
@@ -251,6 +276,7 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
         )
         screen.table(("due within", "surely", "probably"), [_row(window, total) for window in windows])
     screen.tell(f"{total} {'message waits' if total == 1 else 'messages wait'} in {levels.prefix}.* at {address}")
+    _tell_held_up(screen, held_up)
     screen.document(
         {
             "total": total,
@@ -258,8 +284,11 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
             "windows": [
                 {"seconds": one.seconds, "at_least": one.at_least, "estimate": one.estimate} for one in windows
             ],
+            **_document(held_up),
         }
     )
+    if held_up.places:
+        click.get_current_context().exit(FAILED)
 
 
 def _row(window: Window, total: int) -> Sequence[object]:
@@ -295,10 +324,10 @@ def catch_all(
 async def _switch(
     address: BrokerAddress, levels: DelayInfrastructure, url: str | None, *, on: bool
 ) -> tuple[str, bool]:
-    from delayline.rabbitmq import administration
+    from delayline.rabbitmq import administration, verification
     from delayline.rabbitmq.management import ManagementApi
 
     async with ManagementApi(address, url) as api:
         if on:
             return await administration.catch_all_on(address, levels, api), True
-        return administration.catch_all_name(levels), await administration.catch_all_off(levels, api)
+        return verification.catch_all_name(levels), await administration.catch_all_off(levels, api)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from delayline.cli.connection import refuse_memory
-from delayline.cli.options import PLACES, examples, json_option, settings_options
-from delayline.config import endpoint_from, planned_setup, transport_from
+from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
+from delayline.config import after_setup, endpoint_from, planned_setup, transport_from
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:
@@ -47,7 +47,12 @@ def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: 
         created = [settings.endpoint, settings.error_queue, *created]
         screen.tell(f"delayed messages of {settings.endpoint} wait at {masked(settings.where_messages_wait)}")
     screen.tell(f"queues at {masked(settings.where_queues_are)}: {', '.join(created)}")
-    screen.document({"endpoint": settings.endpoint, "queues": created})
+    undone = [text for _, ok, text in asyncio.run(after_setup(settings)) if not ok]
+    for text in undone:
+        screen.tell(f"✗ {text}", "red")
+    screen.document({"endpoint": settings.endpoint, "queues": created, "undone": undone})
+    if undone:
+        click.get_current_context().exit(FAILED)
 
 
 def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:

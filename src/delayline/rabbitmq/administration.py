@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from delayline.errors import BackendUnusable
+from delayline.clock import SystemClock
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection, NothingThere
 from delayline.rabbitmq.delay_levels import LEVELS, MAXIMUM_DELAY
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.management import Policy, effective
+from delayline.rabbitmq.management import ManagementApi, Policy, effective
+from delayline.rabbitmq.verification import CATCH_ALL, Check, catch_all_name, held_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiormq.channel import Channel
 
+    from delayline.clock import Clock
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.management import ManagementApi
 
 #: Seconds from now until which people want to know what comes due.
 WINDOWS: Final = (60, 3600, 86_400, 7 * 86_400, 30 * 86_400, 365 * 86_400, MAXIMUM_DELAY)
+SETUP_PATIENCE: Final = 5.0
+"""Seconds that a set-up waits for the management API."""
+NOT_CAUGHT: Final = (
+    "due messages without a destination are not caught: 32 of them stop a level for every endpoint. Somebody who may "
+    "set policies has to run: delayline rabbitmq catch-all on"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldUp:
+    """What is due and does not reach a destination: how many messages are where."""
+
+    places: Mapping[str, int]
+    unseen: str | None = None
+    """Why only a part could be counted; None where all was."""
+
+    def __str__(self) -> str:
+        """Return it as a sentence for people."""
+        where = ", ".join(f"{number} in {name}" for name, number in self.places.items())
+        return (
+            f"{where}: due, and without a destination. Create its queue again, or look into the catch-all's, before "
+            "this broker is switched off"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +88,27 @@ async def pending(address: BrokerAddress, infrastructure: DelayInfrastructure) -
         await connection.close()
 
 
+async def overdue(address: BrokerAddress, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> HeldUp:
+    """Return what no count of ready messages shows: due messages that hang in the levels, and those that were caught.
+
+    Without a management API only the latter. Raises BackendUnavailable where the broker does not answer.
+    """
+    try:
+        async with ManagementApi(address) as api:
+            return HeldUp(await held_up(api, infrastructure, clock or SystemClock()))
+    except (BackendUnavailable, BackendUnusable) as error:
+        unseen = f"due messages that hang in the levels could not be counted: {error}"
+    name = catch_all_name(infrastructure)
+    connection = BrokerConnection(address, "delayline pending")
+    try:
+        number = await connection.run(lambda channel: count(channel, name))
+    except NothingThere:
+        number = 0
+    finally:
+        await connection.close()
+    return HeldUp({name: number} if number else {}, unseen)
+
+
 def windows(counts: Sequence[int]) -> list[Window]:
     """Return what the counts of the levels say about when messages come due.
 
@@ -85,11 +132,6 @@ def _share(seconds: int, length: int) -> float:
     if part >= 2 or seconds >= 2 * length - 1:
         return 1.0
     return part * part / 2 if part <= 1 else 1 - (2 - part) ** 2 / 2
-
-
-def catch_all_name(infrastructure: DelayInfrastructure) -> str:
-    """Return the name that the queue, its exchange and the policy share."""
-    return f"{infrastructure.prefix}.delay-undeliverable"
 
 
 async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructure, api: ManagementApi) -> str:
@@ -120,6 +162,23 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
         await connection.close()
     await api.set_policy(policy)
     return name
+
+
+async def catch_undeliverable(address: BrokerAddress, infrastructure: DelayInfrastructure) -> Check:
+    """Switch the catch-all on as part of a set-up; return whether that is done, or what is to be done instead.
+
+    It is not good where the broker refuses, by the user's rights or for another policy. Without a management API it is
+    left undone, which the text says.
+    """
+    try:
+        async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
+            name = await catch_all_on(address, infrastructure, api)
+    except (BackendUnusable, ConfigurationError) as error:
+        return Check(CATCH_ALL, ok=False, text=f"{NOT_CAUGHT}: {error}")
+    except (BackendUnavailable, TimeoutError) as error:
+        reason = str(error) or f"no answer from {address.management_url} in {SETUP_PATIENCE:g} s"
+        return Check(CATCH_ALL, ok=True, text=f"{NOT_CAUGHT}: {reason}")
+    return Check(CATCH_ALL, ok=True, text=f"due messages without a destination go to the queue {name}")
 
 
 async def catch_all_off(infrastructure: DelayInfrastructure, api: ManagementApi) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span
 from delayline.errors import BackendUnusable, ConfigurationError, NotStarted, QueueNotFound
+from delayline.events import Event, emit
 from delayline.rabbitmq.connection import NothingThere
 from delayline.rabbitmq.crossing_names import CrossingNames
 from delayline.rabbitmq.delay_levels import (
@@ -119,8 +120,16 @@ class DelayLevelDelivery:
         await transport.connection.run(self._levels.declare)
         with contextlib.suppress(QueueNotFound):  # an endpoint that only sends has none
             await transport.bind_delivery(host.endpoint_name, self._levels.delivery)
+        await self._catch_undeliverable(transport)
         if self.stored is not None:
             await self.stored.setup_infrastructure()
+
+    async def _catch_undeliverable(self, transport: RabbitMQTransport) -> None:
+        from delayline.rabbitmq.administration import catch_undeliverable
+
+        _, good, text = await catch_undeliverable(transport.address, self._levels)
+        level = logging.INFO if good else logging.WARNING
+        emit(logger, level, Event.UNDELIVERABLE_CAUGHT, "Delay levels %s.*: %s", self._levels.prefix, text)
 
     async def start(self) -> None:
         """Look whether the levels are there, else raise BackendUnusable; start the store in front."""

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq import verification
+from delayline.rabbitmq.administration import NOT_CAUGHT
 from delayline.rabbitmq.connection import NothingThere
 from delayline.rabbitmq.crossing_names import receivers
 from delayline.rabbitmq.frames import ExchangeDeclare
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.management import ManagementApi
 from delayline.rabbitmq.transport import RabbitMQTransport
-from delayline.rabbitmq.verification import Check
+from delayline.rabbitmq.verification import CATCH_ALL, Check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,11 @@ async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None =
     try:
         return [version, *await _closely(transport.address, levels)]
     except (BackendUnavailable, BackendUnusable) as error:
-        there = Check(WHAT, ok=True, text=f"{levels.delivery!r} is there; not looked at more closely: {error}")
+        text = f"{levels.delivery!r} is there; not looked at more closely: {error}"
+        refused = isinstance(error, BackendUnusable)
+        if refused:
+            text += f". It may be that {NOT_CAUGHT}"
+        there = Check(f"{WHAT}: {CATCH_ALL}" if refused else WHAT, ok=not refused, text=text)
         return [version, there, _names(endpoint, crossing)] if endpoint else [version, there]
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from delayline.rabbitmq.address import BrokerAddress
 
-SECONDS: Final = 30.0
 TOTALS: Final = {"disable_stats": "true", "enable_queue_totals": "true"}
 """Counts as they are now, at a tenth of the cost; the statistics are seconds old."""
 VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
@@ -89,7 +88,9 @@ class ManagementApi:
             raise ConfigurationError(f"the management API's URL must start with http:// or https://, not {self.url!r}")
         self._vhost = quote(address.vhost, safe="")
         verify = address.tls.context() if address.tls and self.url.startswith("https:") else True
-        self._http = httpx.AsyncClient(auth=(address.user, address.password), timeout=SECONDS, verify=verify)
+        self._http = httpx.AsyncClient(
+            auth=(address.user, address.password), timeout=2 * address.server_timeout, verify=verify
+        )
 
     async def __aenter__(self) -> Self:
         return self

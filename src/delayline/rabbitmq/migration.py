@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, InvalidMessage
+from delayline.rabbitmq.administration import HeldUp, overdue
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delay_levels import LEVELS, seconds_until
@@ -70,6 +71,8 @@ class Report:
     destinations: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     """Why messages were kept apart."""
+    held_up: HeldUp | None = None
+    """What is due on the source and reaches no destination: a move cannot take it."""
     apart_in: str = ""
     """The queue that they are kept in, on the broker they came from."""
 
@@ -132,6 +135,7 @@ class Move:
         finally:
             for part in (self._publisher, self._apart, self._target, self._source):
                 await part.close()
+        self.report.held_up = await overdue(self._ends[0].address, self._from, self._clock)
         return self.report
 
     async def _open(self) -> None:

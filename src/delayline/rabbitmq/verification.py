@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from delayline.clock import Clock
-    from delayline.rabbitmq.infrastructure import Binding, DelayInfrastructure, LevelQueue
+    from delayline.rabbitmq.infrastructure import Binding, DelayInfrastructure
     from delayline.rabbitmq.management import ExchangeFacts, ManagementApi, Policy, QueueFacts
 
 OLDEST: Final = (3, 10, 0)
@@ -27,6 +27,7 @@ HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "d
 LOOKS: Final = 3
 BETWEEN_LOOKS: Final = 1.0
 DESTINATION_START: Final = "#."
+CATCH_ALL: Final = "catch-all"
 
 
 class Check(NamedTuple):
@@ -63,7 +64,22 @@ async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock
     return [
         await _undeliverable(api, infrastructure, clock or SystemClock()),
         _names(infrastructure, await api.bindings()),
+        _caught(infrastructure, await api.queues(), await api.policies()),
     ]
+
+
+def catch_all_name(infrastructure: DelayInfrastructure) -> str:
+    """Return the name that the catch-all's queue, its exchange and its policy share."""
+    return f"{infrastructure.prefix}.delay-undeliverable"
+
+
+async def held_up(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
+    """Return where due messages are that reach no destination, and how many: levels, and the catch-all's queue."""
+    places = await _stuck_for_long(api, infrastructure, clock)
+    caught = (await api.queues()).get(catch_all_name(infrastructure))
+    if caught is not None and caught.messages:
+        places[caught.name] = caught.messages
+    return places
 
 
 def destinations(infrastructure: DelayInfrastructure, bindings: Iterable[Binding]) -> list[str]:
@@ -174,13 +190,7 @@ def _some(texts: Sequence[str]) -> str:
 
 
 async def _undeliverable(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> Check:
-    """Count what stays in levels though it is due, through all looks."""
-    stuck = await _stuck(api, infrastructure.queues)
-    for _ in range(LOOKS - 1):
-        if stuck:
-            await clock.sleep(BETWEEN_LOOKS)
-            again = await _stuck(api, infrastructure.queues)
-            stuck = {name: min(number, again[name]) for name, number in stuck.items() if name in again}
+    stuck = await _stuck_for_long(api, infrastructure, clock)
     if not stuck:
         return Check("due messages", ok=True, text="all find their destinations")
     where = _some([f"{number} in {name}" for name, number in stuck.items()])
@@ -192,10 +202,42 @@ async def _undeliverable(api: ManagementApi, infrastructure: DelayInfrastructure
     )
 
 
-async def _stuck(api: ManagementApi, levels: Sequence[LevelQueue]) -> dict[str, int]:
-    found = await api.queues()
-    facts = (found[level.name] for level in levels if level.name in found)
-    return {fact.name: fact.undeliverable for fact in facts if fact.undeliverable}
+async def _stuck_for_long(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
+    """Count what stays in levels though it is due, through all looks."""
+    stuck = await _stuck(api, infrastructure)
+    for _ in range(LOOKS - 1):
+        if stuck:
+            await clock.sleep(BETWEEN_LOOKS)
+            again = await _stuck(api, infrastructure)
+            stuck = {name: min(number, again[name]) for name, number in stuck.items() if name in again}
+    return stuck
+
+
+async def _stuck(api: ManagementApi, infrastructure: DelayInfrastructure) -> dict[str, int]:
+    found, lowest = await api.queues(), infrastructure.level(0)
+    facts = [found[level.name] for level in infrastructure.queues if level.name in found]
+    # At the lowest level, where messages stay for a second, brokers may show them as taken.
+    numbers = {
+        fact.name: fact.undeliverable + ((fact.unacknowledged or 0) if fact.name == lowest else 0) for fact in facts
+    }
+    return {name: number for name, number in numbers.items() if number}
+
+
+def _caught(infrastructure: DelayInfrastructure, queues: Mapping[str, QueueFacts], policies: Sequence[Policy]) -> Check:
+    """Tell whether due messages without a destination are caught, and how many were."""
+    name = catch_all_name(infrastructure)
+    number = queues[name].messages or 0 if name in queues else 0
+    if number:
+        text = f"{number} due messages are in {name}, for their destinations were missing. Look into it and empty it"
+        return Check(CATCH_ALL, ok=False, text=text)
+    policy = effective(policies, infrastructure.delivery, "exchanges")
+    if name not in queues or policy is None or policy.definition.get("alternate-exchange") != name:
+        text = (
+            "off: due messages without a destination stay in their level, and 32 of them stop it for every endpoint. "
+            "Switch it on with: delayline rabbitmq catch-all on"
+        )
+        return Check(CATCH_ALL, ok=False, text=text)
+    return Check(CATCH_ALL, ok=True, text=f"{name} is empty")
 
 
 def _names(infrastructure: DelayInfrastructure, bindings: Iterable[Binding]) -> Check:
