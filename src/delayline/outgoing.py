@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -197,7 +198,11 @@ def check_headers(headers: HeaderMap) -> HeaderMap:
         raise InvalidMessage(f"headers must be a mapping of str to str, not {type(headers).__name__}")
     for name, value in headers.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise InvalidMessage(f"header {name!r}: {value!r} must be str to str; convert it, as in str({value!r})")
+            raise InvalidMessage(  # reprlib, because a value may be nested too deep for repr
+                "header {0}: {1} must be str to str; convert it, as in str({1})".format(
+                    *map(reprlib.repr, (name, value))
+                )
+            )
         if name == Headers.TIME_TO_BE_RECEIVED:
             _check_time_span(value)
         if not name:

@@ -10,6 +10,7 @@ import pytest
 from tests.cli.conftest import messages_in
 
 from delayline import Headers
+from delayline.cli import rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,6 +160,105 @@ def test_json_lines_are_stored_and_bad_ones_kept_apart(ready: Callable[..., Ran]
     assert all("reason" in one for one in rejected)
 
 
+GOOD_LINE = {"destination": "billing", "body": "x", "delay": "1h"}
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"destination":"bil\\ud800ling","body":"x","delay":"1h"}', "control characters"),
+        (b'{"destination":"billing","body":"\\ud800","delay":"1h"}', "UTF-8"),
+        (b'{"destination":"billing","id":"\\ud800","delay":"1h"}', "control characters"),
+        (b'{"destination":"billing","\\ud800":"x","delay":"1h"}', "unknown key"),
+        (b'{"destination":"billing","headers":{"a":{"b":"\\ud800"}},"delay":"1h"}', "must be str to str"),
+        (b'{"destination":"billing","headers":"' + DEEP.encode() + b'","delay":"1h"}', "headers are not JSON"),
+        (b'{"destination":"billing","headers":{"a":' + b"[" * 400 + b"]" * 400 + b'},"delay":"1h"}', "str to str"),
+        (b'{"destination":' + b"[" * 400 + b"]" * 400 + b',"delay":"1h"}', "must be a text"),
+        (b'{"destination":"billing","delay_ms":' + b"9" * 4000 + b"}", "must be a whole number"),
+        (b'{"destination":"billing","delay_ms":-' + b"9" * 12 + b"}", "longer than zero"),
+        (b'{"destination":"billing","id":' + b"9" * 4500 + b',"delay":"1h"}', "not JSON"),
+        (b'{"destination":"billing","delay":1e400}', "must be a text"),
+        (b'{"destination":"billing","body":NaN,"delay":"1h"}', "JSON"),
+        (b'{"destination":"billing","delay":"' + b"1h" * 100_000 + b'"}', "200000 characters"),
+        (b'{"destination":"billing","deliver_at":"' + b"2" * 100_000 + b'"}', "100000 characters"),
+        (DEEP.encode(), "not JSON"),
+        (b"[" * 400 + b"]" * 400, "not a JSON object"),
+        (b'{"' + b"k" * 100_000 + b'":1}', "unknown key"),
+    ],
+    ids=range(18),
+)
+def test_a_hostile_json_line_is_rejected_alone(ready: Callable[..., Ran], line: bytes, reason: str) -> None:
+    # Given a bad line between two good ones
+    lines = [json.dumps(GOOD_LINE | {"id": "a"}).encode(), line, json.dumps(GOOD_LINE | {"id": "b"}).encode()]
+    Path("r.jsonl").write_bytes(b"\n".join(lines))
+    # When the file is sent
+    ran = ready("send", "--from", "r.jsonl", "--json")
+    # Then only that one is rejected, with a reason of a bounded length, and can be read again
+    assert (ran.code, set(waiting(ready))) == (1, {"a", "b"})
+    [rejected] = ran.document["first_rejected"]
+    assert rejected["line"] == 2
+    assert reason in rejected["reason"]
+    assert len(rejected["reason"]) < 600
+    kept = json.loads(Path("r.jsonl.rejected").read_text(encoding="utf-8"))
+    assert kept["reason"].startswith("line 2: ")
+    # And on a screen, too
+    assert ready("send", "--from", "r.jsonl").out.endswith("send that file\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("billing,\xe9,1h,c,".encode("latin-1"), "not UTF-8"),
+        ("billing,\xe9,with a comma,1h,c,".encode("latin-1"), "not UTF-8"),
+        (f"billing,x,1h,c,{DEEP}".encode(), "headers are not JSON"),
+        (b'billing,x"y",1h,c,"a"b', "not CSV"),
+        (f"billing,x,{'1h' * 100_000},c,".encode(), "200000 characters"),
+    ],
+    ids=range(5),
+)
+def test_a_hostile_csv_line_is_rejected_alone(ready: Callable[..., Ran], line: bytes, reason: str) -> None:
+    good = b"destination,body,delay,id,headers\nbilling,x,1h,a,\n%s\nbilling,x,1h,b,\n"
+    Path("r.csv").write_bytes(good % line)
+    ran = ready("send", "--from", "r.csv", "--json")
+    assert (ran.code, set(waiting(ready))) == (1, {"a", "b"})
+    [rejected] = ran.document["first_rejected"]
+    assert rejected["line"] == 3
+    assert reason in rejected["reason"]
+    with Path("r.csv.rejected").open(newline="", encoding="utf-8") as file:
+        [row] = csv.DictReader(file)
+    assert row["reason"].startswith("line 3: ")
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.jsonl"])
+def test_a_line_that_is_too_long_is_rejected_without_reading_all_of_it(
+    ready: Callable[..., Ran], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1000)
+    lines = ["destination,body,delay,id", "billing,x,1h,a", f"billing,{'x' * 10_000},1h,c", "billing,x,1h,b"]
+    if name == "r.jsonl":
+        lines = ["", json.dumps(GOOD_LINE | {"id": "a"}), json.dumps(GOOD_LINE | {"body": "x" * 10_000}),
+                 json.dumps(GOOD_LINE | {"id": "b"})]  # fmt: skip
+    Path(name).write_text("\n".join(lines))
+    ran = ready("send", "--from", name, "--json")
+    assert (ran.code, set(waiting(ready))) == (1, {"a", "b"})
+    assert [one["line"] for one in ran.document["first_rejected"]] == [3]
+
+
+def test_rejected_lines_follow_no_link(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a link to another file that appears where rejected lines go after the name was freed
+    Path("other").write_text("mine")
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    Path("r.csv.rejected").symlink_to("other")
+    Path("r.csv").write_text("destination,body,delay\nbilling,x,soon\n")
+    # When a line is rejected
+    ran = ready("send", "--from", "r.csv")
+    # Then that file stays as it is
+    assert ran.code == 2
+    assert "cannot be written" in ran.err
+    assert Path("other").read_text() == "mine"
+
+
 def test_sending_a_file_again_changes_nothing(ready: Callable[..., Ran]) -> None:
     row = json.dumps({"destination": "billing", "body": "x", "delay": "1h"}) + "\n"
     Path("r.jsonl").write_text(row * 3)
@@ -181,6 +281,9 @@ def test_many_rows_are_stored(ready: Callable[..., Ran]) -> None:
     [
         ("r.csv", "destnation,body\n", "unknown column 'destnation'; did you mean 'destination'?"),
         ("r.csv", "", "has no column destination"),
+        ("r.csv", 'destination,"body"x,delay\n', "the first line of r.csv is not CSV"),
+        ("r.csv", "destination,body,body\n", "has two columns body"),
+        ("r.csv", "destination," + "b" * 100_000 + "\n", "unknown column 'bbb"),
         ("r.txt", "x", "neither .csv nor .jsonl"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from delayline import ConfigurationError, Headers, InvalidDueTime, InvalidMessage, Message
 from delayline.message import to_wire_time
-from delayline.outgoing import Composer, check_endpoint_name, due_time
+from delayline.outgoing import Composer, check_endpoint_name, check_headers, due_time
 
 if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock
@@ -167,3 +167,13 @@ def test_an_endpoints_name_is_a_setting() -> None:
     assert check_endpoint_name("sales") == "sales"
     with pytest.raises(ConfigurationError, match="endpoint name has 201 characters"):
         check_endpoint_name("s" * 201)
+
+
+def test_a_header_value_nested_too_deep_to_be_shown_is_refused_all_the_same() -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(InvalidMessage, match="must be str to str"):
+        check_headers({"a": nested})  # type: ignore[dict-item]
+    while nested:  # taken apart step by step: Python frees a chain this long by recursion
+        nested = nested[0]  # type: ignore[assignment]

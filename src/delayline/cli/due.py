@@ -13,6 +13,9 @@ from delayline.errors import InvalidDueTime
 DELAYS: Final = "5s, 10m, 2h, 3d, 1h30m or ISO 8601 as in PT5M"
 INSTANTS: Final = "ISO 8601 with a zone, as in 2026-05-01T09:00:00+02:00 or 2026-05-01T07:00:00Z"
 
+LONGEST: Final = 100
+"""Characters of a delay or an instant."""
+
 _UNITS: Final = {"w": "weeks", "d": "days", "h": "hours", "m": "minutes", "s": "seconds", "ms": "milliseconds"}
 _NUMBER: Final = r"(\d{1,12}(?:\.\d{1,6})?)"
 _PART: Final = re.compile(rf"{_NUMBER}\s*(ms|[wdhms])\s*")
@@ -23,7 +26,7 @@ _ISO: Final = re.compile(
 
 def parse_delay(text: str) -> timedelta:
     """Return the delay written as 5s, 10m, 2h, 3d, 1h30m, 250ms or PT5M. Raises InvalidDueTime."""
-    text = text.strip()
+    text = _short("delay", text, DELAYS)
     iso = _ISO.fullmatch(text.upper())
     parts = _PART.findall(text.lower())
     try:
@@ -39,8 +42,9 @@ def parse_delay(text: str) -> timedelta:
 
 def parse_instant(text: str) -> datetime:
     """Return the aware instant that an ISO 8601 text names. Raises InvalidDueTime."""
+    text = _short("time", text, INSTANTS)
     try:
-        instant = datetime.fromisoformat(text.strip())
+        instant = datetime.fromisoformat(text)
     except ValueError as error:
         raise InvalidDueTime(f"time {text!r} is not understood: write {INSTANTS}") from error
     if instant.utcoffset() is None:
@@ -49,6 +53,13 @@ def parse_instant(text: str) -> datetime:
         return instant.astimezone(UTC)
     except OverflowError as error:
         raise InvalidDueTime(f"time {text!r} lies beyond year 9999 in UTC: use an earlier one") from error
+
+
+def _short(what: str, text: str, forms: str) -> str:
+    text = text.strip()
+    if len(text) > LONGEST:
+        raise InvalidDueTime(f"{what} {text[:40]!r}... of {len(text)} characters is not understood: write {forms}")
+    return text
 
 
 def in_the_future(instant: datetime, now: datetime) -> datetime:

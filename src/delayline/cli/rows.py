@@ -6,6 +6,7 @@ import csv
 import difflib
 import hashlib
 import json
+import reprlib
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
 KEYS: Final = ("destination", "body", "delay", "delay_ms", "deliver_at", "id", "headers")
 REASON: Final = "reason"
 REJECTED: Final = ".rejected"
-_LONGEST_CELL: Final = 2**31 - 1
+#: Bytes of a line, and characters of a CSV row: what is read into memory at once.
+LONGEST_LINE: Final = 64 * 1024 * 1024
+#: Characters of a name or value in a reason, and of a reason.
+SHOWN: Final = 80
+LONGEST_REASON: Final = 500
+_SHOW: Final = reprlib.Repr()
+_SHOW.maxstring = _SHOW.maxother = _SHOW.maxlong = SHOWN
+
+TOO_LONG: Final = f"longer than {LONGEST_LINE // 1024 // 1024} MiB: keep large content elsewhere, and send where it is"
 
 Fields = dict[str, Any]
 
@@ -35,6 +44,8 @@ class Line:
     number: int
     fields: Fields
     problem: str | None = None
+    text: str = ""
+    """The line as it is, of JSON Lines: for fields that cannot be written again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,54 +115,75 @@ class RowFile:
             raise InvalidMessage(f"id {message_id!r} stands on line {first} already")
         return message_id
 
-    def _counted(self, file: IO[bytes]) -> Iterator[bytes]:
-        for raw in file:
+    def _counted(self, file: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
+        """Yield each line's first bytes, and whether these are all of it."""
+        while raw := file.readline(LONGEST_LINE):
             self.read_bytes += len(raw)
-            yield raw
+            whole = end = len(raw) < LONGEST_LINE or raw.endswith(b"\n")
+            while not end:
+                rest = file.readline(LONGEST_LINE)
+                self.read_bytes += len(rest)
+                end = len(rest) < LONGEST_LINE or rest.endswith(b"\n")
+            yield raw, whole
 
     def _json_lines(self, file: IO[bytes]) -> Iterator[Line]:
-        for number, raw in enumerate(self._counted(file), 1):
+        for number, (raw, whole) in enumerate(self._counted(file), 1):
+            if not whole:
+                yield Line(number, {}, TOO_LONG)
+                continue
             if not raw.strip():
                 continue
+            text = raw.decode("utf-8", "replace").rstrip()
             try:
                 fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
-                fields, problem = {"line": raw.decode("utf-8", "replace").rstrip()}, f"not JSON: {error}"
-                yield Line(number, fields, problem)
+                yield Line(number, {"line": text}, f"not JSON: {error}")
                 continue
             if isinstance(fields, dict):
-                yield Line(number, fields)
+                yield Line(number, fields, text=text)
             else:
-                yield Line(number, {"line": fields}, "not a JSON object")
+                yield Line(number, {"line": text}, "not a JSON object")
 
     def _csv_lines(self, file: IO[bytes]) -> Iterator[Line]:
-        csv.field_size_limit(_LONGEST_CELL)
+        csv.field_size_limit(LONGEST_LINE)
         text = (
-            raw.decode("utf-8-sig" if number == 0 else "utf-8", "surrogateescape")
-            for number, raw in enumerate(self._counted(file))
+            # A cell that is longer than the limit is refused by the reader, and with it the line.
+            (raw if whole else raw + b"\n").decode("utf-8-sig" if number == 0 else "utf-8", "surrogateescape")
+            for number, (raw, whole) in enumerate(self._counted(file))
         )
         reader = csv.reader(text, strict=True)
-        self.columns = [name.strip() for name in next(reader, [])]
-        for name in self.columns:
-            if name not in {*KEYS, REASON}:
-                raise ConfigurationError(f"{self.path}: {_unknown('column', name, self.columns)}")
-        if "destination" not in self.columns:
-            raise ConfigurationError(f"{self.path} has no column destination. The first line names: {', '.join(KEYS)}")
+        self.columns = self._columns(reader)
         while (cells := _next_cells(reader)) is not None:
             if cells:
                 yield self._csv_line(reader.line_num, cells)
+
+    def _columns(self, reader: Any) -> list[str]:  # noqa: ANN401 - csv's reader has no public type
+        header = _next_cells(reader)
+        if isinstance(header, csv.Error):
+            raise ConfigurationError(
+                f"the first line of {self.path} is not CSV: {header}. It names the columns: {', '.join(KEYS)}"
+            )
+        columns = [name.strip() for name in header or []]
+        for name in columns:
+            if name not in {*KEYS, REASON}:
+                raise ConfigurationError(f"{self.path}: {_unknown('column', name, columns)}")
+            if columns.count(name) > 1:
+                raise ConfigurationError(f"{self.path} has two columns {name}: leave one of them out")
+        if "destination" not in columns:
+            raise ConfigurationError(f"{self.path} has no column destination. The first line names: {', '.join(KEYS)}")
+        return columns
 
     def _csv_line(self, number: int, cells: list[str] | csv.Error) -> Line:
         if isinstance(cells, csv.Error):
             return Line(number, {}, f"not CSV: {cells}")
         fields: Fields = dict(zip(self.columns, cells, strict=False))
-        if len(cells) != len(self.columns):
-            return Line(number, fields, f"{len(cells)} cells under {len(self.columns)} columns: quote the commas")
         try:
             "".join(cells).encode()
         except UnicodeEncodeError:
             fields = {name: cell.encode(errors="replace").decode() for name, cell in fields.items()}
             return Line(number, fields, "not UTF-8")
+        if len(cells) != len(self.columns):
+            return Line(number, fields, f"{len(cells)} cells under {len(self.columns)} columns: quote the commas")
         return Line(number, fields)
 
 
@@ -163,17 +195,20 @@ class RejectedFile:
         self.count = 0
         self._rows = rows
         self._file: IO[str] | None = None
-        self._write: Callable[[Mapping[str, object]], object] = lambda _: None
+        self._write: Callable[[Line, Fields], object]
 
     def add(self, line: Line, reason: str) -> None:
         """Write a line and why it was rejected."""
         if self._file is None:
             self._open()
         self.count += 1
-        self._write({**line.fields, REASON: f"line {line.number}: {reason}"})
+        self._write(line, {REASON: f"line {line.number}: {reason}"})
 
     def __enter__(self) -> RejectedFile:
-        self.path.unlink(missing_ok=True)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
         return self
 
     def __exit__(
@@ -183,14 +218,37 @@ class RejectedFile:
             self._file.close()
 
     def _open(self) -> None:
-        file = self._file = self.path.open("w", encoding="utf-8", newline="")
+        try:
+            # A new file, so that no link is followed. In JSON a lone surrogate stays the escape that it was read from.
+            file = self._file = self.path.open("x", encoding="utf-8", errors="backslashreplace", newline="")
+        except OSError as error:
+            raise self._unwritable(error) from error
         if self._rows.is_csv:
             columns = [*(name for name in self._rows.columns if name != REASON), REASON]
             writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
             writer.writeheader()
-            self._write = writer.writerow
+            self._write = lambda line, added: writer.writerow(line.fields | added)
         else:
-            self._write = lambda fields: file.write(json.dumps(fields, ensure_ascii=False) + "\n")
+            self._write = lambda line, added: file.write(_json_line(line, added) + "\n")
+
+    def _unwritable(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.path}, for the lines that are rejected, cannot be written: {error.strerror}. "
+            "Send a copy of the file from a folder of your own"
+        )
+
+
+def _json_line(line: Line, added: Fields) -> str:
+    try:
+        return json.dumps(line.fields | added, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # not finite, or nested too deep
+        return json.dumps({"line": line.text, **added}, ensure_ascii=False)
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a line was rejected, of a bounded length, in characters that any file and terminal takes."""
+    text = str(error).encode(errors="backslashreplace").decode()
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
 def _next_cells(reader: Any) -> list[str] | csv.Error | None:  # noqa: ANN401 - csv's reader has no public type
@@ -208,14 +266,14 @@ def _is_csv(path: Path, suffix: str) -> bool:
 
 
 def _unknown(what: str, name: str, given: Mapping[str, object] | list[str]) -> str:
-    close = difflib.get_close_matches(name, [key for key in KEYS if key not in given], 1)
+    close = difflib.get_close_matches(name[:SHOWN], [key for key in KEYS if key not in given], 1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {what} {name!r}{hint} Known are: {', '.join(KEYS)}"
+    return f"unknown {what} {_SHOW.repr(name)}{hint} Known are: {', '.join(KEYS)}"
 
 
 def _text(given: Fields, name: str) -> str:
     if not isinstance(given[name], str):
-        raise InvalidMessage(f"{name} must be a text, not {given[name]!r}")
+        raise InvalidMessage(f"{name} must be a text, not {_SHOW.repr(given[name])}")
     return str(given[name])
 
 
@@ -228,12 +286,12 @@ def _headers(headers: object) -> dict[str, str]:
     if isinstance(headers, str):
         try:
             headers = json.loads(headers)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidMessage(f"headers are not JSON: {error}. Write them as {{'name': 'value'}}") from error
     if headers is None:
         return {}
     if not isinstance(headers, dict):
-        raise InvalidMessage(f"headers must be an object of names and texts, not {headers!r}")
+        raise InvalidMessage(f"headers must be an object of names and texts, not {_SHOW.repr(headers)}")
     return headers
 
 
@@ -247,17 +305,19 @@ def _due(given: Fields, now: datetime) -> datetime:
         return in_the_future(parse_instant(_text(given, way)), now)
     delay = _milliseconds(given[way]) if way == "delay_ms" else parse_delay(_text(given, way))
     if delay <= timedelta(0):
-        raise InvalidDueTime(f"{way} must be longer than zero, not {given[way]}: a delayed message is due later")
+        raise InvalidDueTime(
+            f"{way} must be longer than zero, not {_SHOW.repr(given[way])}: a delayed message is due later"
+        )
     try:
         return (now + delay).astimezone(UTC)
     except OverflowError as error:
-        raise InvalidDueTime(f"{way} {given[way]} leads beyond year 9999: use a shorter one") from error
+        raise InvalidDueTime(f"{way} {_SHOW.repr(given[way])} leads beyond year 9999: use a shorter one") from error
 
 
 def _milliseconds(value: object) -> timedelta:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InvalidDueTime(f"delay_ms must be a whole number, not {value!r}")
+        raise InvalidDueTime(f"delay_ms must be a whole number, not {_SHOW.repr(value)}")
     try:
         return timedelta(milliseconds=int(value))
     except (ValueError, OverflowError) as error:
-        raise InvalidDueTime(f"delay_ms must be a whole number, not {value!r}") from error
+        raise InvalidDueTime(f"delay_ms must be a whole number, not {_SHOW.repr(value)}") from error

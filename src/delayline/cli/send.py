@@ -14,7 +14,7 @@ import click
 from delayline.cli.connection import sending_endpoint
 from delayline.cli.due import due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
-from delayline.cli.rows import Line, RejectedFile, Row, RowFile
+from delayline.cli.rows import Line, RejectedFile, Row, RowFile, reason_of
 from delayline.errors import DelaylineError, InvalidMessage, QueueNotFound
 from delayline.outgoing import due_time
 
@@ -178,6 +178,7 @@ class Bulk:
         await endpoint.send(row.destination, row.body, headers=row.headers, message_id=row.id, deliver_at=row.due)
 
     def _reject(self, line: Line, error: Exception) -> None:
-        self._rejected.add(line, str(error))
+        reason = reason_of(error)
+        self._rejected.add(line, reason)
         if len(self._told) < TOLD:
-            self._told.append((line.number, str(error)))
+            self._told.append((line.number, reason))

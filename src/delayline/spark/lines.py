@@ -103,7 +103,10 @@ def _unreadable(url: str, said: str) -> ConfigurationError:
 
 
 def _from_csv(header: str, path: str) -> Column:
-    names = next(csv.reader([header.removeprefix("\ufeff")]), [])
+    try:
+        names = next(csv.reader([header.removeprefix("\ufeff")]), [])
+    except csv.Error as error:
+        raise ConfigurationError(f"{path!r} begins with a line that is not CSV: {error}") from error
     if len(set(names)) != len(names) or not all(name.strip() for name in names):
         raise ConfigurationError(f"{path!r} begins with {header!r}: that is no line of different column names")
     fields = ", ".join(f"`{name.strip().replace('`', '``')}` STRING" for name in [*names, CORRUPT])

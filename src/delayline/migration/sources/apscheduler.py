@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pickletools
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -29,6 +30,16 @@ ONCE: Final = "apscheduler.triggers.date.DateTrigger"
 #: What a message says of the job that it was, beside its arguments in the body.
 FUNCTION: Final = "APScheduler.Function"
 NAME: Final = "APScheduler.Name"
+#: Bytes of a job's state; what a pickle may become in memory is some hundred times as large.
+LARGEST_STATE: Final = 1024 * 1024
+#: Of the arguments as JSON, where a list that a pickle holds once and names often counts each time.
+LARGEST_BODY: Final = 16 * 1024 * 1024
+EACH: Final = 16
+MOST_CLASSES: Final = 1000
+LONGEST_NAME: Final = 1000
+LONGEST_REASON: Final = 500
+PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+CLASSES: Final = frozenset({"GLOBAL", "STACK_GLOBAL", "INST"})
 UNREADABLE: Final = "its state cannot be read: {}"
 REPEATS: Final = "it repeats ({}), and a message comes once: schedule it anew, or let APScheduler run it"
 NO_JSON: Final = "its arguments are no JSON: {}. Let APScheduler run it"
@@ -90,15 +101,17 @@ class APScheduler(TableSource):
         try:
             job = state_of(bytes(state))
             trigger = f"{type(job['trigger']).__module__}.{type(job['trigger']).__qualname__}"
-            function, name, executor = str(job["func"]), str(job["name"]), str(job["executor"])
+            function, name, executor = (_name(job, one) for one in ("func", "name", "executor"))
             arguments = {"args": list(job["args"]), "kwargs": dict(job["kwargs"])}
         except Exception as error:
-            return message_id, None, at, None, None, UNREADABLE.format(error)
-        reason = None if trigger == ONCE else REPEATS.format(trigger.rsplit(".", 1)[1])
-        try:
-            body = json.dumps(arguments, ensure_ascii=False).encode()
-        except (TypeError, ValueError) as error:
-            body, reason = b"", reason or NO_JSON.format(error)
+            return message_id, None, at, None, None, UNREADABLE.format(_cut(error))
+        reason = None if trigger == ONCE else REPEATS.format(_cut(trigger.rsplit(".", 1)[1]))
+        body = b""
+        if reason is None:
+            try:
+                body = _encoded(arguments)
+            except (TypeError, ValueError, RecursionError) as error:
+                reason = NO_JSON.format(_cut(error))
         headers = {
             Headers.MESSAGE_ID: message_id, Headers.CONTENT_TYPE: "application/json", FUNCTION: function, NAME: name,
         }  # fmt: skip
@@ -133,7 +146,50 @@ class _Reader(pickle.Unpickler):
 
 def state_of(pickled: bytes) -> dict[str, Any]:
     """Return what a job store has kept of a job; objects in it are inert. Raises what pickle does, or TypeError."""
+    _check_size(pickled)
     state = _Reader(io.BytesIO(pickled)).load()
     if not isinstance(state, dict):
         raise TypeError(f"it holds a {type(state).__name__}, no job")
     return state
+
+
+def _check_size(pickled: bytes) -> None:
+    """Raise ValueError for a pickle that takes much more memory than it has bytes."""
+    if len(pickled) > LARGEST_STATE:
+        raise ValueError(f"it has {len(pickled):,} bytes, {LARGEST_STATE:,} at most. Let APScheduler run it")
+    classes = 0
+    for operation, argument, _ in pickletools.genops(pickled):
+        if operation.name in PUTS and argument is not None and argument > len(pickled):
+            raise ValueError(
+                f"it numbers an object {argument}, more than it has bytes"
+            )  # the reader makes room for all
+        classes += operation.name in CLASSES
+        if classes > MOST_CLASSES:
+            raise ValueError(f"it names more than {MOST_CLASSES} classes")
+
+
+def _name(job: dict[str, Any], what: str) -> str:
+    name = job[what]
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
+        raise TypeError(f"its {what} is no text of at most {LONGEST_NAME} characters")
+    return name
+
+
+def _encoded(arguments: dict[str, Any]) -> bytes:
+    """Return the arguments as JSON. Raises TypeError or ValueError for what is none, or too large."""
+    size, left = 0, list[Any]([arguments])
+    while left:
+        one = left.pop()
+        size += EACH + (len(one) if isinstance(one, str) else 0)
+        if size > LARGEST_BODY:
+            raise ValueError(f"they have more than {LARGEST_BODY // 1024 // 1024} MiB")
+        if isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _cut(reason: object) -> str:
+    text = str(reason).encode(errors="backslashreplace").decode()
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
