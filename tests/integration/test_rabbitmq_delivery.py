@@ -19,6 +19,7 @@ from delayline import (
     Endpoint,
     Event,
     Message,
+    MessageContext,
     SqlDelayedMessageStore,
     SqlTransport,
     StoredDelivery,
@@ -256,3 +257,62 @@ async def test_a_callers_transaction_is_joined_by_the_store_in_front(
 def test_a_threshold_needs_a_store() -> None:
     with pytest.raises(ConfigurationError, match=r"stored_below= needs a store"):
         DelayLevelDelivery(stored_below=SECOND)
+
+
+@pytest.mark.parametrize("topology", ["conventional", "direct"])
+async def test_an_endpoint_does_not_handle_what_is_delayed_for_a_longer_name(rabbitmq_url: str, topology: str) -> None:
+    """Given sales and contoso.sales, when both get delayed messages, then each handles its own."""
+    handled: dict[str, list[str]] = {"sales": [], "contoso.sales": []}
+    sales, contoso = (
+        Endpoint(
+            name,
+            transport=RabbitMQTransport(rabbitmq_url, topology=topology),
+            delayed_delivery=DelayLevelDelivery(),
+        )
+        for name in handled
+    )
+
+    @sales.handler
+    async def of_sales(message: Message, context: MessageContext) -> None:
+        handled["sales"].append(message.id)
+
+    @contoso.handler
+    async def of_contoso(message: Message, context: MessageContext) -> None:
+        handled["contoso.sales"].append(message.id)
+
+    with Signals() as signals:
+        async with sales, contoso:
+            for seconds in (1, 2, 3):
+                for name in handled:
+                    await contoso.send(name, b"", delay=timedelta(seconds=seconds), message_id=f"{name}-{seconds}")
+            await contoso.send("sales", b"", message_id="sales-0")
+            async with asyncio.timeout(20):
+                while len(handled["sales"]) < 4 or len(handled["contoso.sales"]) < 3:  # noqa: ASYNC110 - the broker's time
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            assert await sales.transport.count("sales") == 0  # type: ignore[attr-defined]
+    assert sorted(handled["sales"]) == ["sales-0", "sales-1", "sales-2", "sales-3"]
+    assert sorted(handled["contoso.sales"]) == ["contoso.sales-1", "contoso.sales-2", "contoso.sales-3"]
+    dropped = [one for one in signals.records(Event.DESTINATIONS_CROSS) if "dropped here" in one.getMessage()]
+    assert len(dropped) == 1
+
+
+async def test_a_delayed_message_for_a_longer_name_that_is_gone_is_not_lost(rabbitmq_url: str) -> None:
+    """Given a message for contoso.sales, which is deleted meanwhile, then the error queue has it."""
+    transport = RabbitMQTransport(rabbitmq_url)
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery())
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        pytest.fail("it is not for sales")
+
+    async with endpoint:
+        await transport.setup_infrastructure(["contoso.sales"])
+        await endpoint.send("contoso.sales", b"body", delay=timedelta(seconds=2), message_id="lost?")
+        await transport.connection.run(lambda channel: channel.queue_delete("contoso.sales"))
+        await transport.connection.run(lambda channel: channel.exchange_delete("contoso.sales"))
+        async with asyncio.timeout(20):
+            while not await transport.count("error"):  # noqa: ASYNC110 - the broker's time
+                await asyncio.sleep(0.05)
+        [found] = await transport.browse("error", 2)
+    assert (found.id, found.body) == ("lost?", b"body")

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IS_BOUND = "%r also receives the delayed messages for %r, whose name ends in it: rename one of the endpoints"
+IS_BOUND = (
+    "%r also receives the delayed messages for %r, whose name ends in it: delayline drops them there, other receivers "
+    "handle them. Rename one of the endpoints"
+)
 IS_THERE = (
     "%r is on the broker as well: where delayed messages come to it, it also receives those for %r, whose name ends "
     "in it. Rename one of the endpoints"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -14,8 +15,10 @@ from pamqp import commands
 from delayline.errors import QueueNotFound
 from delayline.events import Event, emit
 from delayline.rabbitmq.connection import LOST, NothingThere
+from delayline.rabbitmq.delay_levels import parse
 from delayline.rabbitmq.frames import Consume, ask
 from delayline.rabbitmq.properties import message_from
+from delayline.rabbitmq.reach import Reach
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
@@ -34,8 +37,28 @@ MOST_UNACKNOWLEDGED: Final = 65_535
 FIRST_PAUSE: Final = 1.0  # seconds until a message that the error queue did not take is tried again; doubles
 LONGEST_PAUSE: Final = 60.0
 NOT_SET_ASIDE: Final = "A poison message in %s cannot be moved to the error queue, and is held meanwhile: %s"
+LEFT_TO: Final = (
+    "%r is sent the delayed messages for %r too, whose name ends in it. They are dropped here: its queue has "
+    "them as well. Rename one of the endpoints (logged once)"
+)
+KNOWN_FOR: Final = 30.0
+"""Seconds after which the broker is asked again whether another endpoint is there."""
+MOST_KNOWN: Final = 1000
+#: Where delayed messages come from: the levels of any name.
+FROM_LEVELS: Final = re.compile(r".+\.delay-(?:level-[0-9]{2}|delivery)", re.DOTALL)
 NO_TAG: Final = 2**64
 """Above all delivery tags."""
+
+
+def meant_for_another(delivered: DeliveredMessage, queue: str) -> str | None:
+    """Return the endpoint that a delayed message is for, where that is another one whose name ends in this queue's.
+
+    The binding `#.Sales` matches the routing keys of `Contoso.Sales` as well (reference 1.9); nothing else does.
+    """
+    if FROM_LEVELS.fullmatch(delivered.exchange or "") is None:
+        return None
+    parsed = parse(delivered.routing_key or "")
+    return parsed[1] if parsed is not None and parsed[1].endswith(f".{queue}") else None
 
 
 class Delivery(NamedTuple):
@@ -76,6 +99,8 @@ class RabbitMQReceiver:
         self._flushes: set[asyncio.Task[None]] = set()
         self._retries: set[asyncio.Task[None]] = set()
         self._unmoved: set[int] = set()
+        self._left_to: set[str] = set()
+        self._known: dict[str, tuple[bool, float]] = {}
         self._changed = asyncio.Event()
         self._opening = asyncio.Lock()
         self._lost: Exception | None = None
@@ -150,6 +175,8 @@ class RabbitMQReceiver:
         return delivery.tag if delivery.channel == self._number and delivery.tag in self._held else None
 
     def _done(self, tag: int) -> None:
+        if tag not in self._held:  # of a channel that is lost: the broker delivers it again
+            return
         self._held.discard(tag)
         if not self._acknowledged:
             flush = asyncio.create_task(self._flush())
@@ -168,6 +195,12 @@ class RabbitMQReceiver:
         batch: list[ReceivedMessage] = []
         while self._buffer and len(batch) < limit:
             tag, delivered = self._buffer[0]
+            other = meant_for_another(delivered, self._queue)
+            if other is not None:
+                if not batch:
+                    self._pop()
+                    await self._leave_to(other, tag, delivered)
+                return batch
             try:
                 message = message_from(delivered)
             except Exception as error:  # whatever is wrong with one message stops no other
@@ -178,6 +211,32 @@ class RabbitMQReceiver:
             self._pop()
             batch.append(ReceivedMessage(message, Delivery(self._number, tag)))
         return batch
+
+    async def _leave_to(self, other: str, tag: int, delivered: DeliveredMessage) -> None:
+        """Drop a delayed message that another endpoint has got as well; one that has no such endpoint is set aside."""
+        try:
+            there = await self._exists(other)
+        except BaseException:
+            await self._give_back(tag)
+            raise
+        if not there:
+            reason = f"it is a delayed message for {other!r}, which is not on the broker"
+            await self._set_aside(tag, delivered, LookupError(reason))
+            return
+        if other not in self._left_to:
+            self._left_to.add(other)
+            emit(logger, logging.WARNING, Event.DESTINATIONS_CROSS, LEFT_TO, self._queue, other)
+        self._done(tag)
+
+    async def _exists(self, destination: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        known = self._known.get(destination)
+        if known is None or known[1] < now:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            there = await Reach(self._connection, "", only_look=True).includes(destination)
+            known = self._known[destination] = there, now + KNOWN_FOR
+        return known[0]
 
     def _pop(self) -> None:
         tag, _ = self._buffer.popleft()
