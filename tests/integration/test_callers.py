@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -267,3 +267,23 @@ async def test_a_queue_that_is_not_there_spoils_nothing(shop: Shop) -> None:
             await shop.endpoint.send("nowhere", "", transaction=work.given)
         await shop.endpoint.send("shop", "now", transaction=work.given)
     await shop.handles("now")
+
+
+async def test_an_overdue_message_is_sent_in_the_transaction_as_the_first_use_of_an_endpoint(tmp_path: Path) -> None:
+    """Given an endpoint's first send, when it is due already, then it is part of the transaction that it was given."""
+    url = f"sqlite:///{tmp_path}/shop.db"
+    transport = SqlTransport(url)
+
+    def shop(**settings: Any) -> Endpoint:  # noqa: ANN401 - of every kind
+        delivery = StoredDelivery(SqlDelayedMessageStore(url))
+        return Endpoint("shop", transport=transport, delayed_delivery=delivery, **settings)
+
+    await shop().setup()
+    transport = SqlTransport(url)
+    async with shop(send_only=True, setup_infrastructure=False) as sender:
+        with contextlib.closing(sqlite3.connect(tmp_path / "shop.db", isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            await sender.send("shop", "x", deliver_at=datetime(2020, 1, 1, tzinfo=UTC), transaction=connection)
+            assert await transport.count("shop") == 0, "not committed yet"
+            connection.execute("COMMIT")
+        assert await transport.count("shop") == 1

@@ -76,8 +76,7 @@ class SqlTransport(SqlPart):
 
     async def join(self, caller: Caller) -> JoinedTransaction:
         """Return the caller's transaction as one that sending can be part of."""
-        if not self._checked:  # for which a caller's connection does not do
-            await self._database.read(self._check)
+        await self._check_tables()
         return await self._database.join(caller, self._tables.queued)
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
@@ -104,6 +103,7 @@ class SqlTransport(SqlPart):
         """Insert every message whose queue exists, in one transaction."""
         for operation in operations:
             check_size(operation.message, self._database.dialect)
+        await self._check_tables()
         missing = await self._database.write(partial(self._put, operations=operations), transaction)
         reached = {operation.destination for operation in operations} - missing
         await self._database.tell({queue_channel(name): 0 for name in reached}, transaction)
@@ -118,7 +118,7 @@ class SqlTransport(SqlPart):
 
     async def receiver(self, queue: str) -> SqlReceiver:
         """Return a receiver on the queue. Raises BackendUnusable for tables of an older delayline."""
-        await self._database.read(self._check)
+        await self._check_tables()
         await self._database.read(partial(self._statements.must_exist, queue=queue))
         return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle)
 
@@ -202,10 +202,13 @@ class SqlTransport(SqlPart):
         steps += [dialect.insert_new(registry, "name").values(name=name) for name in names if name not in known]
         return setup.texts(steps, dialect)
 
-    def _check(self, connection: Connection) -> None:
-        """Look once whether the tables are what they should be: `start` is too early, `setup` starts as well."""
+    async def _check_tables(self) -> None:
+        """Check the tables before their first use: `start` is too early, as `setup` starts the transport as well.
+
+        It needs a connection of its own: one of an external transaction cannot be inspected.
+        """
         if not self._checked:
-            setup.check_upgraded(connection, self._tables)
+            await self._database.read(lambda connection: setup.check_upgraded(connection, self._tables))
             self._checked = True
 
     def _set_up(self, connection: Connection, names: Sequence[str]) -> None:
@@ -216,7 +219,6 @@ class SqlTransport(SqlPart):
 
     def _put(self, connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:
         """Insert the messages whose queues exist and return the names of those that do not."""
-        self._check(connection)
         missing = self._statements.missing(connection, (operation.destination for operation in operations))
         rows = [
             (operation.destination, operation.message.id, operation.message.encoded_headers, operation.message.body)
