@@ -19,6 +19,10 @@ missing=""
 PATH="$PATH:/usr/sbin:/usr/local/sbin" command -v mariadbd >/dev/null || missing="$missing mariadb-server"
 [ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
 [ -e /usr/share/java/postgresql.jar ] || missing="$missing libpostgresql-jdbc-java"
+# What mssql-python, the driver for SQL Server, loads at its first connection.
+for library in libltdl.so.7:libltdl7 libodbc.so.2:libodbc2; do
+    ldconfig -p 2>/dev/null | grep -q "${library%%:*}" || missing="$missing ${library##*:}"
+done
 [ -n "$missing" ] || exit 0
 
 as_root=""

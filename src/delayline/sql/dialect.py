@@ -208,6 +208,10 @@ class Dialect(Protocol):
         """Return the condition that the column is one of the list bound as `name`."""
         ...
 
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return a destination's column such that it equals a text only character for character."""
+        ...
+
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
         ...

@@ -133,7 +133,7 @@ class LockedForwarding:
     def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Server) -> None:
         table, columns, sql = statements.table, statements.table.c, dialect.sql
         size = func.length(columns.headers) + func.length(columns.body)
-        movable = self.movable(columns, exists().where(tables.queues.c.name == self.destination(columns)))
+        movable = self.movable(columns, exists().where(tables.queues.c.name == dialect.exact(columns.destination)))
         is_due = and_(columns.due <= bindparam("until"), dialect.leases(statements, tables).free)
         heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
         heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
@@ -145,10 +145,6 @@ class LockedForwarding:
         self._heads_since = Prepared(heads.where(since), sql, ["until", "number", "since"])
         self._move = Prepared(move, sql, ["keys"])
         self._remove = Prepared(delete(table).where(chosen), sql, ["keys"])
-
-    def destination(self, columns: Columns) -> ColumnElement[str]:
-        """Return the destination, to be compared with queues' names."""
-        return columns.destination
 
     def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
         """Return what is true of messages that need no more than moving; `known`, that their queue exists."""

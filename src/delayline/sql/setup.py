@@ -6,16 +6,19 @@ them. So a delayline that is one version behind works beside a new one, and one 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import insert, inspect, null, select, update
+from sqlalchemy.dialects import mssql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
+from sqlalchemy.types import TypeDecorator
 
 from delayline.errors import BackendUnusable, NewerSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Column, Connection, Executable, Inspector, Table
     from sqlalchemy.sql.compiler import DDLCompiler
@@ -132,22 +135,38 @@ def _check_shapes(inspector: Inspector, *tables: Table) -> None:
 
 def _missing(inspector: Inspector, table: Table) -> list[Column[Any]]:
     """Return the columns that an older delayline did not make; raises BackendUnusable for a table of another shape."""
-    found = {column["name"]: column for column in inspector.get_columns(table.name, schema=table.schema)}
+    found = inspector.get_columns(table.name, schema=table.schema)
+    missing = []
     for column in table.columns:
-        if column.name in found:
-            fault = _fault(inspector, column, found[column.name])
+        there = _named(inspector, column.name, found)
+        if there is not None:
+            fault = _fault(inspector, column, there)
         else:
+            missing.append(column)
             fault = None if column.nullable else "is missing"
         if fault is not None:
             raise BackendUnusable(
                 f"table {table.fullname!r} has another shape than delayline's: column {column.name!r} {fault}. "
                 "Use another table_name, schema or database"
             )
-    return [column for column in table.columns if column.name not in found]
+    return missing
+
+
+def _named(inspector: Inspector, name: str, found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the column of that name; where case may mean nothing, one that differs in nothing else.
+
+    Where it does mean something in a SQL Server database, its statements are refused with an error that names it.
+    """
+    exact = next((column for column in found if column["name"] == name), None)
+    if exact is not None or inspector.dialect.name == "postgresql":
+        return exact
+    return next((column for column in found if column["name"].casefold() == name.casefold()), None)
 
 
 def _fault(inspector: Inspector, column: Column[Any], found: Mapping[str, Any]) -> str | None:
     wanted = column.type.dialect_impl(inspector.dialect)
+    if isinstance(wanted, TypeDecorator):  # which has no Python type of its own
+        wanted = wanted.load_dialect_impl(inspector.dialect)
     if _fits(found["type"], wanted):
         return None
     return f"is {found['type']!r}, not {wanted!r}"
@@ -159,9 +178,17 @@ def _fits(found: TypeEngine[Any], wanted: TypeEngine[Any]) -> bool:
             return False
     except NotImplementedError:
         return False
-    length, precision = getattr(found, "length", None), getattr(found, "fsp", None) or 0
+    if isinstance(found, mssql.SMALLDATETIME):  # of whole minutes: what is due would be early
+        return False
+    precision = getattr(found, "fsp", None) or 0
     return (
-        (length is None or length >= (getattr(wanted, "length", None) or 0))
+        _length(found) >= _length(wanted, unlimited=0)
         and precision >= (getattr(wanted, "fsp", None) or 0)
         and getattr(found, "timezone", False) == getattr(wanted, "timezone", False)
     )
+
+
+def _length(of: TypeEngine[Any], *, unlimited: float = math.inf) -> float:
+    """Return how long a value may be; `unlimited` where the type says nothing, which as a wish means any length."""
+    length = getattr(of, "length", None)
+    return math.inf if length == "max" else unlimited if length is None else float(length)

@@ -59,7 +59,7 @@ class StoreStatements:
         due = self._dialect.microseconds(columns.due)
         # Twice the remainder: SQL's has the sign of its left side, and due times before 1970 are negative.
         start = (due - (due % width + width) % width).label("start")
-        buckets = select(start, columns.destination).subquery().c
+        buckets = select(start, self._dialect.exact(columns.destination).label("destination")).subquery().c
         counts = select(buckets.start, buckets.destination, func.count()).group_by(buckets.start, buckets.destination)
         return counts.order_by(buckets.start, buckets.destination)
 

@@ -248,7 +248,7 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
         columns = statements.table.c
         query = statements.waiting.order_by(*in_order(statements.table)).limit(limit).offset(offset)
         if destination is not None:
-            query = query.where(columns.destination == destination)
+            query = query.where(self._database.dialect.exact(columns.destination) == destination)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [statements.message_of(row) for row in rows]
 

@@ -36,6 +36,7 @@ class TimeoutManagement:
 
     def __init__(self, statements: TimeoutStatements, dialect: Dialect) -> None:
         self._statements = statements
+        self._exact = dialect.exact
         self._table = statements.table
         columns, sql = self._table.c, dialect.sql
         headers: ColumnElement[Any] = columns.Headers
@@ -52,16 +53,17 @@ class TimeoutManagement:
         columns = self._table.c
         query = select(columns.Id).where(columns.Time.is_not(None)).order_by(columns.Time, columns.Id)
         if destination is not None:
-            query = query.where(columns.Destination == destination)
+            query = query.where(self._exact(columns.Destination) == destination)
         ids = [str(key).lower() for key in connection.execute(query.limit(limit).offset(offset)).scalars()]
         return [_delayed(timeout) for timeout in self._statements.read(connection, ids)]
 
     def count_by_due(self, connection: Connection, bucket: timedelta) -> list[DueCount]:
         """Count what waits by bucket and destination."""
         columns, times = self._table.c, self._statements.times
-        query = select(columns.Time, columns.Destination, func.count()).where(columns.Time.is_not(None))
+        named = self._exact(columns.Destination)
+        query = select(columns.Time, named, func.count()).where(columns.Time.is_not(None))
         counts: dict[tuple[datetime, str], int] = {}
-        for time, destination, number in connection.execute(query.group_by(columns.Time, columns.Destination)):
+        for time, destination, number in connection.execute(query.group_by(columns.Time, named)):
             due = times.read(time)
             key = (due - (due - EPOCH) % bucket, destination or "")
             counts[key] = counts.get(key, 0) + number

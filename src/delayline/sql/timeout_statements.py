@@ -92,7 +92,7 @@ class TimeoutStatements:
     def set_up(self, connection: Connection) -> None:
         """Add what pollers take turns with. Idempotent, also in several processes at once."""
         if not self._has_turn.rows(connection, self._name, TURN):
-            self._add_turn.change(connection, self._name, TURN, self._dialect.to_due(EPOCH))
+            self._dialect.insert_rows(connection, self._add_turn, [(self._name, TURN, self._dialect.to_due(EPOCH))])
 
     def add(self, connection: Connection, timeout: Timeout) -> None:
         """Insert the timeout unless it is there."""
@@ -238,8 +238,6 @@ def _new_row(holds: Table, dialect: Dialect) -> Insert:
             return postgresql.insert(holds).on_conflict_do_nothing()
         case "sqlite":
             return sqlite.insert(holds).on_conflict_do_nothing()
-        case "mssql":
-            return insert(holds)
         case _:
             return dialect.insert_new(holds, "id")
 

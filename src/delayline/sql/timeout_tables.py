@@ -54,7 +54,9 @@ _SHAPES: Final[dict[str, Shape]] = {
     "postgresql": Shape(Uuid(), _DESTINATION, postgresql.TIMESTAMP(), Text(), nullable=True, of_table=True),
     "mariadb": _in_mysql(MariadbJson()),
     "mysql": _in_mysql(mysql.JSON()),
-    "mssql": Shape(untyped.UNIQUEIDENTIFIER(), mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH), DueTime(), mssql.NVARCHAR()),
+    "mssql": Shape(
+        untyped.UNIQUEIDENTIFIER(), mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH), DueTime(), untyped.NVARCHAR("max")
+    ),
     "sqlite": Shape(String(36), _DESTINATION, BigInteger(), Text(), nullable=True, of_table=True),
 }
 

@@ -193,6 +193,10 @@ class ServerDialect:
         """Return the condition that the column is one of the list bound as `name`."""
         return column.in_(bindparam(name, expanding=True))
 
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return the column, whose collation compares character for character."""
+        return column
+
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert every row."""
         insert.change_many(connection, rows)

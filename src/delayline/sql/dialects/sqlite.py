@@ -183,6 +183,10 @@ class Sqlite:
         """Return the condition that the column is one of the list bound as `name`."""
         return column.in_(bindparam(name, expanding=True))
 
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return the column: its collation is binary."""
+        return column
+
     def begin(self, connection: Connection) -> None:
         """Begin a writing transaction; waits for other processes' up to the busy timeout.
 

@@ -1,4 +1,4 @@
-"""SQL Server 2012 and newer, Azure SQL too, through Microsoft's driver mssql-python, or pymssql."""
+"""SQL Server 2016 and newer, Azure SQL too, through Microsoft's driver mssql-python, or pymssql."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, func, literal_column
+from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, collate, event, func, literal_column
 from sqlalchemy import cast as cast_to
 from sqlalchemy import insert as insert_into
 from sqlalchemy import text as text_of_sql
@@ -20,10 +20,18 @@ from delayline.errors import BackendUnusable, ConfigurationError, CorruptHeaders
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, encode_headers
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
-from delayline.sql.dialects.sqlserver_claims import ApplicationLocks
-from delayline.sql.dialects.sqlserver_errors import ALREADY_THERE, DUPLICATE_KEY, ROLLED_BACK, number_of, translated
+from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
+from delayline.sql.dialects.sqlserver_errors import (
+    ALREADY_THERE,
+    DUPLICATE_KEY,
+    ROLLED_BACK,
+    number_of,
+    text_of,
+    translated,
+)
 from delayline.sql.dialects.sqlserver_forwarding import SqlServerForwarding
 from delayline.sql.dialects.sqlserver_leases import LeaseTable
+from delayline.sql.dialects.sqlserver_pymssql import BinaryConnection
 from delayline.sql.dialects.sqlserver_sql import (
     LATEST,
     NEW,
@@ -35,7 +43,7 @@ from delayline.sql.dialects.sqlserver_sql import (
 )
 from delayline.sql.local_wake_ups import LocalWakeUps
 from delayline.sql.names import must_fit
-from delayline.sql.schema import CONTENT
+from delayline.sql.schema import BINARY, CONTENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,7 +57,9 @@ if TYPE_CHECKING:
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
 
-OLDEST: Final = 11  # SQL Server 2012: OFFSET and FETCH
+OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
+#: How @@VERSION begins on a server whose version counts; that of Azure SQL has been 12.0.2000.8 for ever.
+BOXED: Final = "Microsoft SQL Server"
 DEFAULT_SCHEMA: Final = "dbo"
 LONGEST_NAME: Final = 128  # UTF-16 units
 CONNECT_TIMEOUT: Final = 10  # seconds
@@ -58,10 +68,13 @@ CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
     MICROSOFT: {"timeout": CONNECT_TIMEOUT},
     PYMSSQL: {"login_timeout": CONNECT_TIMEOUT, "appname": "delayline"},
 }
+NO_LIBRARY: Final = "Failed to load the driver"  # in what mssql-python says where a library is missing
 NOT_LOADED: Final = (
     "mssql-python cannot be loaded: {error} On Debian run: apt-get install libltdl7 libodbc2; "
     "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
 )
+UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in what pymssql raises for one, a TypeError
+CHECK_URL: Final = "Check the user, the password and the options in the URL"
 #: Errors tell by their English texts what they are; a lock is waited for, but not for ever.
 SESSION: Final = (
     "SET LANGUAGE us_english; SET XACT_ABORT OFF; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
@@ -71,10 +84,11 @@ SETUP_LOCK: Final = (
     "DECLARE @result int; EXEC @result = sp_getapplock @Resource = N'delayline setup', @LockMode = N'Exclusive', "
     "@LockOwner = N'Transaction', @LockTimeout = 60000; SELECT @result"
 )
+PRODUCT: Final = "SELECT CAST(@@VERSION AS nvarchar(400)), CAST(SERVERPROPERTY('ProductVersion') AS nvarchar(128))"
 ABOUT: Final = (
     "SELECT CAST(SERVERPROPERTY('ProductVersion') AS nvarchar(128)), CAST(SERVERPROPERTY('Edition') AS nvarchar(128)), "
     "delayed_durability_desc, is_read_committed_snapshot_on, collation_name, SYSUTCDATETIME() "
-    "FROM sys.databases WHERE database_id = DB_ID()"
+    "FROM sys.databases WHERE name = DB_NAME()"  # its id there is not DB_ID() on Azure SQL Database
 )
 
 
@@ -103,6 +117,7 @@ class SqlServer(ServerDialect):
         sql.statement_compiler, sql.ddl_compiler = HintedSql, IdempotentDdl
         sql._supports_offset_fetch = True  # also before the first connection
         sql.insert_returning = False  # nobody asks for the numbers of rows
+        event.listen(self.engine, "do_connect", self._connect_driver)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -116,20 +131,28 @@ class SqlServer(ServerDialect):
     def check(self) -> None:
         """Connect once. Raises BackendUnusable for a version that is too old."""
         with self.connect() as connection:
-            version = str(run(connection, ABOUT)[0][0])
-        if int(version.split(".")[0]) < OLDEST:
-            raise BackendUnusable(f"{self} is version {version}; delayline needs {OLDEST} (SQL Server 2012) or newer")
+            [(product, version)] = run(connection, PRODUCT)
+        if str(product).startswith(BOXED) and int(str(version).split(".")[0]) < OLDEST:
+            raise BackendUnusable(f"{self} is version {version}; delayline needs {OLDEST} (SQL Server 2016) or newer")
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit, at READ COMMITTED: READPAST works at no other level."""
         try:
             connection = self.engine.connect()
-        except RuntimeError as error:  # what mssql-python says when a library that it needs is not there
+        except RuntimeError as error:  # from mssql-python where a library that it needs is missing
             raise ConfigurationError(NOT_LOADED.format(error=error)) from error
-        except TypeError as error:  # what pymssql says of an option that it does not know
+        except TypeError as error:
+            if UNKNOWN_OPTION not in str(error):
+                raise
             raise ConfigurationError(
                 f"the URL of {self} has an option that the driver does not know: {error}"
             ) from error
+        except self.errors as error:
+            if NO_LIBRARY in str(error):
+                raise ConfigurationError(NOT_LOADED.format(error=text_of(error))) from error
+            if self.translated(error) is error:  # of a class that means a mistake in a statement, and there was none
+                raise BackendUnusable(f"cannot connect to {self}: {text_of(error)}. {CHECK_URL}") from error
+            raise
         run(connection, SESSION)
         return connection
 
@@ -145,6 +168,13 @@ class SqlServer(ServerDialect):
             ("collation", True, f"{collation}: ids that it takes for equal cannot wait at the same time"),
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
+
+    def _connect_driver(self, _: object, __: object, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
+        if self._pymssql:
+            return BinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))
+        from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
+
+        return DeclaringConnection(*arguments, **options)
 
     def schema_of(self, schema: str | None) -> str:
         """Return the schema, `dbo` where none is named; quoted, as a dot in it means nothing."""
@@ -180,7 +210,7 @@ class SqlServer(ServerDialect):
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables."""
-        if run(connection, SETUP_LOCK)[0][0] < 0:
+        if only_row(connection, SETUP_LOCK)[0] < 0:
             raise BackendUnusable(f"somebody else has been setting up {self} for a minute: try again")
         yield
 
@@ -225,12 +255,11 @@ class SqlServer(ServerDialect):
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
-        return insert_into(table).execution_options(**{NEW: key})
+        whole = tuple(table.primary_key.columns.keys())
+        return insert_into(table).execution_options(**{NEW: whole if key in whole else (key,)})
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert every row; where somebody has inserted the same key meanwhile, once more and one by one."""
-        if self._pymssql:  # which would send bytes that happen to be UTF-8 as text
-            rows = [tuple(bytearray(value) if isinstance(value, bytes) else value for value in row) for row in rows]
         try:
             insert.change_many(connection, rows)
         except self.errors as error:
@@ -238,6 +267,10 @@ class SqlServer(ServerDialect):
                 raise
             for row in rows:
                 insert.change(connection, *row)
+
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return the column under the collation of delayline's own names, which the document's table does not have."""
+        return collate(column, BINARY)
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from delayline.errors import BackendUnavailable
 from delayline.sql.dialects.server import run
 from delayline.sql.dialects.session_claims import SessionClaims
 
@@ -34,7 +35,7 @@ class ApplicationLocks(SessionClaims):
         """Lock what is free, many in a round trip."""
         taken: set[int] = set()
         for some in _chunks(rows):
-            ((*results,),) = run(connection, self.lock_sql(some))
+            results = only_row(connection, self.lock_sql(some))
             taken.update(row for row, result in zip(some, results, strict=True) if result >= 0)
         return taken
 
@@ -51,6 +52,25 @@ class ApplicationLocks(SessionClaims):
 
     def _name(self, row: int) -> str:
         return f"{self._prefix}{row:d}"
+
+
+def only_row(connection: Connection, batch: str) -> tuple[Any, ...]:
+    """Run the statements and return the row of the only one that gives rows; others give counts, or nothing.
+
+    Raises BackendUnavailable where the server gives none.
+    """
+    cursor: Any = connection.connection.cursor()
+    cursor.execute(batch)
+    rows: list[Any] = []
+    while True:
+        if cursor.description:
+            rows += cursor.fetchall()
+        if not cursor.nextset():  # an error of a later statement is raised here
+            break
+    cursor.close()
+    if len(rows) != 1:
+        raise BackendUnavailable(f"SQL Server gave {len(rows)} rows instead of one for: {batch[:200]}")
+    return tuple(rows[0])
 
 
 def _chunks(rows: Sequence[int]) -> Iterator[Sequence[int]]:

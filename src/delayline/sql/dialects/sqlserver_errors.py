@@ -1,4 +1,8 @@
-"""What SQL Server's errors mean, by number. Microsoft's driver gives none: there the text tells, which is English."""
+"""What SQL Server's errors mean, by number.
+
+Where Microsoft's driver gives no number, the text decides, which is English in every session, and then the SQLSTATE,
+which the driver writes out in English words of its own.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,20 @@ SIGNS: Final = {
     "is not currently available": 40613,
     "cannot obtain a LOCK resource": 1204,
     "You can only specify the READPAST lock": 650,
+}
+
+#: What mssql-python makes of SQLSTATEs, whatever the language of the server: the number that comes nearest.
+STATES: Final = {
+    "Integrity constraint violation": 2627,  # 23000
+    "Serialization failure": 1205,  # 40001
+    "Base table or view not found": 208,  # 42S02
+    "Column not found": 207,  # 42S22
+    "Base table or view already exists": 2714,  # 42S01
+    "Index already exists": 1913,  # 42S11
+    "Invalid authorization specification": 18456,  # 28000
+    "String data, right-truncated": 2628,  # 22001
+    "Invalid schema name": 2760,  # 3F000
+    "Invalid catalog name": 4060,  # 3D000
 }
 
 SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
@@ -93,6 +111,11 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     40544: (StorageFull, FULL),
     40613: (BackendUnavailable, LATER),
 }
+KNOWN: Final = TRANSLATIONS.keys() | DUPLICATE_KEY | ALREADY_THERE | ROLLED_BACK
+#: How pymssql heads what its library says; "General SQL Server error" follows where the server has said more itself.
+FRAME: Final = re.compile(
+    r"DB-Lib error message [0-9]+, severity [0-9]+:(\s*General SQL Server error[^\n]*)?|(?<=\n)Net-Lib error during "
+)
 #: What the drivers say before there is a connection.
 UNUSABLE: Final = {
     "certificate": "Give the server a certificate that this machine trusts, or add ?TrustServerCertificate=yes",
@@ -105,12 +128,13 @@ UNUSABLE: Final = {
 def number_of(error: BaseException) -> int:
     """Return the server's number of an error; 0 where it cannot be told."""
     cause = cause_of(error)
-    number = cause.args[0] if cause.args else None
+    number = getattr(cause, "sqlserver_number", 0) or (cause.args[0] if cause.args else None)
     if isinstance(number, tuple) and number:  # pymssql wraps what it says of connections once more
         number = number[0]
-    if isinstance(number, int):
+    if isinstance(number, int) and (number in KNOWN or not hasattr(cause, "driver_error")):
         return number
-    return next((known for sign, known in SIGNS.items() if sign in str(cause)), 0)
+    by_text = next((known for sign, known in SIGNS.items() if sign in str(cause)), 0)
+    return by_text or STATES.get(getattr(cause, "driver_error", ""), 0)
 
 
 def translated(error: Exception, place: str) -> Exception:
@@ -139,4 +163,5 @@ def text_of(error: BaseException) -> str:
         parts = parts[0]
     texts = [part.decode(errors="replace") if isinstance(part, bytes) else str(part) for part in parts]
     text = re.sub(r"^(\[[^]]*\])+", "", texts[-1] if texts else "").strip()
-    return re.sub(r"\s*DB-Lib error message.*", "", text, flags=re.DOTALL) or text
+    lines = [line for line in map(str.strip, FRAME.sub("\n", text).splitlines()) if line]
+    return ". ".join(line.rstrip(".") for line in dict.fromkeys(lines)) or text

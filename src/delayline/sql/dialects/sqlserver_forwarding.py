@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Headers with one of these in them need more than moving, in JSON and in XML.
 MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED)
-ASCII: Final = "Latin1_General_BIN"
 
 
 class SqlServerForwarding(LockedForwarding):
@@ -37,10 +36,6 @@ class SqlServerForwarding(LockedForwarding):
     def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: SqlServer) -> None:
         self._dialect = dialect
         super().__init__(statements, tables, dialect)
-
-    def destination(self, columns: Columns) -> ColumnElement[str]:
-        """Return the destination with the collation of queues' names, which the document's column does not have."""
-        return collate(columns.destination, BINARY)
 
     def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
         """Return 1 or 0: a condition is no value here."""
@@ -64,5 +59,5 @@ class SqlServerForwarding(LockedForwarding):
 
 
 def _without(headers: ColumnElement[bytes]) -> Any:  # noqa: ANN401 - from a name to a condition
-    text = collate(cast(headers, mssql.VARCHAR("max")), ASCII)  # type: ignore[arg-type]
+    text = collate(cast(headers, mssql.VARCHAR("max")), BINARY)  # type: ignore[arg-type]
     return lambda name: func.charindex(literal_column(f"'{name}'"), text) == literal_column("0")

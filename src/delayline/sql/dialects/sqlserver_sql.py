@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CLAIM: Final = "WITH (READPAST, UPDLOCK, ROWLOCK)"
 #: Who only looks waits for nobody; databases that read from snapshots want the second word beside the first.
 LOOK: Final = "WITH (READPAST, READCOMMITTEDLOCK)"
-#: The option of an insert that leaves a row with the same key as it is; it names the key.
+#: The option of an insert that leaves a row with the same key as it is; it names the key's columns.
 NEW: Final = "delayline_new"
 SYSTEM: Final = frozenset({"sys", "information_schema"})
 
@@ -103,16 +103,16 @@ class HintedSql(MSSQLCompiler):
         """Insert what `insert_new` wants only where no row has the same key, character for character."""
         parent: Any = super()
         text = str(parent.visit_insert(insert_stmt, *arguments, **options))
-        key = insert_stmt.get_execution_options().get(NEW)
-        if key is None:
+        keys = insert_stmt.get_execution_options().get(NEW)
+        if keys is None:
             return text
         table = self.preparer.format_table(insert_stmt.table)
         start = text.index("(", len("INSERT INTO ") + len(table))
         end = text.index(") VALUES (", start)
         columns, values = text[start + 1 : end], text[end + len(") ") :]
-        name = self.preparer.quote(insert_stmt.table.c[key].name)
-        same = f"old.{name} = new.{name} COLLATE {BINARY} AND DATALENGTH(old.{name}) = DATALENGTH(new.{name})"
-        there = f"SELECT * FROM {table} AS old WHERE old.{name} = new.{name} AND {same}"  # noqa: S608 - quoted names
+        names = [self.preparer.quote(insert_stmt.table.c[key].name) for key in keys]
+        same = " AND ".join(map(_same, names))
+        there = f"SELECT * FROM {table} AS old WHERE {same}"  # noqa: S608 - quoted names
         return f"{text[:start]}({columns}) SELECT * FROM ({values}) AS new ({columns}) WHERE NOT EXISTS ({there})"  # noqa: S608
 
     def visit_length_func(self, fn: Any, **kw: Any) -> str:  # noqa: ANN401
@@ -121,6 +121,12 @@ class HintedSql(MSSQLCompiler):
 
     def _use_top(self, select: GenerativeSelect) -> bool:
         return select._limit_clause is not None and select._offset_clause is None
+
+
+def _same(name: str) -> str:
+    """Return the condition, for which the server can use the key's index, that a text is the same to the byte."""
+    exactly = f"old.{name} = new.{name} COLLATE {BINARY} AND DATALENGTH(old.{name}) = DATALENGTH(new.{name})"
+    return f"old.{name} = new.{name} AND {exactly}"
 
 
 class IdempotentDdl(MSDDLCompiler):

@@ -1,0 +1,128 @@
+"""Microsoft's driver, told the type of every parameter: text is nvarchar, bytes are varbinary, whatever the values are.
+
+By itself it declares a column of a batch by its longest value: where that is ASCII it is varchar, and the server makes
+question marks of every other text in the batch. A single ASCII text is varchar too, which has half the bytes of the
+same text in an nvarchar column.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import mssql_python
+from mssql_python import ddbc_bindings
+from mssql_python.cursor import Cursor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    #: What `setinputsizes` takes for one parameter: the ODBC type, its size and its digits.
+    Declared = tuple[int, int, int]
+
+#: ODBC's numbers of the types.
+WVARCHAR, VARBINARY, BIT, BIGINT, DOUBLE, TIMESTAMP, DATETIMEOFFSET = -9, -3, -7, -5, 8, 93, -155
+#: Few sizes make few plans; the first has room for ids and destinations, the second is the longest that is no stream.
+TEXT_SIZES: Final = (256, 4000)
+LONGEST_BYTES: Final = 8000
+#: Becomes NULL of every type but varbinary, and no binary column of delayline's is ever NULL.
+NULL: Final = (WVARCHAR, 1, 0)
+NUMBER: Final = re.compile(r"\((-?[0-9]+)\)$")
+
+
+def declared(values: Iterable[object]) -> Declared:
+    """Return how to declare the parameter that takes these values, one of each row.
+
+    Raises TypeError for values of a type that no statement of delayline binds.
+    """
+    kept = [value for value in values if value is not None]
+    if not kept:
+        return NULL
+    match kept[0]:
+        case str():
+            longest = max(len(value.encode("utf-16-le", "surrogatepass")) // 2 for value in kept)  # type: ignore[attr-defined]
+            return WVARCHAR, next((size for size in TEXT_SIZES if size >= longest), longest), 0
+        case bytes() | bytearray() | memoryview():
+            return VARBINARY, max(1, *map(len, kept)), 0  # type: ignore[arg-type]
+        case bool():
+            return BIT, 1, 0
+        case int():
+            return BIGINT, 19, 0
+        case float():
+            return DOUBLE, 15, 0
+        case datetime() as instant:
+            return (TIMESTAMP, 26, 6) if instant.tzinfo is None else (DATETIMEOFFSET, 34, 7)
+        case other:
+            raise TypeError(f"a parameter of the type {type(other).__name__} has no declaration for SQL Server")
+
+
+class DeclaringCursor(Cursor):
+    """Declares every parameter, and attaches the server's number to an error as `sqlserver_number`."""
+
+    _said: Sequence[Any] = ()
+
+    def execute(self, operation: str, *parameters: Any, **how: Any) -> Cursor:  # noqa: ANN401
+        """Run the statement once."""
+        given = _given(parameters)
+        self.setinputsizes([*(declared([value]) for value in given)])
+        try:
+            return super().execute(operation, *((given,) if given else ()), **how)
+        except mssql_python.Error as error:
+            self._number(error)
+            raise
+
+    def executemany(self, operation: str, seq_of_parameters: Any) -> None:  # noqa: ANN401
+        """Run the statement for each row; `rowcount` is that of all of them."""
+        rows = [tuple(row) for row in seq_of_parameters]
+        declarations = [declared(column) for column in zip(*rows, strict=True)]
+        if any(map(_is_streamed, declarations)):  # the driver would do the same, but count the last row only
+            total = 0
+            for row in rows:
+                self.execute(operation, row)
+                total += self.rowcount
+            self.rowcount = total
+            return
+        self.setinputsizes([*declarations])
+        try:
+            super().executemany(operation, rows)
+        except mssql_python.Error as error:
+            self._number(error)
+            raise
+
+    def _reset_cursor(self) -> None:
+        """Keep what the server has said: after an error the driver frees the statement before it raises."""
+        self._said = self._records()
+        super()._reset_cursor()
+
+    def _number(self, error: Exception) -> None:
+        found = (NUMBER.search(str(record[0])) for record in (*self.messages, *self._said))
+        error.sqlserver_number = next((int(one[1]) for one in found if one and one[1] != "0"), 0)  # type: ignore[attr-defined]
+
+    def _records(self) -> Sequence[Any]:
+        records_of: Any = ddbc_bindings.DDBCSQLGetAllDiagRecords  # type: ignore[attr-defined]
+        try:
+            return records_of(self.hstmt) if self.hstmt else ()
+        except Exception:  # the error's own text says enough
+            return ()
+
+
+class DeclaringConnection(mssql_python.Connection):
+    """Gives cursors that declare every parameter."""
+
+    def cursor(self) -> Cursor:
+        """Return a new cursor, made by the driver, which closes it with the connection."""
+        cursor = super().cursor()
+        cursor.__class__ = DeclaringCursor
+        return cursor
+
+
+def _is_streamed(declaration: Declared) -> bool:
+    kind, size, _ = declaration
+    return size > {WVARCHAR: TEXT_SIZES[-1], VARBINARY: LONGEST_BYTES}.get(kind, size)
+
+
+def _given(parameters: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a statement's parameters, which may be given one by one or all in one sequence."""
+    alone = len(parameters) == 1 and isinstance(parameters[0], tuple | list)
+    return tuple(parameters[0]) if alone else parameters

@@ -1,0 +1,385 @@
+"""What the drivers declare to SQL Server for every statement that binds text or bytes, by their own typing.
+
+Only the driver's binary part is replaced: no server runs here.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import make_url
+
+from delayline.delayed.timeout_persister import Timeout
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
+from delayline.message import Message
+from delayline.sql.dialects.sqlserver import SqlServer
+from delayline.sql.dialects.sqlserver_leases import LeaseTable
+from delayline.sql.dialects.sqlserver_pymssql import BinaryConnection
+from delayline.sql.journal import Journal
+from delayline.sql.locked_rows import LockStatements
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import queue_tables
+from delayline.sql.statements import QueueStatements, StoreStatements
+from delayline.sql.taken import NAMES
+from delayline.sql.taken import tables as tables_taken
+from delayline.sql.timeout_management import TimeoutManagement
+from delayline.sql.timeout_statements import TimeoutStatements
+from delayline.sql.timeout_tables import timeout_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from delayline.sql.dialects.sqlserver_microsoft import DeclaringCursor
+
+Loose = Any  # what the drivers take
+WVARCHAR, VARBINARY, BIGINT, TIMESTAMP = -9, -3, -5, 93
+AT = datetime(2026, 1, 1)  # noqa: DTZ001 - as the column keeps it
+ASCII, CYRILLIC, BEYOND = "a-long-ascii-id", "Ключ", "🚚" * 3
+#: Values of every parameter that a statement of delayline's has, by its name there.
+TEXTS = ["id", "destination", "queue", "name", "key", "store", "this_store", "turn", "saga", "mark", "reader"]
+TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value"]
+LISTS = ["keys", "names"]
+BYTES = ["headers", "body", "State", "marker", "expiry"]
+NUMBERS = ["retry_count", "number", "after", "skip", "claim", "sequence"]
+TIMES = ["due", "until", "since", "at", "expires", "Time", "later"]
+
+
+def value_of(name: str, text: str) -> Loose:
+    if name in TEXTS:
+        return text
+    if name in LISTS:
+        return [text, CYRILLIC, ASCII]
+    if name == "numbers":
+        return [1, 2]
+    return {**dict.fromkeys(BYTES, b"{}"), **dict.fromkeys(NUMBERS, 7), **dict.fromkeys(TIMES, AT)}[name]
+
+
+class Binary:
+    """Takes the place of the driver's binary part and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[int, int]]] = []
+        self.values: list[list[Any]] = []
+        self.singles: list[tuple[list[Any], list[tuple[int, ...]]]] = []
+        self.failing: list[tuple[str, str]] = []
+        self.handles = 0
+
+    def many(self, _: object, __: str, columns: Loose, kinds: Loose, *___: object) -> int:
+        self.batches.append([(kind.paramSQLType, kind.columnSize) for kind in kinds])
+        self.values.append(columns)
+        return -1 if self.failing else 0
+
+    def once(self, _: object, __: str, values: list[Any], sizes: Loose, *___: object) -> int:
+        self.singles.append((list(values), list(sizes)))
+        return -1 if self.failing else 0
+
+
+@pytest.fixture
+def binary(monkeypatch: pytest.MonkeyPatch) -> Binary:
+    from mssql_python import ddbc_bindings
+
+    fake = Binary()
+
+    def fail(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            sqlState=fake.failing[0][0][1:6], ddbcErrorMsg=f"[Microsoft][Driver]{fake.failing[0][1]}"
+        )
+
+    replaced = {
+        "Connection": Handle,
+        "SQLExecuteMany": fake.many,
+        "DDBCSQLExecute": fake.once,
+        "DDBCSQLExecDirect": lambda *_: 0,
+        "DDBCSQLRowCount": lambda _: 1,
+        "DDBCSQLDescribeCol": lambda *_: None,
+        "DDBCSQLResetStmt": lambda *_: 0,
+        "DDBCSQLFreeHandle": lambda *_: 0,
+        "DDBCSQLCheckError": fail,
+        "DDBCSQLGetAllDiagRecords": lambda _: fake.failing,
+    }
+    for name, stand_in in replaced.items():
+        monkeypatch.setattr(ddbc_bindings, name, stand_in)
+    return fake
+
+
+class Handle:
+    """A statement's handle, or a connection's."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def alloc_statement_handle(self) -> Handle:
+        return Handle()
+
+    def __getattr__(self, name: str) -> Loose:
+        return lambda *_: 0
+
+
+def cursor() -> DeclaringCursor:
+    """Return a cursor of the driver's own making, as connections of ours give it."""
+    from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
+
+    return DeclaringConnection("Server=host;Database=db;UID=sa;PWD=s3cret").cursor()  # type: ignore[return-value]
+
+
+def server(url: str = "mssql://sa:s3cret@host/db") -> SqlServer:
+    return SqlServer(make_url(url))
+
+
+def statements(dialect: SqlServer) -> Iterator[tuple[str, Prepared, Sequence[str]]]:
+    """Yield every prepared statement that runs on SQL Server, with the names of its parameters."""
+    tables = queue_tables(dialect.schema_of(None))
+    table = dialect.timeouts_table("sales.timeouts", None)
+    store = StoreStatements(table, dialect)
+    leases = LeaseTable(table, tables, dialect)
+    timeouts = TimeoutStatements(timeout_table("Sales_", "dbo", dialect), tables, dialect)
+    owners: list[Any] = [store, leases, LockStatements(store, dialect, leases), dialect.forwarding(store, tables)]
+    owners += [
+        QueueStatements(tables, dialect),
+        timeouts,
+        TimeoutManagement(timeouts, dialect),
+        Journal(table, dialect),
+    ]
+    for owner in owners:
+        for name, one in vars(owner).items():
+            if isinstance(one, Prepared):
+                yield f"{type(owner).__name__}.{name}", one, NAMED[id(one)]
+
+
+#: The names that each statement was given, which it does not keep.
+NAMED: dict[int, Sequence[str]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _named(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Prepared.__init__
+
+    def keep(self: Prepared, statement: Loose, dialect: Loose, names: Sequence[str]) -> None:
+        begin(self, statement, dialect, names)
+        NAMED[id(self)] = list(names)
+
+    monkeypatch.setattr(Prepared, "__init__", keep)
+
+
+def on(driver: Loose) -> Loose:
+    """Return what stands for a SQLAlchemy connection whose driver gives this cursor."""
+    return SimpleNamespace(connection=SimpleNamespace(cursor=lambda: driver))
+
+
+def expected(value: object) -> int:
+    if isinstance(value, str):
+        return WVARCHAR
+    return VARBINARY if isinstance(value, bytes) else TIMESTAMP if isinstance(value, datetime) else BIGINT
+
+
+@pytest.mark.parametrize("text", [ASCII, CYRILLIC, BEYOND, ""])
+def test_every_statement_declares_text_as_nvarchar(binary: Binary, text: str) -> None:
+    names = set()
+    for name, one, parameters in statements(server()):
+        # When it runs
+        binary.singles.clear()
+        one.run(on(cursor()), *(value_of(parameter, text) for parameter in parameters))
+        # Then the driver was told what every parameter is, however ASCII the text
+        for values, sizes in binary.singles:
+            assert [kind for kind, *_ in sizes] == [expected(value) for value in values], name
+            names.add(name)
+    assert {"StoreStatements.insert", "QueueStatements.register", "QueueStatements.known"} <= names
+    assert {"LeaseTable._take", "SqlServerForwarding._move", "TimeoutStatements._insert", "Journal._mark"} <= names
+
+
+def test_every_batch_declares_text_as_nvarchar(binary: Binary) -> None:
+    tried = 0
+    for name, one, parameters in statements(server()):
+        if one.lists:
+            continue
+        # Given the mixture of ids that became question marks: the longest is ASCII
+        rows = [tuple(value_of(parameter, text) for parameter in parameters) for text in (ASCII, CYRILLIC, "Путь")]
+        if not parameters:
+            continue
+        binary.batches.clear()
+        one.change_many(on(cursor()), rows)
+        for columns, kinds in zip(binary.values[-1:], binary.batches, strict=True):
+            for column, (kind, size) in zip(columns, kinds, strict=True):
+                assert kind == expected(column[0]), name
+                if kind == WVARCHAR:
+                    assert all(len(value.encode("utf-16-le")) // 2 <= size for value in column), name
+            tried += 1
+    assert tried > 20
+
+
+def test_by_itself_the_driver_would_declare_a_batch_by_its_longest_text(binary: Binary) -> None:
+    """The fault that the declarations cure: where this fails, they are not needed any more."""
+    from mssql_python.cursor import Cursor
+
+    plain = cursor()
+    plain.__class__ = Cursor  # type: ignore[assignment]
+    plain.executemany("INSERT INTO t VALUES (?)", [(ASCII,), (CYRILLIC,)])
+    assert binary.batches == [[(12, len(ASCII))]]  # SQL_VARCHAR
+
+
+def test_a_batch_with_a_long_body_goes_row_by_row_and_counts_all_rows(binary: Binary) -> None:
+    one = cursor()
+    one.executemany("INSERT INTO t VALUES (?, ?)", [(ASCII, b"x" * 8001), (CYRILLIC, b""), ("Путь", b"x")])
+    assert one.rowcount == 3
+    assert [[kind for kind, *_ in sizes] for _, sizes in binary.singles] == [[WVARCHAR, VARBINARY]] * 3
+    assert not binary.batches
+
+
+def test_what_is_taken_for_a_stream_is_declared_too(binary: Binary) -> None:
+    dialect = server()
+    from sqlalchemy import insert
+
+    statement = Prepared(insert(tables_taken(dialect.schema_of(None))[1]), dialect.sql, NAMES)
+    row = ["reader", 1, ASCII, CYRILLIC, AT, b"{}", b""]
+    statement.change_many(on(cursor()), [tuple(row), (*row[:2], CYRILLIC, *row[3:])])
+    kinds = [kind for kind, _ in binary.batches[0]]
+    assert kinds == [WVARCHAR, BIGINT, WVARCHAR, WVARCHAR, TIMESTAMP, VARBINARY, VARBINARY]
+
+
+def test_nulls_are_declared(binary: Binary) -> None:
+    cursor().executemany("INSERT INTO t VALUES (?, ?)", [(None, None), (None, AT)])
+    assert [kind for kind, _ in binary.batches[0]] == [WVARCHAR, TIMESTAMP]
+
+
+def test_every_connection_of_the_engine_declares() -> None:
+    for url in ("mssql://sa:s3cret@127.0.0.1:1/db", "mssql+pymssql://sa:p@127.0.0.1:1/db"):
+        one = server(url)
+        assert event.contains(one.engine, "do_connect", one._connect_driver)
+
+
+def test_the_declaring_connection_is_the_drivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mssql_python
+
+    from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
+
+    given: list[Any] = []
+    monkeypatch.setattr(mssql_python.Connection, "__init__", lambda self, *a, **k: given.append((a, k)))
+    monkeypatch.setattr(mssql_python.Connection, "__del__", lambda self: None)
+    made = server()._connect_driver(None, None, ("Server=host",), {"timeout": 3})
+    assert type(made) is DeclaringConnection
+    assert given == [(("Server=host",), {"timeout": 3})]
+
+
+def test_pymssql_is_given_bytes_that_are_no_text() -> None:
+    from pymssql import _mssql
+
+    sent: list[bytes] = []
+
+    class Driver:
+        rowcount = 1
+
+        def execute(self, sql: str, values: tuple[Any, ...]) -> None:
+            substitute: Loose = _mssql.substitute_params
+            sent.append(substitute(sql, values, "utf-8"))
+
+        def executemany(self, sql: str, rows: list[tuple[Any, ...]]) -> None:
+            for row in rows:
+                self.execute(sql, row)
+
+        def close(self) -> None:
+            pass
+
+    tried = 0
+    connection = BinaryConnection(SimpleNamespace(cursor=Driver))
+    for name, one, parameters in statements(server("mssql+pymssql://sa:s3cret@host/db")):
+        if one.lists or not parameters:
+            continue
+        sent.clear()
+        one.change_many(on(connection.cursor()), [tuple(value_of(p, t) for p in parameters) for t in (ASCII, CYRILLIC)])
+        text = b" ".join(sent).decode()
+        # Then text is N'...', and what are bytes to us is a binary literal even where it is UTF-8
+        if any(parameter in TEXTS for parameter in parameters):
+            assert f"N'{ASCII}'" in text, name
+            assert f"N'{CYRILLIC}'" in text, name
+        assert "'{}'" not in text, name
+        if any(parameter in BYTES for parameter in parameters):
+            assert "0x7b7d" in text, name
+        tried += 1
+    assert tried > 20
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "kind"),
+    [
+        ("[23000] (2627)", "[SQL Server]Verletzung der PRIMARY KEY-Einschränkung", InvalidMessage),
+        ("[42S02] (208)", "[SQL Server]Ungültiger Objektname 'dbo.t'.", BackendUnusable),
+        ("[42000] (1222)", "[SQL Server]Das Timeout für die Sperranforderung wurde überschritten.", BackendUnavailable),
+        ("[40001] (1205)", "[SQL Server]Deadlockopfer", BackendUnavailable),
+    ],
+)
+@pytest.mark.parametrize("many", [False, True])
+def test_errors_are_told_apart_by_number_whatever_the_language(
+    binary: Binary, record: str, text: str, kind: type[Exception], many: bool
+) -> None:
+    import mssql_python
+
+    binary.failing = [(record, text)]
+    with pytest.raises(mssql_python.Error) as caught:
+        if many:
+            cursor().executemany("INSERT INTO t VALUES (?)", [("a",), ("b",)])
+        else:
+            cursor().execute("INSERT INTO t VALUES (?)", ("a",))
+    assert type(server().translated(caught.value)) is kind
+
+
+def test_without_a_number_the_sqlstate_tells() -> None:
+    import mssql_python
+
+    error = mssql_python.ProgrammingError("Base table or view not found", "[Microsoft][Driver]Objet inconnu")
+    assert type(server().translated(error)) is BackendUnusable
+
+
+def test_an_error_of_connecting_is_never_the_drivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mssql_python
+
+    def fail() -> None:
+        raise mssql_python.ProgrammingError(
+            "Syntax error or access violation", "[Microsoft][Driver]Neither user nor password"
+        )
+
+    one = server("mssql://sa@host/db")
+    monkeypatch.setattr(one.engine, "connect", fail)
+    with pytest.raises(BackendUnusable, match=r"Neither user nor password\. Check the user, the password"):
+        one.connect()
+
+
+def test_a_type_error_of_ours_is_no_unknown_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise TypeError("unsupported operand")
+
+    one = server()
+    monkeypatch.setattr(one.engine, "connect", fail)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        one.connect()
+
+
+def test_an_unknown_option_of_pymssql() -> None:
+    with pytest.raises(ConfigurationError, match="option that the driver does not know"):
+        server("mssql+pymssql://sa:p@127.0.0.1:1/db?wrong=1").connect()
+
+
+def test_pymssql_says_things_once_and_in_one_line() -> None:
+    one = server("mssql+pymssql://sa:p@127.0.0.1:1/db")
+    with pytest.raises(one.errors) as caught:
+        one.connect()
+    text = str(one.translated(caught.value))
+    assert "\n" not in text
+    assert text.count("Unable to connect") == 1
+    assert "DB-Lib" not in text
+
+
+def test_a_timeout_is_added_with_the_same_declarations(binary: Binary, monkeypatch: pytest.MonkeyPatch) -> None:
+    from delayline.sql.dialects.sqlserver_microsoft import DeclaringCursor
+
+    monkeypatch.setattr(DeclaringCursor, "fetchall", lambda _: [])
+    dialect = server()
+    tables = queue_tables(dialect.schema_of(None))
+    own = TimeoutStatements(timeout_table("Sales_", "dbo", dialect), tables, dialect)
+    timeout = Timeout("1" * 32, Message("m", {}, b"x"), "счёт", AT.replace(tzinfo=UTC))
+    own.add(SimpleNamespace(connection=SimpleNamespace(cursor=cursor)), timeout)  # type: ignore[arg-type]
+    text = WVARCHAR
+    assert [kind for kind, _ in binary.batches[-1]] == [text, text, text, VARBINARY, TIMESTAMP, text, text]

@@ -1,0 +1,167 @@
+"""Whether tables as SQL Server shows them, in the types that SQLAlchemy makes of its catalog, are delayline's."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy.engine import make_url
+
+from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.sql import setup
+from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, SqlServer
+from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
+from delayline.sql.runs import runs_table
+from delayline.sql.schema import queue_tables
+from delayline.sql.store import SqlDelayedMessageStore
+from delayline.sql.timeout_tables import timeout_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Table
+
+BYTES_EACH = {"nvarchar": 2, "varchar": 1, "varbinary": 1}
+
+
+def server() -> SqlServer:
+    return SqlServer(make_url("mssql://sa:s3cret@host/db"))
+
+
+def in_catalog(dialect: SqlServer, name: str, kind: str) -> dict[str, Any]:
+    """Return a column as SQLAlchemy reflects it, from the type as it stands in CREATE TABLE."""
+    bare, size = re.fullmatch(r"(\w+)(?:\((\w+)\))?.*", kind.lower()).groups()  # type: ignore[union-attr]
+    bare = {"integer": "int"}.get(bare, bare)
+    length = -1 if size == "max" else int(size) * BYTES_EACH.get(bare, 1) if size else 8
+    sql: Any = dialect.sql
+    found: dict[str, Any] = sql._parse_column_info(
+        name, bare, True, length, 0, 0, None, "Latin1_General_CI_AS", None, None, None, None, None, None
+    )
+    return found
+
+
+def shown(dialect: SqlServer, table: Table, **kinds: str) -> Any:  # noqa: ANN401 - stands for an inspector
+    """Return an inspector that shows the table as it was created; `kinds` are of another type, `fold` their names."""
+    fold: Callable[[str], str] = str.upper if kinds.pop("names", None) == "upper" else str
+    columns = [
+        in_catalog(dialect, fold(one.name), kinds.get(one.name) or one.type.compile(dialect=dialect.sql))
+        for one in table.columns
+    ]
+    return SimpleNamespace(dialect=dialect.sql, get_columns=lambda *_, **__: columns)
+
+
+def every_table(dialect: SqlServer) -> list[Table]:
+    own = queue_tables("dbo").of("mssql")
+    return [dialect.timeouts_table("t", None), timeout_table("Sales_", "dbo", dialect), runs_table("dbo"), *own]
+
+
+def test_what_setup_has_made_is_what_start_wants() -> None:
+    dialect = server()
+    for table in every_table(dialect):
+        assert setup._missing(shown(dialect, table), table) == [], table.name
+
+
+@pytest.mark.parametrize("table_of", ["store", "timeouts"])
+def test_due_times_of_another_type_are_refused(table_of: str) -> None:
+    dialect = server()
+    table = dialect.timeouts_table("t", None) if table_of == "store" else timeout_table("Sales_", "dbo", dialect)
+    for kind in ("bigint", "date", "smalldatetime", "nvarchar(30)"):
+        with pytest.raises(BackendUnusable, match="column 'Time' is"):
+            setup._missing(shown(dialect, table, Time=kind), table)
+    assert setup._missing(shown(dialect, table, Time="datetime2"), table) == []
+
+
+def test_a_body_that_is_bounded_is_another_shape_and_no_type_error() -> None:
+    dialect = server()
+    table = dialect.timeouts_table("t", None)
+    with pytest.raises(BackendUnusable, match=r"column 'State' is VARBINARY\(length=8000\)"):
+        setup._missing(shown(dialect, table, State="varbinary(8000)"), table)
+
+
+def test_names_of_columns_may_differ_in_case() -> None:
+    dialect = server()
+    for table in every_table(dialect):
+        assert setup._missing(shown(dialect, table, names="upper"), table) == [], table.name
+
+
+class Cursor:
+    """Gives result sets as a driver does: those without rows have no description."""
+
+    def __init__(self, results: list[list[tuple[Any, ...]] | None]) -> None:
+        self._results = results
+
+    def execute(self, sql: str, values: tuple[Any, ...] = ()) -> None:
+        self.sql = sql
+
+    @property
+    def description(self) -> object:
+        return None if self._results[0] is None else [("c",)]
+
+    def fetchall(self) -> list[tuple[Any, ...]]:
+        assert self._results[0] is not None
+        return self._results[0]
+
+    def nextset(self) -> bool:
+        self._results.pop(0)
+        return bool(self._results)
+
+    def close(self) -> None:
+        pass
+
+
+def on(results: list[list[tuple[Any, ...]] | None]) -> Any:  # noqa: ANN401 - stands for a connection
+    return SimpleNamespace(connection=SimpleNamespace(cursor=lambda: Cursor(results)))
+
+
+@pytest.mark.parametrize("results", [[[(0, -1)]], [None, [(0, -1)]], [None, None, [(0, -1)], None]])
+def test_locks_are_read_whatever_comes_before_them(results: list[list[tuple[Any, ...]] | None]) -> None:
+    locks = ApplicationLocks(SimpleNamespace(session=lambda: None), 'it\'s [a] "table";--')  # type: ignore[arg-type]
+    assert locks.try_lock(on(results), [7, 8]) == {7}
+
+
+def test_an_answer_without_a_row_is_an_error_that_says_so() -> None:
+    with pytest.raises(BackendUnavailable, match="0 rows instead of one"):
+        only_row(on([None]), "SELECT 1")
+
+
+@pytest.mark.parametrize(
+    ("product", "version", "old"),
+    [
+        ("Microsoft SQL Server 2014 - 12.0.2000.8 (X64)", "12.0.2000.8", True),
+        ("Microsoft SQL Server 2016 (SP3) - 13.0.6300.2 (X64)", "13.0.6300.2", False),
+        ("Microsoft SQL Server 2022 (RTM) - 16.0.1000.6 (X64)", "16.0.1000.6", False),
+        ("Microsoft SQL Azure (RTM) - 12.0.2000.8", "12.0.2000.8", False),
+    ],
+)
+def test_2016_is_the_oldest_and_azure_has_a_version_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, product: str, version: str, old: bool
+) -> None:
+    import contextlib
+
+    one = server()
+    connection = on([[(product, version)]])
+    monkeypatch.setattr(one, "connect", lambda: contextlib.nullcontext(connection))
+    assert OLDEST == 13
+    if old:
+        with pytest.raises(BackendUnusable, match="SQL Server 2016"):
+            one.check()
+    else:
+        one.check()
+
+
+def test_the_database_is_found_by_its_name() -> None:
+    assert ABOUT.endswith("FROM sys.databases WHERE name = DB_NAME()")
+
+
+def test_destinations_are_told_apart_by_case() -> None:
+    dialect = server()
+    store = SqlDelayedMessageStore("mssql://sa:s3cret@host/db")
+    from delayline.sql.statements import StoreStatements
+
+    statements = StoreStatements(store._table("sales"), dialect)
+    counted = str(statements.by_due(1000).compile(dialect=dialect.sql))
+    assert "[Destination] COLLATE Latin1_General_100_BIN2" in counted
+    exact = dialect.exact(statements.table.c.destination) == "id"
+    assert "COLLATE Latin1_General_100_BIN2) = " in str(exact.compile(dialect=dialect.sql))
