@@ -329,7 +329,7 @@ def test_errors_are_told_apart_by_number_whatever_the_language(
 def test_without_a_number_the_sqlstate_tells() -> None:
     import mssql_python
 
-    error = mssql_python.ProgrammingError("Base table or view not found", "[Microsoft][Driver]Objet inconnu")
+    error = mssql_python.ProgrammingError("Base table or view not found", "[Microsoft][Driver]Table perdue")
     assert type(server().translated(error)) is BackendUnusable
 
 
