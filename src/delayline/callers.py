@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from enum import Enum
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -20,6 +23,21 @@ if TYPE_CHECKING:
 
     from delayline.transaction import Transaction
 
+    class DriverConnection(Protocol):
+        """A connection of psycopg2, PyMySQL, mysqlclient or Django: what they have in common."""
+
+        def cursor(self) -> Any:  # noqa: ANN401 - the driver's
+            """Return a cursor."""
+            ...
+
+        def commit(self) -> Any:  # noqa: ANN401
+            """Commit."""
+            ...
+
+        def rollback(self) -> Any:  # noqa: ANN401
+            """Roll back."""
+            ...
+
     OfSqlAlchemy: TypeAlias = (
         Connection
         | Session
@@ -28,12 +46,42 @@ if TYPE_CHECKING:
         | AsyncSession
         | async_scoped_session[AsyncSession]
     )
-    #: On what a caller can have a transaction.
+    #: On what a caller can have a transaction; a text is an alias of Django's DATABASES.
     CallersConnection: TypeAlias = (
-        OfSqlAlchemy | psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | sqlite3.Connection
+        OfSqlAlchemy
+        | psycopg.Connection[Any]
+        | psycopg.AsyncConnection[Any]
+        | sqlite3.Connection
+        | DriverConnection
+        | str
     )
 
 Result = TypeVar("Result")
+
+
+class NotGiven(Enum):
+    """What an argument is that was left out, where None would be a mistake."""
+
+    NOT_GIVEN = "left out"
+
+    def __repr__(self) -> str:
+        return "NOT_GIVEN"
+
+
+NOT_GIVEN: Final = NotGiven.NOT_GIVEN
+
+
+def given_transaction(transaction: object) -> Any:  # noqa: ANN401 - what a caller has passed
+    """Return what was passed as `transaction=`, None where it was left out; raises ConfigurationError for None."""
+    if transaction is NOT_GIVEN:
+        return None
+    if transaction is None:
+        raise ConfigurationError(
+            "transaction=None is no transaction: the message would be sent outside of yours. Leave transaction= out to "
+            "send without one. In Django pass django.db.connection itself: its connection.connection is None until it "
+            "is used"
+        )
+    return transaction
 
 
 class CallersThread(Protocol):

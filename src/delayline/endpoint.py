@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self, cast
 
-from delayline.callers import Caller, JoinsCallers
+from delayline.callers import NOT_GIVEN, Caller, JoinsCallers, given_transaction
 from delayline.checks import HomeProcess, whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import VERBS, DelayedDelivery, SetsUpLater, StoredDelivery
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.callers import CallersConnection
+    from delayline.callers import CallersConnection, NotGiven
     from delayline.clock import Clock
     from delayline.delayed.store import DelayedMessageStore, ManagedStore
     from delayline.message import Body
@@ -210,12 +210,13 @@ class Endpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
-        transaction: CallersConnection | Caller | Transaction | None = None,
+        transaction: CallersConnection | Caller | Transaction | NotGiven = NOT_GIVEN,
     ) -> str:
         """Send a message, due now, after `delay` or at `deliver_at` (aware); return its id once it is durable.
 
-        transaction: your own, on the database of the queues or of the store: a connection or session of SQLAlchemy,
-        a connection of psycopg or sqlite3. The message exists if and only if you commit it.
+        transaction: an external transaction, on the database of the queues or of the store: a connection or session
+        of SQLAlchemy, a connection of psycopg, psycopg2, sqlite3 or PyMySQL, or Django's `connection` or an alias of
+        its DATABASES. The message exists if and only if you commit it. None is an error: leave it out instead.
 
         Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
         delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
@@ -225,13 +226,14 @@ class Endpoint:
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
         self._process.check(f"endpoint {self.name!r}")
+        external = given_transaction(transaction)
         outgoing = self._composer.compose(
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )
-        if transaction is not None and not isinstance(transaction, Transaction):
-            caller = transaction if isinstance(transaction, Caller) else Caller(transaction)
-            outgoing, transaction = await self._join(caller, outgoing)
-        await self._deliver(outgoing, transaction)
+        if external is not None and not isinstance(external, Transaction):
+            caller = external if isinstance(external, Caller) else Caller(external)
+            outgoing, external = await self._join(caller, outgoing)
+        await self._deliver(outgoing, external)
         return outgoing.operation.message.id
 
     async def __aenter__(self) -> Self:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from delayline.callers import Caller, WaitingThread
+from delayline.callers import NOT_GIVEN, Caller, WaitingThread, given_transaction
 from delayline.checks import HomeProcess
 from delayline.errors import ConfigurationError, NotStarted
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.callers import CallersConnection
+    from delayline.callers import CallersConnection, NotGiven
     from delayline.endpoint import Endpoint
     from delayline.message import Body
     from delayline.outgoing import HeaderMap
@@ -71,10 +71,10 @@ class SyncEndpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
-        transaction: CallersConnection | None = None,
+        transaction: CallersConnection | NotGiven = NOT_GIVEN,
     ) -> str:
         """Like `Endpoint.send`, blocking until the message is durable; a connection is used on the calling thread."""
-        thread = WaitingThread()
+        external, thread = given_transaction(transaction), WaitingThread()
         work = self.endpoint.send(
             destination,
             body,
@@ -82,7 +82,7 @@ class SyncEndpoint:
             message_id=message_id,
             delay=delay,
             deliver_at=deliver_at,
-            transaction=None if transaction is None else Caller(transaction, thread),
+            transaction=NOT_GIVEN if external is None else Caller(external, thread),
         )
         return thread.wait_for(self._start(work))
 

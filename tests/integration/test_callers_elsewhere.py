@@ -9,22 +9,30 @@ import sqlite3
 import threading
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import aiosqlite
+import asyncpg
 import psycopg
+import psycopg2
+import psycopg2.extras
+import pymysql
+import pymysql.cursors
 import pytest
-from sqlalchemy import create_engine, event
+from sqlalchemy import create_engine, event, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 from delayline import (
+    BackendUnavailable,
     ConfigurationError,
     Endpoint,
     MemoryDelayedMessageStore,
     MemoryTransport,
     Message,
     MessageContext,
+    QueueNotFound,
     StoredDelivery,
     SyncEndpoint,
 )
@@ -218,8 +226,94 @@ async def test_what_is_no_connection_is_refused(tmp_path: Path) -> None:
     """Given anything else, when it is passed as a transaction, then the error says what may be."""
     wrong: Any = create_engine(f"sqlite:///{tmp_path}/shop.db")
     async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop:
-        with pytest.raises(TypeError, match=r"takes a SQLAlchemy Connection, .* not a Engine"):
+        with pytest.raises(ConfigurationError, match=r"takes a SQLAlchemy Connection, .* not a Engine"):
             await shop.send("shop", "", transaction=wrong)
+
+
+@pytest.mark.parametrize("kind", ["endpoint", "sync"])
+async def test_none_as_a_transaction_is_refused(tmp_path: Path, kind: str) -> None:
+    """Given a variable that is None, when it is passed as the transaction, then nothing is sent outside of one."""
+    shop, nothing = shop_in(f"sqlite:///{tmp_path}/shop.db"), cast("Any", None)
+    if kind == "endpoint":
+        async with shop:
+            with pytest.raises(ConfigurationError, match=r"transaction=None .* outside of yours.*connection itself"):
+                await shop.send("shop", "", delay=LATER, transaction=nothing)
+            assert list(await shop.delayed.pending()) == []
+    else:
+        with SyncEndpoint(shop) as sync:
+            with pytest.raises(ConfigurationError, match="transaction=None"):
+                sync.send("shop", "", delay=LATER, transaction=nothing)
+            assert list(sync.run(shop.delayed.pending())) == []
+
+
+@pytest.mark.parametrize("driver", ["psycopg2", "pymysql"])
+async def test_a_raw_connection_of_another_driver_is_taken(driver: str, request: pytest.FixtureRequest) -> None:
+    """Given the driver's own connection, when it sends and rolls back or commits, then the message does so too."""
+    server = "postgresql" if driver == "psycopg2" else "mariadb"
+    url = str(request.getfixturevalue(f"{server}_url"))
+    async with shop_in(url) as shop:
+        with contextlib.closing(raw_connection(driver, url)) as connection:
+            await shop.send("shop", "undone", delay=LATER, transaction=connection)
+            connection.rollback()
+            await shop.send("shop", "kept", delay=LATER, message_id="größe", transaction=connection)
+            await shop.send("shop", b"\x00\xff", message_id="now", transaction=connection)
+            assert list(await shop.delayed.pending()) == []
+            connection.commit()
+            assert [message.id for message in await shop.delayed.pending()] == ["größe"]
+            with pytest.raises(QueueNotFound):
+                await shop.send("nowhere", "", transaction=connection)
+            connection.rollback()
+        with (
+            contextlib.closing(raw_connection(driver, url, autocommit=True)) as connection,
+            pytest.raises(ConfigurationError, match="in autocommit"),
+        ):
+            await shop.send("shop", "", transaction=connection)
+
+
+async def test_an_error_on_a_connection_of_psycopg2_is_one_of_delaylines(postgresql_url: str) -> None:
+    """Given a session that the server has ended, when it is sent in, then that is an error of the back end."""
+    async with shop_in(postgresql_url) as shop:
+        with contextlib.closing(raw_connection("psycopg2", postgresql_url)) as connection:
+            pid = connection.info.backend_pid
+            with psycopg.connect(postgresql_url, autocommit=True) as other:
+                other.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+            with pytest.raises(BackendUnavailable):
+                await shop.send("shop", "", delay=LATER, transaction=connection)
+
+
+def raw_connection(driver: str, url: str, *, autocommit: bool = False) -> Any:  # noqa: ANN401 - of either driver
+    if driver == "psycopg2":
+        connection = psycopg2.connect(url, cursor_factory=psycopg2.extras.RealDictCursor)
+        connection.autocommit = autocommit
+        return connection
+    at = make_url(url)
+    socket = at.query.get("unix_socket")
+    return pymysql.connect(
+        host=at.host or "localhost",
+        port=at.port or 3306,
+        user=at.username,
+        password=at.password or "",
+        database=at.database,
+        unix_socket=str(socket) if socket else None,
+        autocommit=autocommit,
+        cursorclass=pymysql.cursors.DictCursor,
+    )
+
+
+async def test_connections_of_asynchronous_drivers_are_refused_with_what_to_pass(
+    tmp_path: Path, postgresql_url: str
+) -> None:
+    """Given a raw connection of asyncpg or aiosqlite, when it is passed, then the error names what is taken."""
+    async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop, aiosqlite.connect(tmp_path / "shop.db") as ours:
+        with pytest.raises(ConfigurationError, match=r"aiosqlite's Connection.*AsyncConnection on sqlite\+aiosqlite"):
+            await shop.send("shop", "", transaction=cast("Any", ours))
+    async with shop_in(postgresql_url) as shop:
+        theirs = await asyncpg.connect(postgresql_url)
+        try:
+            with pytest.raises(ConfigurationError, match=r"asyncpg's Connection.*postgresql\+asyncpg"):
+                await shop.send("shop", "", transaction=theirs)
+        finally:
+            await theirs.close()
 
 
 async def test_what_has_no_database_says_so(tmp_path: Path) -> None:
@@ -286,7 +380,7 @@ async def test_a_connection_of_another_event_loop_is_refused(tmp_path: Path) -> 
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/shop.db", poolclass=NullPool)
     with SyncEndpoint(shop_in(f"sqlite:///{tmp_path}/shop.db")) as sync:
         async with engine.connect() as connection:
-            with pytest.raises(TypeError, match="an AsyncConnection, which belongs to its event loop"):
+            with pytest.raises(ConfigurationError, match="an AsyncConnection, which belongs to its event loop"):
                 sync.send("shop", "", transaction=connection)
 
 

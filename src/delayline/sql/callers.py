@@ -47,8 +47,10 @@ class Borrowed:
 
 
 async def hold_of(caller: Caller) -> Hold:
-    """Return the hold on what the caller has passed. Raises TypeError for what cannot be used."""
+    """Return the hold on what the caller has passed. Raises ConfigurationError for what cannot be used."""
     given: Any = caller.connection
+    if isinstance(given, str) or any(_is(given, module, name) for module, name in OF_DJANGO):
+        return SyncHold(caller, given, borrow_django, bound=True)
     if _is(given, "sqlalchemy.orm", "scoped_session") or _is(given, "sqlalchemy.ext.asyncio", "async_scoped_session"):
         given = given() if caller.thread is None else await caller.thread.run(given)
     for module, name, borrow in SYNCHRONOUS:
@@ -57,30 +59,41 @@ async def hold_of(caller: Caller) -> Hold:
     for module, name, kind in ASYNCHRONOUS:
         if _is(given, module, name):
             if caller.thread is not None:
-                raise TypeError(
+                raise ConfigurationError(
                     f"transaction= is an {name}, which belongs to its event loop: await Endpoint.send(...) there, "
                     "or give SyncEndpoint a synchronous connection"
                 )
             return kind(given)
-    raise TypeError(
+    for module, name, instead in REFUSED:
+        if _is(given, module, name):
+            raise ConfigurationError(
+                f"transaction= is {module}'s {name}, in which messages cannot be stored: {instead}"
+            )
+    raise ConfigurationError(
         "transaction= takes a SQLAlchemy Connection, AsyncConnection, Session or AsyncSession, a psycopg Connection or "
-        f"AsyncConnection, a sqlite3.Connection, or a delayline Transaction; not a {type(given).__name__}"
+        "AsyncConnection, a connection of psycopg2, sqlite3 or PyMySQL, Django's connection or its alias, or a "
+        f"delayline Transaction; not a {type(given).__name__}"
     )
 
 
 class SyncHold:
     """A connection whose methods block: used on its caller's waiting thread, or else on a thread of its own.
 
-    An SQLite connection that is bound to the event loop's thread is used there.
+    An SQLite connection that is bound to the event loop's thread is used there, and so is one of Django's.
     """
 
     def __init__(
-        self, caller: Caller, connection: object, borrow: Callable[[Any], AbstractContextManager[Borrowed]]
+        self,
+        caller: Caller,
+        connection: object,
+        borrow: Callable[[Any], AbstractContextManager[Borrowed]],
+        *,
+        bound: bool = False,
     ) -> None:
         self._thread = caller.thread
         self._connection = connection
         self._borrow = borrow
-        self._bound = False
+        self._bound = bound
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work`."""
@@ -224,6 +237,127 @@ def borrow_psycopg(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - psy
 
 
 @contextlib.contextmanager
+def borrow_psycopg2(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - psycopg2 belongs to its user
+    """Borrow a psycopg2 connection, whatever its rows look like; its errors become those of psycopg."""
+    import psycopg
+    import psycopg2
+    from psycopg2.extensions import TRANSACTION_STATUS_IDLE, cursor
+
+    if connection.autocommit and connection.info.transaction_status == TRANSACTION_STATUS_IDLE:
+        raise _autocommit("set autocommit = False")
+    if connection.status == psycopg2.extensions.STATUS_PREPARED:
+        raise ConfigurationError("transaction= is a two-phase transaction that is prepared: send before you prepare it")
+    try:
+        yield Borrowed("postgresql", lambda: PlainCursor(connection.cursor(cursor_factory=cursor)))
+    except psycopg2.Error as error:
+        try:
+            kind: type[psycopg.Error] = psycopg.errors.lookup(error.pgcode or "")
+        except KeyError:
+            kind = getattr(psycopg, type(error).__name__, psycopg.OperationalError)
+        raise kind(str(error).strip()) from error
+
+
+@contextlib.contextmanager
+def borrow_pymysql(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - pymysql is an extra
+    """Borrow a PyMySQL connection, whatever its rows look like."""
+    from pymysql.constants.SERVER_STATUS import SERVER_STATUS_IN_TRANS
+    from pymysql.cursors import Cursor
+
+    if connection.get_autocommit() and not connection.server_status & SERVER_STATUS_IN_TRANS:
+        raise _autocommit("connect with autocommit=False, or call connection.begin() first")
+    yield Borrowed(_product_of_mysql(connection.get_server_info()), lambda: connection.cursor(Cursor))
+
+
+@contextlib.contextmanager
+def borrow_mysqlclient(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - mysqlclient belongs to its user
+    """Borrow a connection of mysqlclient, as Django uses; its errors become those of PyMySQL."""
+    import MySQLdb
+    import pymysql.err
+    from MySQLdb.cursors import Cursor
+
+    if connection.get_autocommit():
+        raise _autocommit("call connection.autocommit(False) first")
+    try:
+        yield Borrowed(_product_of_mysql(connection.get_server_info()), lambda: connection.cursor(Cursor))
+    except MySQLdb.Error as error:
+        raise getattr(pymysql.err, type(error).__name__, pymysql.err.OperationalError)(*error.args) from error
+
+
+@contextlib.contextmanager
+def borrow_django(given: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - Django belongs to its user
+    """Borrow the driver's connection of Django's `connection`, of one of `connections`, or of an alias of DATABASES."""
+    wrapper = _wrapper_of(given)
+    if wrapper.connection is None:
+        _connect(wrapper)
+    if wrapper.autocommit and not wrapper.in_atomic_block:
+        raise _autocommit("send inside `with transaction.atomic():` of Django")
+    for module, name, borrow in SYNCHRONOUS:
+        if _is(wrapper.connection, module, name):
+            with borrow(wrapper.connection) as borrowed:
+                yield borrowed
+            return
+    raise ConfigurationError(
+        f"transaction= is Django's connection {wrapper.alias!r} to {wrapper.vendor}, and messages can be stored beside "
+        "data in SQLite, PostgreSQL (psycopg or psycopg2), MariaDB and MySQL (mysqlclient or PyMySQL)"
+    )
+
+
+def _wrapper_of(given: Any) -> Any:  # noqa: ANN401
+    """Return Django's connection of the thread that this runs on."""
+    if not isinstance(given, str):
+        if not _is(given, *OF_DJANGO[0]):
+            return given
+        given = given._alias
+    connections = getattr(sys.modules.get("django.db"), "connections", None)
+    name = repr(given) if given.isidentifier() else "of another form"  # a URL may have a password
+    if connections is None:
+        raise ConfigurationError(
+            f"transaction= is the text {name}: a text must be an alias of Django's DATABASES, and Django is not used "
+            "here"
+        )
+    if given not in connections:
+        raise ConfigurationError(
+            f"transaction= is the text {name}, and there is no such alias in Django's DATABASES: it has "
+            f"{', '.join(connections)}"
+        )
+    return connections[given]
+
+
+def _product_of_mysql(version: str) -> str:
+    return "mariadb" if "mariadb" in version.lower() else "mysql"
+
+
+def _connect(wrapper: Any) -> None:  # noqa: ANN401
+    from django.core.exceptions import SynchronousOnlyOperation
+
+    try:
+        wrapper.ensure_connection()
+    except SynchronousOnlyOperation as error:
+        raise ConfigurationError(
+            "transaction= is Django's connection, which cannot connect on an event loop: send with SyncEndpoint, in "
+            "synchronous code, inside `with transaction.atomic():`"
+        ) from error
+
+
+class PlainCursor:
+    """A cursor of a driver that has only one form of parameters, %s."""
+
+    def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - the driver's
+        self._cursor = cursor
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._cursor, name)
+
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
+        """Execute once."""
+        self._cursor.execute(sql.replace("%b", "%s"), values)
+
+    def executemany(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Execute for each row."""
+        self._cursor.executemany(sql.replace("%b", "%s"), rows)
+
+
+@contextlib.contextmanager
 def borrow_session(session: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - sqlalchemy.orm is loaded by those who use it
     """Borrow the connection of a SQLAlchemy session, which begins where it has not."""
     with borrow_connection(session.connection()) as borrowed:
@@ -285,8 +419,20 @@ def _is(connection: object, module: str, name: str) -> bool:
 SYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], AbstractContextManager[Borrowed]]], ...]] = (
     ("sqlite3", "Connection", borrow_sqlite),
     ("psycopg", "Connection", borrow_psycopg),
+    ("psycopg2.extensions", "connection", borrow_psycopg2),
+    ("pymysql.connections", "Connection", borrow_pymysql),
+    ("MySQLdb.connections", "Connection", borrow_mysqlclient),
     ("sqlalchemy", "Connection", borrow_connection),
     ("sqlalchemy.orm", "Session", borrow_session),
+)
+OF_DJANGO: Final = (
+    ("django.utils.connection", "ConnectionProxy"),
+    ("django.db.backends.base.base", "BaseDatabaseWrapper"),
+)
+REFUSED: Final = (
+    ("asyncpg", "Connection", "pass SQLAlchemy's AsyncConnection on postgresql+asyncpg, or psycopg's AsyncConnection"),
+    ("asyncpg.pool", "PoolConnectionProxy", "pass SQLAlchemy's AsyncConnection on postgresql+asyncpg, or psycopg's"),
+    ("aiosqlite", "Connection", "pass SQLAlchemy's AsyncConnection on sqlite+aiosqlite, or a sqlite3.Connection"),
 )
 ASYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], Hold]], ...]] = (
     ("sqlalchemy.ext.asyncio", "AsyncConnection", SqlAlchemyAsyncHold),

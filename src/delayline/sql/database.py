@@ -141,7 +141,7 @@ class Database(ABC):
     async def join(self, caller: Caller, table: Table) -> JoinedTransaction:
         """Return the caller's transaction as one on this database; `table` is one that it will write to.
 
-        Raises ConfigurationError for a transaction on another database, or none; TypeError for what is no connection.
+        Raises ConfigurationError for a transaction on another database, for none, and for what is no connection.
         """
         joined = JoinedTransaction(self.domain, await hold_of(caller), self.dialect)
         theirs = await joined.run(partial(self._theirs, table=table))
