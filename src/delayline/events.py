@@ -47,6 +47,7 @@ class Event(StrEnum):
     LISTENING_LOST = "delayed.listening_lost"
     LEASE_LOST = "delayed.lease_lost"
     FOREIGN_ROW = "delayed.foreign_row"
+    INDEX_MISSING = "delayed.index_missing"
     WAVE_FAILED = "dispatcher.wave_failed"
     SETTLED = "two_phase.settled"
     SETTLING_FAILED = "two_phase.settling_failed"

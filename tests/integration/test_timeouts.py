@@ -32,9 +32,11 @@ from delayline import (
     TwoPhaseCommit,
 )
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
+from delayline.events import Event
 from delayline.message import from_wire_time
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import SqlDelayedMessageStore
+from delayline.testing import Signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +111,31 @@ def run_sql(product: str, url: str, *statements: tuple[str, Sequence[Any]]) -> l
         for statement, values in statements:
             cursor_.execute(statement, values)
         return list(cursor_.fetchall())
+
+
+@pytest.mark.parametrize("product", ["postgresql", "mariadb"])
+async def test_a_table_of_dotnet_without_its_indexes_delivers(product: str, request: pytest.FixtureRequest) -> None:
+    # Given a table of .NET's that somebody made without the index on the due time
+    url = request.getfixturevalue(f"{product}_url")
+    quote = '"' if product == "postgresql" else "`"
+    insert = f"insert into {quote}Sales_Eu_TimeoutData{quote} values (%s, %s, %s, %s, %s, %s, %s)"  # noqa: S608
+    overdue = datetime.now(UTC).replace(tzinfo=None, microsecond=0) - SECOND
+    row = (str(uuid.uuid4()), "Sales.Eu", None, b"", overdue, '{"NServiceBus.MessageId":"due"}', "6.2.0.0")
+    run_sql(product, url, (DDL[product][0], ()), (insert, row))
+    # When an endpoint of that name starts
+    endpoint = Endpoint(
+        "Sales.Eu",
+        transport=SqlTransport(url),
+        delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(url)),
+    )
+    arrivals = Arrivals(endpoint)
+    with Signals() as signals:
+        async with endpoint:
+            # Then it delivers, and where statements force indexes it logs the one that is missing
+            assert await arrivals.number(1) == ["due"]
+        texts = [record.getMessage() for record in signals.records(Event.INDEX_MISSING)]
+    if product == "mariadb":
+        assert any("CREATE INDEX `Index_Time`" in text for text in texts), texts
 
 
 @pytest.mark.parametrize("product", ["postgresql", "mariadb"])

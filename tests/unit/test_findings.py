@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.unit.conftest import START, delayed
 
+import delayline
 from delayline import (
     ConfigurationError,
     CorruptHeaders,
@@ -33,8 +36,6 @@ from delayline.events import Event
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from delayline.testing.clock import ManualClock
 
 
@@ -53,11 +54,21 @@ def test_what_is_no_store_is_refused_with_what_it_lacks() -> None:
         StoredDelivery(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "delayline_messages", "delayline_queues", "delayline_schema", "delayline_decisions", "delayline_sleeping"],
+#: Every table that delayline declares, in whichever module.
+DECLARED = sorted(
+    name
+    for module in Path(delayline.__file__).parent.rglob("*.py")
+    for name in re.findall(r'\bTable\(\s*f?"([^"]+)"', module.read_text(encoding="utf-8"))
 )
-def test_a_store_cannot_take_the_queues_table(name: str, tmp_path: Path) -> None:
+
+
+def test_delaylines_own_tables_are_named_with_a_prefix() -> None:
+    assert len(DECLARED) > 10
+    assert [name for name in DECLARED if not name.startswith("delayline_")] == []
+
+
+@pytest.mark.parametrize("name", ["", *DECLARED, "Delayline_Journal", "delayline_spark_runs", "delayline_migrations"])
+def test_a_store_cannot_take_a_table_of_delaylines_own(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="choose another"):
         SqlDelayedMessageStore(f"sqlite:///{tmp_path}/a.db", table_name=name)
 

@@ -115,6 +115,9 @@ class Dialect(Protocol):
     largest_message: int
     """How many bytes the headers and the body of a message may have together, so that it can also be read again."""
 
+    forces_indexes: bool
+    """Whether statements name the indexes to use, which then have to exist."""
+
     @property
     def identity(self) -> Hashable:
         """Equal for URLs that can share a transaction; its str shows no password."""

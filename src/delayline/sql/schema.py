@@ -55,6 +55,10 @@ def text(length: int) -> TypeEngine[str]:
     )
 
 
+#: What the name of every table begins with that delayline creates for itself; users' tables are not named so.
+OWN_PREFIX: Final = "delayline_"
+
+
 class QueueTables:
     """The transport's tables: a registry of queue names, and one table with the messages of all queues."""
 
@@ -92,11 +96,6 @@ class QueueTables:
             Column("id", text(MAXIMUM_ID_LENGTH), primary_key=True),
             Column("until", DUE, nullable=False),
         )
-
-    @property
-    def names(self) -> set[str]:
-        """Every name that is delayline's own in some database."""
-        return {table.name for table in self.versions.metadata.sorted_tables}
 
     @property
     def all(self) -> list[Table]:

@@ -16,7 +16,7 @@ from delayline.sql import setup
 from delayline.sql.journal import Journal
 from delayline.sql.looking import Lookout
 from delayline.sql.part import StorePart
-from delayline.sql.schema import in_order
+from delayline.sql.schema import OWN_PREFIX, in_order
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
@@ -59,8 +59,11 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
     ) -> None:
         super().__init__(url, schema, two_phase)
         self._poll_interval = time_span("poll_interval", poll_interval)
-        if table_name is not None and (not table_name or table_name in self._tables.names):
-            raise ConfigurationError(f"table_name={table_name!r} is empty or one of delayline's own: choose another")
+        if table_name is not None and (not table_name or table_name.casefold().startswith(OWN_PREFIX)):
+            raise ConfigurationError(
+                f"table_name={table_name!r} is empty or begins with {OWN_PREFIX!r}, which is reserved for delayline's "
+                "own tables: choose another name"
+            )
         self._table_name = table_name
         self._open: StoreStatements | None = None
         self._rows: Rows | None = None

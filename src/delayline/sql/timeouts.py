@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
 from sqlalchemy import inspect
+from sqlalchemy.schema import CreateIndex
 
 from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.store import Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
+from delayline.events import Event, emit
 from delayline.message import in_utc
 from delayline.sql import setup
 from delayline.sql.part import StorePart
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from delayline.message import DelayedMessage
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
+
+logger = logging.getLogger(__name__)
 
 
 class SqlTimeoutPersister(StorePart):
@@ -89,10 +94,12 @@ class SqlTimeoutPersister(StorePart):
         if self._open is not None:
             return
         table = self._table(endpoint_name)
-        statements = TimeoutStatements(table, self._tables, self._database.dialect)
         await self._database.open()
         try:
             await self._database.read(lambda connection: setup.check(connection, self._tables, *self._others(table)))
+            if self._database.dialect.forces_indexes:
+                await self._database.read(partial(_forget_missing_indexes, table=table))
+            statements = TimeoutStatements(table, self._tables, self._database.dialect)
             await self._database.write(statements.set_up)
             if self._two_phase is not None:
                 await self._two_phase.start()
@@ -230,3 +237,17 @@ class SqlTimeoutPersister(StorePart):
 
     def _set_up(self, connection: Connection, table: Table) -> None:
         setup.set_up(connection, self._database.dialect, self._tables, *self._others(table))
+
+
+def _forget_missing_indexes(connection: Connection, table: Table) -> None:
+    """Remove indexes from `table` that the database does not have, so that statements force only the others.
+
+    A table that .NET has made may lack one, or have it under another name.
+    """
+    there = {index["name"] for index in inspect(connection).get_indexes(str(table.name), schema=table.schema)}
+    missing = {index for index in table.indexes if index.name not in there}
+    table.indexes -= missing
+    for index in missing:
+        text = "Table %s has no index %s: polling it reads all of its rows. Create it: %s"
+        statement = str(CreateIndex(index).compile(connection)).strip()
+        emit(logger, logging.WARNING, Event.INDEX_MISSING, text, table.name, index.name, statement)

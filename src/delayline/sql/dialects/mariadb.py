@@ -68,6 +68,7 @@ class Mariadb(ServerDialect):
     driver = "mariadb+pymysql"
     extra = "mariadb"
     default_port = 3306
+    forces_indexes = True
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
 
     def __init__(self, url: URL) -> None:

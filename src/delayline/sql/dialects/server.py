@@ -46,6 +46,7 @@ class ServerDialect:
     """How many bytes of UTF-8 a table's name may have."""
     patience = 30.0
     largest_message = 500_000_000
+    forces_indexes = False
 
     @property
     def decides(self) -> Decides | None:

@@ -49,6 +49,7 @@ class Sqlite:
     """What the SQL room needs to know of one SQLite file."""
 
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
+    forces_indexes = False
 
     def __init__(self, url: URL) -> None:
         if not url.database or url.database == ":memory:":
