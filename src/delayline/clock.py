@@ -1,8 +1,13 @@
 """The only place that reads the time: everything else asks a Clock."""
 
+from __future__ import annotations
+
 import asyncio
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -17,6 +22,20 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None:
         """Return after `seconds` have passed; at once when zero or less. Cancellable."""
         ...
+
+
+@runtime_checkable
+class BoundedClock(Clock, Protocol):
+    """A clock that is not read exactly, as a server's far away; its `now` is the earliest that the time can be."""
+
+    def at_latest(self) -> datetime:
+        """Return the latest that the time can be: what a delay is added to, so that its end is never early."""
+        ...
+
+
+def latest_of(clock: Clock) -> Callable[[], datetime]:
+    """Return how to ask the clock for the latest that the time can be."""
+    return clock.at_latest if isinstance(clock, BoundedClock) else clock.now
 
 
 class SystemClock:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from delayline.clock import latest_of
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
 from delayline.header_template import HeaderTemplate
 from delayline.message import (
@@ -54,7 +55,7 @@ class Composer:
     """Turns what a user sends into operations of one endpoint."""
 
     def __init__(self, endpoint_name: str, clock: Clock, *, reply_to: str | None) -> None:
-        self._clock = clock
+        self._now = latest_of(clock)
         self._fixed = fixed_headers(endpoint_name, reply_to)
         self._sent_now = HeaderTemplate(SENT[:-1], self._fixed)
         self._sent_delayed = HeaderTemplate(SENT, self._fixed)
@@ -72,7 +73,7 @@ class Composer:
     ) -> Outgoing:
         """Return the checked operation; raises InvalidMessage or InvalidDueTime, naming value and remedy."""
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
-        now = self._clock.now()
+        now = self._now()
         due = due_time(now, delay, deliver_at)
         if message_id is None:
             message_id = new_message_id(now)
@@ -113,7 +114,7 @@ class Composer:
         Handlers see the same message id, which is in the headers. The copy's own id, which stores go by, follows from
         the received copy's: the store may not have removed that one yet, and a redelivery makes the same copy again.
         """
-        due = due_time(self._clock.now(), delay, deliver_at)
+        due = due_time(self._now(), delay, deliver_at)
         own = received.headers.get(Headers.MESSAGE_ID) or received.id
         named = received.with_headers({Headers.MESSAGE_ID: own, **(headers or {})})
         copy = Message(id_from(COPIES, received.id), named.headers, received.body)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
+import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy.engine import make_url
 
-from delayline import Endpoint, StoredDelivery
+from delayline import Endpoint, StoredDelivery, TimeoutManagerDelivery
 from delayline.clock import SystemClock
 from delayline.events import Event
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.server_clock import STALE_AFTER, ServerClock
+from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport
+from delayline.sql.server_clock import DRIFT, STALE_AFTER, ServerClock, steady
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
-    from delayline import Message, MessageContext
+    from collections.abc import AsyncIterator, Callable
+
+    from delayline import DelayedDelivery, Message, MessageContext
 
 HOUR = timedelta(hours=1)
 PATIENCE = 20.0
+DELAY = timedelta(seconds=3)
+NUMBER = 20
 
 
 class WrongClock:
@@ -66,6 +75,116 @@ async def test_a_wrong_clock_makes_nothing_early_or_late(server_url: str, wrong:
     assert timedelta(seconds=1) <= handled[0] - sent < timedelta(seconds=10)
 
 
+@contextlib.asynccontextmanager
+async def slow_answers(url: str) -> AsyncIterator[str]:
+    """Provide the URL of a link to the server whose answers take up to half a second, at random."""
+    parsed, rng = make_url(url), random.Random(5)  # noqa: S311 - no secret
+    tasks = set[asyncio.Task[None]]()
+
+    async def forward(source: asyncio.StreamReader, target: asyncio.StreamWriter, longest: float) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                while data := await source.read(1 << 16):
+                    await asyncio.sleep(rng.uniform(0, longest))
+                    target.write(data)
+        finally:
+            target.transport.abort()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers, requests = await asyncio.open_connection(parsed.host, parsed.port)
+        tasks.add(asyncio.create_task(forward(reader, requests, 0)))
+        tasks.add(asyncio.create_task(forward(answers, writer, 0.5)))
+
+    async with await asyncio.start_server(accept, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        yield parsed.set(port=port).render_as_string(hide_password=False)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # until the aborted connections are closed
+
+
+def store_at(url: str, *, polling: bool) -> DelayedDelivery:
+    return StoredDelivery(SqlDelayedMessageStore(url), polling=polling)
+
+
+def manager_at(url: str, *, polling: bool) -> DelayedDelivery:
+    return TimeoutManagerDelivery(SqlTimeoutPersister(url), polling=polling)
+
+
+@pytest.mark.parametrize("off", [HOUR, -HOUR], ids=["ahead", "behind"])
+@pytest.mark.parametrize("delivery", [store_at, manager_at])
+async def test_answers_on_a_slow_link_make_nothing_early(
+    server_url: str, wrong: WrongClock, off: timedelta, delivery: Callable[..., DelayedDelivery]
+) -> None:
+    # Given an endpoint near its server, and a sender whose clock is wrong at the end of a slow link
+    called: dict[str, float] = {}
+    waited: list[float] = []
+    all_handled = asyncio.Event()
+    near = Endpoint(
+        "orders",
+        transport=SqlTransport(server_url),
+        delayed_delivery=delivery(server_url, polling=True),
+    )
+
+    @near.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        waited.append(time.monotonic() - called[message.id])
+        if len(waited) == NUMBER:
+            all_handled.set()
+
+    async with slow_answers(server_url) as far_url, near:
+        wrong.off = off
+        sender = Endpoint(
+            "orders",
+            transport=SqlTransport(far_url),
+            delayed_delivery=delivery(far_url, polling=False),
+            send_only=True,
+        )
+        async with sender:
+
+            async def send(message_id: str) -> None:
+                called[message_id] = time.monotonic()
+                await sender.send("orders", b"", message_id=message_id, delay=DELAY)
+
+            # When it sends messages with a delay
+            async with asyncio.TaskGroup() as sending:
+                for number in range(NUMBER):
+                    sending.create_task(send(str(number)))
+                    await asyncio.sleep(0.02)
+            async with asyncio.timeout(PATIENCE):
+                await all_handled.wait()
+    # Then each is handled after the delay, and within a moment of it
+    assert min(waited) >= DELAY.total_seconds()
+    assert max(waited) < DELAY.total_seconds() + PATIENCE / 2
+
+
+@pytest.mark.parametrize("off", [HOUR, -HOUR], ids=["ahead", "behind"])
+async def test_a_poller_on_a_slow_link_sends_nothing_early(server_url: str, wrong: WrongClock, off: timedelta) -> None:
+    # Given an endpoint whose clock is wrong at the end of a slow link
+    wrong.off = off
+    called: dict[str, float] = {}
+    waited: list[float] = []
+    with Signals() as signals:
+        async with slow_answers(server_url) as far_url:
+            endpoint = Endpoint(
+                "orders", transport=SqlTransport(far_url), delayed_delivery=store_at(far_url, polling=True)
+            )
+
+            @endpoint.handler
+            async def handle(message: Message, context: MessageContext) -> None:
+                waited.append(time.monotonic() - called[message.id])
+
+            # When it sends to itself with a delay
+            async with endpoint:
+                for number in range(5):
+                    called[str(number)] = time.monotonic()
+                    await endpoint.send("orders", b"", message_id=str(number), delay=DELAY)
+                await signals.wait_for(Event.HANDLED, 5, timeout=3 * PATIENCE)
+    # Then each is handled after the delay
+    assert min(waited) >= DELAY.total_seconds()
+
+
 async def test_two_machines_agree_by_the_servers_clock(postgresql_url: str, wrong: WrongClock) -> None:
     # Given two stores of one endpoint on machines an hour apart
     store = SqlDelayedMessageStore(postgresql_url)
@@ -83,21 +202,101 @@ async def test_two_machines_agree_by_the_servers_clock(postgresql_url: str, wron
     assert abs(ahead - datetime.now(UTC)) < timedelta(seconds=10)
 
 
-def test_what_the_server_said_is_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a steady clock under our hands, and a clock that has heard the server
-    steady, asked = [100.0], list[None]()
-    monkeypatch.setattr("delayline.sql.server_clock.time.clock_gettime", lambda _: steady[0])
+class Steady:
+    """The steady clock, set by hand; in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 100.0
+        monkeypatch.setattr(
+            "delayline.sql.server_clock.time.clock_gettime_ns", lambda _: round(self.seconds * 1e6) * 1000
+        )
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> Steady:
+    return Steady(monkeypatch)
+
+
+SAID = datetime(2030, 1, 1, tzinfo=UTC)
+SECOND = timedelta(seconds=1)
+ROUNDING = timedelta(microseconds=2)
+
+
+def answer(clock: ServerClock, by_hand: Steady, said: datetime, *, before: float, after: float) -> None:
+    """Have the server read its clock, that many seconds after the request and before the answer."""
+    requested = steady()
+    by_hand.seconds += before + after
+    clock.answered(said, requested)
+
+
+def test_the_time_goes_on_after_an_answer(by_hand: Steady) -> None:
+    # Given a clock that has had an answer
+    asked = list[None]()
     clock = ServerClock(lambda: asked.append(None))
-    said = datetime(2030, 1, 1, tzinfo=UTC)
-    clock.hear(said)
+    answer(clock, by_hand, SAID, before=0, after=0)
     # When time goes by
-    steady[0] += 12.5
-    # Then it goes on, and asks again only when what it heard is stale
-    assert clock.now() == said + timedelta(seconds=12.5)
+    by_hand.seconds += 4.5
+    # Then it goes on, less certain by what clocks drift, and asks again only when the answer is stale
+    true, drift = SAID + 4.5 * SECOND, 4.5 * DRIFT * SECOND
+    assert true - drift - ROUNDING <= clock.now() <= true <= clock.at_latest() <= true + drift + ROUNDING
     assert asked == []
-    steady[0] += STALE_AFTER
-    assert clock.now() == said + timedelta(seconds=12.5 + STALE_AFTER)
-    assert asked == [None]
+    by_hand.seconds += STALE_AFTER
+    assert SAID + (4.5 + STALE_AFTER) * SECOND - clock.now() < 0.01 * SECOND
+    clock.at_latest()
+    assert asked == [None], "once, while the answer is on its way"
+
+
+def test_the_true_time_is_within_the_bounds_of_an_answer(by_hand: Steady) -> None:
+    # Given an answer that was on its way for 200 ms, and its request for 50 ms
+    clock = ServerClock(lambda: None)
+    answer(clock, by_hand, SAID, before=0.05, after=0.2)
+    # Then nothing is due too early by it, and no delay ends too early
+    true = SAID + 0.2 * SECOND
+    assert true - 0.2 * SECOND - ROUNDING <= clock.now() <= true
+    assert true <= clock.at_latest() <= true + 0.05 * SECOND + ROUNDING
+
+
+def test_a_slow_answer_does_not_widen_the_bounds(by_hand: Steady) -> None:
+    # Given a fast answer
+    clock = ServerClock(lambda: None)
+    answer(clock, by_hand, SAID, before=0.001, after=0.001)
+    # When a slow one follows
+    by_hand.seconds += 1
+    answer(clock, by_hand, SAID + 1.301 * SECOND, before=0.3, after=0.4)
+    # Then the bounds are those of the fast one, and what clocks drift meanwhile
+    assert clock.at_latest() - clock.now() <= (0.002 + 2 * 1.7 * DRIFT) * SECOND + 2 * ROUNDING
+    assert clock.now() <= SAID + 1.701 * SECOND <= clock.at_latest()
+
+
+@pytest.mark.parametrize("jump", [HOUR, -HOUR, SECOND, -SECOND])
+def test_a_server_clock_that_was_set_is_followed_at_the_next_answer(by_hand: Steady, jump: timedelta) -> None:
+    clock = ServerClock(lambda: None)
+    answer(clock, by_hand, SAID, before=0.001, after=0.001)
+    before = steady()
+    by_hand.seconds += 0.01
+    # When the server's clock is set
+    answer(clock, by_hand, SAID + jump + 0.102 * SECOND, before=0.1, after=0.2)
+    true = SAID + jump + 0.302 * SECOND
+    assert clock.now() <= true <= clock.at_latest()
+    # Then an answer from before, which comes last, changes nothing
+    clock.answered(SAID, before)
+    assert clock.now() <= true <= clock.at_latest()
+
+
+def test_a_process_that_was_suspended_between_request_and_answer(by_hand: Steady) -> None:
+    clock = ServerClock(lambda: None)
+    answer(clock, by_hand, SAID, before=0, after=3600)
+    assert clock.now() <= SAID + HOUR <= clock.at_latest() <= SAID + HOUR + ROUNDING
+    # Then the next answer narrows the bounds again
+    answer(clock, by_hand, SAID + HOUR + SECOND, before=1, after=0.001)
+    assert SAID + HOUR + 1.001 * SECOND - clock.now() <= 0.002 * SECOND
+
+
+def test_the_resolution_of_the_servers_clock_makes_nothing_early(by_hand: Steady) -> None:
+    clock = ServerClock(lambda: None, 16 * timedelta(milliseconds=1))
+    answer(clock, by_hand, SAID, before=0, after=0)
+    assert clock.now() <= SAID
+    assert clock.at_latest() >= SAID + timedelta(milliseconds=16)
 
 
 def test_before_the_server_is_asked_it_is_this_machines_clock(wrong: WrongClock) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from delayline.clock import SystemClock, latest_of
 from delayline.config import endpoint_from, in_memory, must_exist, store_from, transport_from
 from delayline.delayed.store import ClosableStore, managed
 from delayline.draining import persister_at
@@ -14,7 +15,9 @@ from delayline.transport import ManagedQueues
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from datetime import datetime
 
+    from delayline.clock import Clock
     from delayline.config import Settings
     from delayline.delayed.store import DelayedMessageStore, ManagedStore
     from delayline.endpoint import Endpoint
@@ -61,6 +64,11 @@ async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[M
         yield persister
     finally:
         await persister.close()
+
+
+def start_of_delay(clock: Clock | None) -> datetime:
+    """Return what a delay from now is added to; the clock decides what is due, None: this machine's."""
+    return latest_of(clock or SystemClock())()
 
 
 @contextlib.asynccontextmanager

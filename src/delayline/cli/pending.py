@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delayline.cli.connection import open_waiting
+from delayline.cli.connection import open_waiting, start_of_delay
 from delayline.cli.due import delay_given, due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.cli.screen import bar, size
-from delayline.delayed.store import Outcome
+from delayline.delayed.store import Outcome, StoreClock
 from delayline.outgoing import due_time
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ def reschedule(
 
     async def work() -> Outcome:
         async with open_waiting(settings, timeouts=timeouts) as store:
-            return await store.reschedule(message_id, due)
+            clock = store.clock() if isinstance(store, StoreClock) else None
+            at = due if delay is None else start_of_delay(clock) + delay
+            return await store.reschedule(message_id, at)
 
     _tell_outcomes(screen, {message_id: asyncio.run(work())}, f"due {local(due)}, {relative(due, now)}")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import sending_endpoint
+from delayline.cli.connection import sending_endpoint, start_of_delay
 from delayline.cli.due import due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.cli.rows import Line, RejectedFile, Row, RowFile, reason_of
@@ -81,7 +81,9 @@ def send(
     if due is not None:
         in_the_future(due, now)
     text = sys.stdin.read() if body == "-" else body
-    sent = asyncio.run(_send(settings, destination, text, due, dict(_header(one) for one in headers), message_id))
+    sent, due = asyncio.run(
+        _send(settings, destination, text, delay or due, dict(_header(one) for one in headers), message_id)
+    )
     when = "sent" if due is None else f"due {local(due)}, {relative(due, now)}"
     screen.tell(f"✓ {sent} to {destination}: {when}", "green")
     screen.document({"id": sent, "destination": destination, "due": None if due is None else due.isoformat()})
@@ -91,12 +93,18 @@ async def _send(
     settings: Settings,
     destination: str,
     body: str,
-    due: datetime | None,
+    when: timedelta | datetime | None,
     headers: dict[str, str],
     message_id: str | None,
-) -> str:
+) -> tuple[str, datetime | None]:
+    """Send the message; return its id and when it is due, by the clock that decides."""
     async with sending_endpoint(settings) as endpoint:
-        return await endpoint.send(destination, body, headers=headers, message_id=message_id, deliver_at=due)
+        due = _start(endpoint) + when if isinstance(when, timedelta) else when
+        return await endpoint.send(destination, body, headers=headers, message_id=message_id, deliver_at=due), due
+
+
+def _start(endpoint: Endpoint) -> datetime:
+    return start_of_delay(None if endpoint.delayed_delivery is None else endpoint.delayed_delivery.clock)
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -153,7 +161,7 @@ class Bulk:
         async with sending_endpoint(settings) as endpoint:
             lines = self._rows.lines()
             while chunk := list(islice(lines, AT_ONCE)):
-                now = datetime.now(UTC)
+                now = _start(endpoint)
                 good: list[Row] = []
                 for line in chunk:
                     try:

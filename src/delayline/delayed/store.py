@@ -189,7 +189,8 @@ class StoreClock(Protocol):
         """Return the back end's clock: what is due and what a delay means go by it.
 
         Asked for once, before `setup_infrastructure`; until the store is open it may tell this machine's time.
-        `now` must not block: a back end far away is asked now and then, and this machine's elapsed time added.
+        `now` must not block: a back end far away is asked now and then, and this machine's elapsed time added. What
+        that leaves uncertain makes messages early, unless the clock is a `delayline.clock.BoundedClock`.
         """
         ...
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
     from contextlib import AbstractContextManager
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
     import sqlalchemy
     from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
@@ -112,6 +112,8 @@ class TwoPhase(Protocol):
 class Dialect(Protocol):
     """One database of one product: its SQL, its errors, its ways to begin and end."""
 
+    clock_tick: timedelta
+    """The resolution of the clock that `in_seconds` reads: it may be read that much too early."""
     largest_message: int
     """How many bytes the headers and the body of a message may have together, so that it can also be read again."""
 

@@ -17,6 +17,7 @@ from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
+from delayline.sql.server_clock import steady
 from delayline.sql.statements import store_channel
 from delayline.sql.watermark import FullLooks, Watermark
 
@@ -243,10 +244,10 @@ class LockedRows:
         return self._from_watermark(lambda since: (self._earliest(connection, since), None))
 
     def _earliest(self, connection: Connection, since: object | None) -> Any:  # noqa: ANN401
-        locks = self._locks
+        locks, requested = self._locks, steady()
         rows = locks.next_due.rows(connection) if since is None else locks.next_due_since.rows(connection, since)
         ((due, now),) = rows
-        self._database.clock.hear(self._from_due(now))
+        self._database.clock.answered(self._from_due(now), requested)
         return due
 
     def _from_watermark(

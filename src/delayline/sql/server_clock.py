@@ -1,48 +1,101 @@
-"""The server's clock, told here between looks at it: the clocks of the machines around it do not matter."""
+"""The server's clock, estimated between its answers: the clocks of the machines around it do not matter."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from delayline.clock import SystemClock
+from delayline.clock import SystemClock, from_microseconds, to_microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
-STALE_AFTER: Final = 30.0  # seconds; a quartz is off by a few parts in a million
+STALE_AFTER: Final = 5.0  # seconds after which another answer is asked for
+ASK_AGAIN_AFTER: Final = 1.0  # seconds, while none has come
+#: How far two clocks may drift apart: NTP slews a clock by 500 parts in a million at most.
+DRIFT: Final = 500e-6
 #: Counts on while the machine sleeps, unlike the monotonic clock; nobody can set it.
 STEADY: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+ONE_MICROSECOND: Final = timedelta(microseconds=1)
+
+
+class _Bounds(NamedTuple):
+    """The server's time minus the steady clock's, in microseconds: between `low` and `high` at the instant `at`."""
+
+    low: int
+    high: int
+    at: int
+
+    def aged(self, now: int) -> _Bounds:
+        """Return the bounds at a later instant: further apart, by what the clocks may have drifted."""
+        drifted = int((now - self.at) * DRIFT)
+        return _Bounds(self.low - drifted, self.high + drifted, now)
 
 
 class ServerClock:
-    """Goes on from what the server last said, by a clock that nobody can set.
+    """Bounds the server's time from both sides, by a clock that cannot be set.
 
-    It is late by the time that an answer travels, never early. Until the server has said something it is this
-    machine's clock.
+    The server reads its clock at some moment between request and answer, so an answer bounds the difference of the
+    two clocks: the slower, the wider. Bounds are intersected, so that a slow answer does not widen those of a fast
+    one, and are widened with age. Bounds that exclude each other mean that the server's clock was set: the new ones
+    count. Before the first answer it is this machine's clock.
+
+    tick: the resolution of the server's clock.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], None], tick: timedelta = ONE_MICROSECOND) -> None:
         self._ask = ask
-        self._heard: tuple[datetime, float] | None = None  # replaced as a whole: any thread may read it meanwhile
+        self._tick = tick // ONE_MICROSECOND
+        self._lock = threading.Lock()
+        self._bounds: _Bounds | None = None  # replaced as a whole: any thread may read it meanwhile
+        self._requested = 0
+        self._asked_at = 0
 
     def now(self) -> datetime:
-        """Return the server's time. Never blocks: a stale answer is used once more, and a new one asked for."""
-        if self._heard is None:
+        """Return the earliest that the server's time can be. Never blocks; a stale estimate is asked for anew."""
+        now, bounds = steady(), self._bounds
+        if bounds is None:
             return SystemClock().now()
-        said, at = self._heard
-        since = time.clock_gettime(STEADY) - at
-        if since > STALE_AFTER:
-            self._ask()
-        return said + timedelta(seconds=since)
+        self._refresh(bounds, now)
+        return from_microseconds(now + bounds.aged(now).low)
+
+    def at_latest(self) -> datetime:
+        """Return the latest that the server's time can be: a delay is added to this."""
+        now, bounds = steady(), self._bounds
+        if bounds is None:
+            return SystemClock().now()
+        self._refresh(bounds, now)
+        return from_microseconds(now + bounds.aged(now).high)
 
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
         await asyncio.sleep(max(0.0, seconds))
 
-    def hear(self, said: datetime) -> None:
-        """Learn the server's time from an answer that has just come."""
-        self._heard = said, time.clock_gettime(STEADY)
+    def answered(self, said: datetime, requested: int) -> None:
+        """Take the server's time from an answer that has just come; `requested`: what `steady()` was before."""
+        now, said_at = steady(), to_microseconds(said)
+        sample = _Bounds(said_at - now - 1, said_at - requested + self._tick, now)
+        with self._lock:
+            if self._bounds is None:
+                self._bounds = sample
+            else:
+                old = self._bounds.aged(now)
+                if sample.low <= old.high and old.low <= sample.high:
+                    self._bounds = _Bounds(max(sample.low, old.low), min(sample.high, old.high), now)
+                elif requested >= self._requested:  # an older answer may come last, from before the clock was set
+                    self._bounds = sample
+            self._requested = max(self._requested, requested)
+
+    def _refresh(self, bounds: _Bounds, now: int) -> None:
+        if now - bounds.at > STALE_AFTER * 1_000_000 and now - self._asked_at > ASK_AGAIN_AFTER * 1_000_000:
+            self._asked_at = now
+            self._ask()
+
+
+def steady() -> int:
+    """Return the steady clock's time in microseconds."""
+    return time.clock_gettime_ns(STEADY) // 1000

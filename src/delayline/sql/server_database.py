@@ -15,7 +15,7 @@ from delayline.sql.database import Database
 from delayline.sql.lane import Lane
 from delayline.sql.locked_rows import LockedRows
 from delayline.sql.prepared import Prepared
-from delayline.sql.server_clock import ServerClock
+from delayline.sql.server_clock import ServerClock, steady
 from delayline.sql.sessions import Session, SessionHold
 from delayline.sql.workers import Workers
 
@@ -48,7 +48,7 @@ class ServerDatabase(Database):
     def __init__(self, dialect: Server) -> None:
         super().__init__()
         self.dialect = dialect
-        self._clock = ServerClock(lambda: self.spawn(self._ask_the_time))
+        self._clock = ServerClock(lambda: self.spawn(self._ask_the_time), dialect.clock_tick)
         self._now = Prepared(select(dialect.in_seconds(0)), dialect.sql, [])
         self._begin_anew()
 
@@ -216,9 +216,13 @@ class ServerDatabase(Database):
     def _ask_the_time(self) -> None:
         session = self.session()
         try:
-            self._clock.hear(self.dialect.from_due(session.run(self._now.one)))
+            session.run(self._read_the_time)
         finally:
             self.give_back(session)
+
+    def _read_the_time(self, connection: Connection) -> None:
+        requested = steady()
+        self._clock.answered(self.dialect.from_due(self._now.one(connection)), requested)
 
     def _connect(self) -> None:
         self._translated(self.dialect.check)

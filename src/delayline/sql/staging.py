@@ -190,10 +190,11 @@ class Staging:
         return blocking(self._opened(lambda: self._database.read(partial(self._runs.find, run=run, batch=batch))))
 
     def now(self) -> datetime:
-        """Return the time of the clock that decides what is due, in UTC."""
+        """Return the time of the clock that decides what is due, in UTC: the latest that it can be."""
         now = select(self._database.dialect.in_seconds(0))
         kept = blocking(self._opened(lambda: self._database.read(lambda connection: connection.execute(now).scalar())))
-        return self._database.dialect.from_due(kept)
+        dialect = self._database.dialect
+        return dialect.from_due(kept) + dialect.clock_tick
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_kept")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sqlalchemy import URL, bindparam, create_engine
@@ -45,6 +46,7 @@ class ServerDialect:
     longest_name: ClassVar[int]
     """How many bytes of UTF-8 a table's name may have."""
     patience = 30.0
+    clock_tick = timedelta(microseconds=1)
     largest_message = 500_000_000
     forces_indexes = False
 

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,6 @@ from delayline.sql.schema import timeouts_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
-    from datetime import datetime
 
     from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -48,6 +48,7 @@ SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 class Sqlite:
     """What the SQL room needs to know of one SQLite file."""
 
+    clock_tick = timedelta(milliseconds=1)
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
     forces_indexes = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, collate, event, func, literal_column
@@ -96,6 +96,7 @@ class SqlServer(ServerDialect):
     """What the SQL room needs to know of one SQL Server database."""
 
     product = "SQL Server"
+    clock_tick = timedelta(milliseconds=16)  # on Windows the clock may stand still for 15.625 ms
     extra = "sqlserver"
     default_port = 1433
 
