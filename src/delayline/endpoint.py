@@ -16,8 +16,15 @@ from delayline.checks import HomeProcess, whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import VERBS, DelayedDelivery, SetsUpLater, StoredDelivery
 from delayline.delayed.host import DeliveryHost
-from delayline.delayed.store import managed
-from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, DispatchFailed, NotStarted
+from delayline.delayed.store import NeedsRights, managed
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    DelaylineError,
+    DispatchFailed,
+    NotStarted,
+)
 from delayline.events import Event, emit
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
@@ -290,9 +297,11 @@ class Endpoint:
         self._running.push_async_callback(self.transport.stop)
         if self._setup:
             await self._setup_queues()
-        for delivery in self._deliveries:
-            if self._setup:
+        if self._setup:
+            for delivery in self._deliveries:
                 await _set_up(delivery)
+        await self._check_rights()
+        for delivery in self._deliveries:
             self._running.push_async_callback(delivery.stop)
             await delivery.start()
         if self._handlers:
@@ -320,6 +329,22 @@ class Endpoint:
             self.guarantee,
         )
         self._started = True
+
+    async def _check_rights(self) -> None:
+        """Raise BackendUnusable with every right that is missing, before the first use of one."""
+        missing: dict[str, None] = {}
+        if isinstance(self.transport, NeedsRights):
+            takes = bool(self._handlers)
+            missing |= dict.fromkeys(await self.transport.missing_rights(self.name, takes=takes))
+        for delivery in self._deliveries:
+            if isinstance(delivery, NeedsRights):
+                with contextlib.suppress(BackendUnavailable):  # some deliveries start without their database
+                    missing |= dict.fromkeys(await delivery.missing_rights(self.name, takes=True))
+        if missing:
+            grants = "\n".join(missing)
+            raise BackendUnusable(
+                f"endpoint {self.name!r} lacks rights in its database. Run this as the owner of the tables:\n{grants}"
+            )
 
     async def _look_for_unhandled(self) -> None:
         """Log a warning where messages are in the queue that no handler takes."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -15,10 +17,13 @@ from delayline import (
     BackendUnusable,
     ConfigurationError,
     DelaylineError,
+    Endpoint,
     InvalidMessage,
     Message,
+    MessageContext,
     SqlDelayedMessageStore,
     SqlTransport,
+    StoredDelivery,
     TransactionMode,
     TransportOperation,
 )
@@ -151,6 +156,56 @@ async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str)
         finally:
             await sender.stop()
             await limited.close()
+
+
+async def ignore(message: Message, context: MessageContext) -> None:
+    """Handle nothing."""
+
+
+def working(url: str) -> Endpoint:
+    """Return an endpoint that was set up before."""
+    delivery = StoredDelivery(SqlDelayedMessageStore(url))
+    return Endpoint("sales", transport=SqlTransport(url), delayed_delivery=delivery, setup_infrastructure=False)
+
+
+async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
+    guarded: PostgresqlServer, database: str
+) -> None:
+    # Given tables, and a user who may not even use their schema
+    url, own = f"postgresql://{USER}:{SECRET}@{database}", f"postgresql://delayline@{database}"
+    await working(own).setup()
+    with guarded.administrator(database.rpartition("/")[2]) as administrator:
+        administrator.execute("REVOKE USAGE ON SCHEMA public FROM PUBLIC")
+        # When an endpoint that handles starts
+        refused = working(url)
+        refused.handler(ignore)
+        with pytest.raises(BackendUnusable) as raised:
+            await refused.start()
+        # Then every right is in one block, and doctor prints the same
+        first, *grants = str(raised.value).splitlines()
+        assert "as the owner of the tables" in first
+        assert grants == [
+            f"GRANT USAGE ON SCHEMA public TO {USER};",
+            f"GRANT SELECT ON TABLE public.delayline_schema TO {USER};",
+            f"GRANT SELECT ON TABLE public.delayline_queues TO {USER};",
+            f"GRANT SELECT, INSERT, DELETE ON TABLE public.delayline_messages TO {USER};",
+            f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public."sales.timeouts" TO {USER};',
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_sleeping TO {USER};",
+        ]
+        seen = await asyncio.to_thread(told, "doctor", "--endpoint", "sales", "--url", url)
+        assert " ".join(grants) in seen
+        # And what the block grants is enough, to the last table
+        for grant in grants:
+            administrator.execute(grant)
+        handled, allowed = asyncio.Event(), working(url)
+
+        @allowed.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            handled.set()
+
+        async with allowed, asyncio.timeout(20):
+            await allowed.send("sales", b"", delay=timedelta(milliseconds=1))
+            await handled.wait()
 
 
 async def test_rights_on_a_schema_and_a_sequence_and_of_an_owner(guarded: PostgresqlServer, database: str) -> None:

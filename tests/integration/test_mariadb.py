@@ -18,8 +18,11 @@ from delayline import (
     BackendUnusable,
     ConfigurationError,
     DelayedMessage,
+    Endpoint,
     InvalidMessage,
     Message,
+    MessageContext,
+    StoredDelivery,
     TransactionMode,
     TransportOperation,
 )
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
     from tests.servers.mariadb import MariadbServer
 
-    from delayline import Endpoint, MessageContext, Transaction
+    from delayline import Transaction
 
 PATIENCE = 20.0
 SECONDS = 3.0
@@ -326,6 +329,47 @@ async def test_missing_rights_are_named(mariadb: MariadbServer, mariadb_url: str
     ):
         await store.store(delayed("m"))
     await store.close()
+
+
+async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
+    mariadb: MariadbServer, mariadb_url: str
+) -> None:
+    # Given tables, and a user who has only the right to make views, so that the database can be named
+    def at(url: str) -> Endpoint:
+        delivery = StoredDelivery(SqlDelayedMessageStore(url))
+        return Endpoint("orders", transport=SqlTransport(url), delayed_delivery=delivery, setup_infrastructure=False)
+
+    await at(mariadb_url).setup()
+    url = make_url(mariadb_url)
+    limited = url.set(username="limited").render_as_string()
+    with mariadb.administrator() as cursor:
+        cursor.execute("CREATE OR REPLACE USER limited@'127.0.0.1'")
+        cursor.execute(f"GRANT CREATE VIEW ON {url.database}.* TO limited@'127.0.0.1'")
+        refused, allowed, handled = at(limited), at(limited), asyncio.Event()
+
+        @allowed.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            handled.set()
+
+        refused.handler(handle)
+        # When an endpoint that handles starts
+        with pytest.raises(BackendUnusable) as raised:
+            await refused.start()
+        # Then every right is in one block
+        grants = str(raised.value).splitlines()[1:]
+        place, user = f"`{url.database}`", "TO 'limited'@'127.0.0.1';"
+        assert grants == [
+            f"GRANT SELECT ON {place}.delayline_schema {user}",
+            f"GRANT SELECT ON {place}.delayline_queues {user}",
+            f"GRANT SELECT, INSERT, DELETE ON {place}.delayline_messages {user}",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.`orders.timeouts` {user}",
+        ]
+        # And what it grants is enough
+        for grant in grants:
+            cursor.execute(grant)
+        async with allowed, asyncio.timeout(PATIENCE):
+            await allowed.send("orders", b"", delay=timedelta(milliseconds=1))
+            await handled.wait()
 
 
 async def test_a_removal_of_very_many_that_fails_has_removed_none(

@@ -11,10 +11,10 @@ from sqlalchemy.engine import make_url
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.sql import setup
-from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, SqlServer
+from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, UNSEEN, SqlServer
 from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
 from delayline.sql.runs import runs_table
-from delayline.sql.schema import queue_tables
+from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.timeout_tables import timeout_table
 
@@ -149,6 +149,31 @@ def test_2016_is_the_oldest_and_azure_has_a_version_of_its_own(
             one.check()
     else:
         one.check()
+
+
+@pytest.mark.parametrize(
+    ("held", "grants"),
+    [
+        ([1, 1, 1, 1, 1], []),
+        ([None, None, None, None, None], []),  # no table is seen: they were never set up
+        ([1, 0, 1, 1, 0], ["GRANT SELECT, DELETE ON [dbo].[t] TO [it's ]]me];"]),
+        ([None, 1, 1, 1, 1], ["GRANT SELECT ON dbo.delayline_schema TO [it's ]]me];" + UNSEEN]),
+    ],
+)
+def test_missing_rights_are_one_block_of_grants(held: list[int | None], grants: list[str]) -> None:
+    dialect = server()
+    answers: list[Any] = [*held, "it's ]me"]
+    asked: list[tuple[Any, ...]] = []
+
+    class Asked(Cursor):
+        def execute(self, sql: str, values: tuple[Any, ...] = ()) -> None:
+            asked.append((sql, *values))
+            self._results = [[(answers.pop(0),)]]
+
+    connection: Any = SimpleNamespace(connection=SimpleNamespace(cursor=lambda: Asked([])))
+    needed = {queue_tables("dbo").versions: TO_READ, dialect.timeouts_table("t", None): EVERY_RIGHT}
+    assert dialect.missing_rights(connection, needed) == grants
+    assert asked[0] == ("SELECT HAS_PERMS_BY_NAME(?, N'OBJECT', ?)", "dbo.delayline_schema", "SELECT")
 
 
 def test_the_database_is_found_by_its_name() -> None:

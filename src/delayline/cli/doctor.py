@@ -14,7 +14,7 @@ from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
 from delayline.config import endpoint_from, examine, must_exist, on_rabbitmq, store_from, transport_from
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.store import managed
+from delayline.delayed.store import NeedsRights, managed
 from delayline.draining import remains_of
 from delayline.errors import DelaylineError, QueueNotFound
 from delayline.setting_values import masked
@@ -72,6 +72,7 @@ async def _examine(settings: Settings) -> list[Finding]:
     findings = [_guarantee(settings)]
     for what, look in (
         ("connection", _connection),
+        ("rights", _rights),
         ("database", _database),
         ("queues", _queues),
         ("delayed messages", _delayed_messages),
@@ -100,6 +101,17 @@ async def _connection(settings: Settings) -> AsyncIterator[Finding]:
     must_exist(settings.where_messages_wait)
     async with open_transport(settings):
         yield Finding("connection", ok=True, text=masked(settings.where_queues_are))
+
+
+async def _rights(settings: Settings) -> AsyncIterator[Finding]:
+    endpoint = endpoint_from(settings)
+    missing: dict[str, None] = {}
+    parts: list[object] = [endpoint.transport, endpoint.delayed_delivery]
+    for part in parts:
+        if isinstance(part, NeedsRights):
+            missing |= dict.fromkeys(await part.missing_rights(endpoint.name, takes=True))
+    if missing:
+        yield Finding("rights", ok=False, text="\n".join(["run this as the owner of the tables:", *missing]))
 
 
 async def _database(settings: Settings) -> AsyncIterator[Finding]:

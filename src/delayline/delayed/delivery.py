@@ -18,6 +18,7 @@ from delayline.delayed.store import (
     BatchStore,
     ClosableStore,
     ForwardingStore,
+    NeedsRights,
     StoreClock,
     StoreInfrastructure,
     StoreTransactions,
@@ -27,7 +28,7 @@ from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import DelayedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime
 
     from delayline.callers import Caller
@@ -166,6 +167,12 @@ class StoredDelivery:
         """Create the store's tables where the store can; runs before `start` (seeds 000, 001)."""
         if isinstance(self.store, StoreInfrastructure):
             await self.store.setup_infrastructure(self.host.endpoint_name)
+
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the statements that grant what the store's user lacks, as `NeedsRights` says."""
+        if not isinstance(self.store, NeedsRights):
+            return ()
+        return await self.store.missing_rights(endpoint_name, takes=takes and self.polling)
 
     async def start(self) -> None:
         """Open the store, then start the poller."""

@@ -72,6 +72,23 @@ class StoreInfrastructure(Protocol):
 
 
 @runtime_checkable
+class NeedsRights(Protocol):
+    """Capability of stores, deliveries and transports: the tables' owner grants a user rights on each of them."""
+
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the statements that grant what the user lacks on the tables that are there; it need not be open.
+
+        Args:
+            endpoint_name: the endpoint that needs the rights.
+            takes: whether it also takes messages out again, as pollers and receivers do, or only puts them in.
+
+        Raises:
+            BackendUnavailable, BackendUnusable: the database cannot be asked.
+        """
+        ...
+
+
+@runtime_checkable
 class StoreTransactions(Protocol):
     """Capability: the store's verbs can share one transaction, and with a transport of the same domain its sends."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime, timedelta
 
@@ -211,6 +211,10 @@ class Dialect(Protocol):
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition that the column is one of the list bound as `name`."""
+        ...
+
+    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+        """Return the GRANTs that give the user what it lacks of the rights on tables that are there."""
         ...
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:

@@ -42,6 +42,11 @@ MAXIMUM_TABLE_NAME_LENGTH: Final = 128
 BINARY: Final = "Latin1_General_100_BIN2"  # SQL Server's collation of names that are equal only when the same
 MAXIMUM_NAME_LENGTH: Final = 120
 LONGEST_INDEX_NAME: Final = 63  # bytes, PostgreSQL's
+#: What a user needs on a table: of those who only look, who put messages in, who take them out, and who change them.
+TO_READ: Final = ("SELECT",)
+TO_PUT: Final = ("SELECT", "INSERT")
+TO_TAKE: Final = ("SELECT", "INSERT", "DELETE")
+EVERY_RIGHT: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 
 def text(length: int) -> TypeEngine[str]:

@@ -16,7 +16,7 @@ from delayline.sql import setup
 from delayline.sql.journal import Journal
 from delayline.sql.looking import Lookout
 from delayline.sql.part import StorePart
-from delayline.sql.schema import OWN_PREFIX, in_order
+from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_PUT, TO_READ, in_order
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
@@ -93,6 +93,19 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
                 self._database.dialect,
             )
         )
+
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the GRANTs that give the user what it lacks, as `NeedsRights` says."""
+        table, dialect = self._table(endpoint_name), self._database.dialect
+        if takes:
+            own: tuple[str, ...] = EVERY_RIGHT
+        else:  # MariaDB's insert of what may be there already is an update
+            own = (*TO_PUT, "UPDATE") if dialect.sql.name in {"mysql", "mariadb"} else TO_PUT
+        needed = {self._tables.versions: TO_READ, table: own}
+        for shared in self._tables.of(dialect.sql.name):
+            if shared not in self._tables.all:
+                needed[shared] = EVERY_RIGHT if takes else TO_READ
+        return await self._database.look(lambda connection: dialect.missing_rights(connection, needed))
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
         """Open the database and check that the endpoint's table is there."""

@@ -18,6 +18,7 @@ from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.idle_queues import IdleQueues
 from delayline.sql.part import SqlPart
+from delayline.sql.schema import TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
@@ -90,6 +91,13 @@ class SqlTransport(SqlPart):
     async def planned_infrastructure(self, queues: Sequence[str]) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
         return await self._database.look(partial(self._planned, names=queues))
+
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the GRANTs that give the user what it lacks, as `NeedsRights` says."""
+        del endpoint_name
+        tables, dialect = self._tables, self._database.dialect
+        needed = {tables.versions: TO_READ, tables.queues: TO_READ, tables.queued: TO_TAKE if takes else TO_PUT}
+        return await self._database.look(lambda connection: dialect.missing_rights(connection, needed))
 
     async def start(self) -> None:
         """Open the database."""

@@ -15,7 +15,7 @@ from sqlalchemy.exc import InvalidRequestError
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, MissingExtra
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.mariadb_claims import NamedLocks
-from delayline.sql.dialects.mariadb_errors import ROLLED_BACK, is_disconnect, number_of, translated
+from delayline.sql.dialects.mariadb_errors import DENIED, ROLLED_BACK, is_disconnect, number_of, translated
 from delayline.sql.dialects.mariadb_sql import IndexedSql
 from delayline.sql.dialects.server import ServerDialect, run
 from delayline.sql.forwarding import LockedForwarding
@@ -59,6 +59,14 @@ SESSION: Final = (
 TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
 SETUP_LOCK: Final = "delayline setup"
 SETUP_PATIENCE: Final = 60  # seconds
+
+#: What needs one right only, and finds nothing if it ran.
+EXPLAINED: Final = {
+    "SELECT": "SELECT 1 FROM {table} WHERE FALSE",
+    "INSERT": "INSERT INTO {table} VALUES ()",
+    "UPDATE": "UPDATE {table} SET {one} = 1 WHERE FALSE",
+    "DELETE": "DELETE FROM {table} WHERE FALSE",
+}
 
 
 class Mariadb(ServerDialect):
@@ -138,6 +146,33 @@ class Mariadb(ServerDialect):
             yield
         finally:
             run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
+
+    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+        """Return the GRANTs that give the user what it lacks of the rights on tables that are there.
+
+        The server checks the rights of a statement that is explained as of one that runs, those of roles included.
+        """
+        grants, user = [], ""
+        for table, needs in needed.items():
+            name = self.sql.identifier_preparer.format_table(table)
+            column = self.sql.identifier_preparer.quote(next(iter(table.columns)).name)
+            lacking = [
+                need for need in needs if self._denies(connection, EXPLAINED[need].format(table=name, one=column))
+            ]
+            if lacking:
+                user = user or _quoted_user(run(connection, "SELECT CURRENT_USER()")[0][0])
+                place = name if table.schema else f"`{str(self.url.database).replace('`', '``')}`.{name}"
+                grants.append(f"GRANT {', '.join(lacking)} ON {place.replace('%%', '%')} TO {user};")
+        return grants
+
+    def _denies(self, connection: Connection, statement: str) -> bool:
+        try:
+            run(connection, f"EXPLAIN {statement}")
+        except self.errors as error:
+            if self.is_disconnect(error):
+                raise
+            return number_of(error) in DENIED
+        return False
 
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, how durable a commit is, how large a message may be, and how far our clock is off."""
@@ -254,6 +289,12 @@ def _connected(dialect: object, record: object, arguments: Sequence[Any], option
 
     del dialect, record
     return SharingConnection(*arguments, **options)
+
+
+def _quoted_user(user: str) -> str:
+    """Return the account, `name@host` as the server writes it, as GRANT takes it."""
+    name, _, host = user.rpartition("@")
+    return "@".join("'" + part.replace("\\", "\\\\").replace("'", "''") + "'" for part in (name, host))
 
 
 def _largest(packet: int) -> int:

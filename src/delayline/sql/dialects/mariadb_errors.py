@@ -12,6 +12,7 @@ from delayline.sql.dialects.server import cause_of
 DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
 #: Deadlocks end the whole transaction; whatever else fails undoes its statement only.
 ROLLED_BACK: Final = {1213, 1614}
+DENIED: Final = frozenset({1142, 1143})
 NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
 UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable

@@ -16,14 +16,14 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
-from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, remedy
+from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, missing_rights, remedy
 from delayline.sql.dialects.postgresql_timeouts import PostgresqlTimeouts
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.sql.dialects.postgresql_wake_ups import Notifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
@@ -116,6 +116,10 @@ class Postgresql(ServerDialect):
         """Let one process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""
         run(connection, "SELECT pg_advisory_xact_lock(%s)", SETUP_LOCK)
         yield
+
+    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+        """Return the GRANTs that give the user what it lacks of the rights on tables that are there."""
+        return missing_rights(connection, needed)
 
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, how durable a commit is, and how far this machine's clock is off."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from delayline.sql.dialects.server import run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Table
 
 DENIED: Final = "42501"
 UNKNOWN: Final = (
@@ -37,6 +37,18 @@ WHERE strpos(%s::text, name) > 0
 """
 
 
+#: A table by its name, in its schema; where none is named, on the search path, or in a `public` that is not to be used.
+ON_TABLE: Final = """
+SELECT format('%%I.%%I', n.nspname, c.relname), quote_ident(n.nspname), has_schema_privilege(n.oid, 'USAGE'),
+  ARRAY(SELECT need FROM unnest(%s::text[]) AS need WHERE NOT has_table_privilege(c.oid, need)),
+  quote_ident(current_user)
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p') AND c.relname = %s AND (
+  n.nspname = %s::text OR %s::text IS NULL AND (
+    pg_table_is_visible(c.oid) OR n.nspname = 'public' AND NOT has_schema_privilege(n.oid, 'USAGE')))
+"""
+
+
 class Lacking(NamedTuple):
     """What the user lacks on one thing."""
 
@@ -57,6 +69,20 @@ class Lacking(NamedTuple):
         return (
             f"Run as its owner{for_setup}: GRANT {', '.join(self.rights)} ON {self.kind} {self.quoted} TO {self.user}"
         )
+
+
+def missing_rights(connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+    """Return the GRANTs that give the user what it lacks of the rights on tables that are there."""
+    schemas, grants = {}, []
+    for table, needs in needed.items():
+        for quoted, schema, may_use, rights, user in run(
+            connection, ON_TABLE, list(needs), table.name, table.schema, table.schema
+        ):
+            if not may_use:
+                schemas[schema] = f"GRANT USAGE ON SCHEMA {schema} TO {user};"
+            if rights:
+                grants.append(f"GRANT {', '.join(rights)} ON TABLE {quoted} TO {user};")
+    return [*schemas.values(), *grants]
 
 
 def remedy(connection: Connection, refusal: str) -> str:

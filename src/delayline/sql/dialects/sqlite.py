@@ -25,7 +25,7 @@ from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Table
@@ -184,6 +184,11 @@ class Sqlite:
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition that the column is one of the list bound as `name`."""
         return column.in_(bindparam(name, expanding=True))
+
+    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+        """Return nothing: a file has no rights of its own on tables."""
+        del connection, needed
+        return []
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return the column: its collation is binary."""

@@ -46,7 +46,7 @@ from delayline.sql.names import must_fit
 from delayline.sql.schema import BINARY, CONTENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert
 
@@ -73,6 +73,8 @@ NOT_LOADED: Final = (
     "mssql-python cannot be loaded: {error} On Debian run: apt-get install libltdl7 libodbc2; "
     "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
 )
+HAS_RIGHT: Final = "SELECT HAS_PERMS_BY_NAME({mark}, N'OBJECT', {mark})"  # NULL for what the user cannot see
+UNSEEN: Final = " -- if there is no such table, run `delayline setup` instead"
 UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in what pymssql raises for one, a TypeError
 CHECK_URL: Final = "Check the user, the password and the options in the URL"
 #: Errors tell by their English texts what they are; a lock is waited for, but not for ever.
@@ -156,6 +158,30 @@ class SqlServer(ServerDialect):
             raise
         run(connection, SESSION)
         return connection
+
+    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+        """Return the GRANTs that give the user what it lacks of the rights on tables.
+
+        A table on which the user has no right at all looks like one that is not there: it counts where others are.
+        """
+        found: dict[Table, tuple[list[str], bool]] = {}
+        for table, needs in needed.items():
+            name = self.sql.identifier_preparer.format_table(table)
+            held = [run(connection, HAS_RIGHT.format(mark=self._mark), name, need)[0][0] for need in needs]
+            found[table] = [need for need, has in zip(needs, held, strict=True) if not has], None in held
+        if all(unseen for _, unseen in found.values()):
+            return []
+        user = self.sql.identifier_preparer.quote_identifier(run(connection, "SELECT USER_NAME()")[0][0])
+        return [
+            f"GRANT {', '.join(lacking)} ON {self.sql.identifier_preparer.format_table(table)} TO {user};"
+            + (UNSEEN if unseen else "")
+            for table, (lacking, unseen) in found.items()
+            if lacking
+        ]
+
+    @property
+    def _mark(self) -> str:
+        return "%s" if self._pymssql else "?"
 
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, the driver, how durable commits are, which ids are equal, how far this clock is off."""
