@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
+from delayline.checks import positive_seconds
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ SCHEMES: Final = ("amqp", "amqps")
 QUEUE_TYPES: Final = ("quorum", "classic")
 TOPOLOGIES: Final = ("conventional", "direct")
 LONGEST_PREFIX: Final = 200
-LONGEST_TIMEOUT: Final = 86_400
 HINT: Final = (
     "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, with / ? # @ : % in names and passwords as %2F %3F %23 %40 %3A %25"
 )
@@ -196,9 +196,7 @@ def _seconds(name: str, text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= LONGEST_TIMEOUT:
-        raise ConfigurationError(f"{name}={text!r} must be a number of seconds above 0, at most {LONGEST_TIMEOUT}")
-    return seconds
+    return positive_seconds(name, seconds)
 
 
 def _one_of(known: tuple[str, ...]) -> Callable[[str, str], str]:

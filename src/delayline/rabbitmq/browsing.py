@@ -59,7 +59,10 @@ async def _get(channel: Channel, queue: str) -> DeliveredMessage | None:
     """Take one message: what aiormq's `basic_get` does, for any name."""
     channel.getter = asyncio.get_running_loop().create_future()
     await ask(channel, Get(queue=queue))
-    frame, delivered = await channel.getter
+    await asyncio.wait([channel.getter, channel.closing], return_when=asyncio.FIRST_COMPLETED)
+    if not channel.getter.done():
+        raise ConnectionResetError("the channel was closed in the middle of a message")
+    frame, delivered = channel.getter.result()
     return delivered if isinstance(frame, commands.Basic.GetOk) else None
 
 

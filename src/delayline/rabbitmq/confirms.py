@@ -77,6 +77,8 @@ class Confirms:
 
     def __init__(self) -> None:
         self._outstanding: dict[int, Run] = {}
+        self.answers = 0
+        """How many answers the broker has given."""
         self._lowest = 1
         self._next = 1
         self._returned_up_to = 0
@@ -98,6 +100,7 @@ class Confirms:
     def settle(self, tag: int, *, multiple: bool, acknowledged: bool) -> None:
         """Take the broker's answer to one publication, or to all up to it."""
         outstanding = self._outstanding
+        self.answers += 1
         if multiple:
             sequences: Sequence[int] = range(self._lowest, tag + 1)
             self._lowest = max(self._lowest, tag + 1)

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
     import aiormq
     from aiormq.channel import Channel
+    from pamqp.base import Frame
 
     from delayline.rabbitmq.address import BrokerAddress
 
 Result = TypeVar("Result")
 
+CLOSING_PATIENCE: Final = 4.0
+"""Seconds that a good-bye may take: for channels, and again for their connection."""
 #: What aio-pika, aiormq and the socket raise when the broker is not there, or no longer.
 LOST: Final = (pika.AMQPError, pika.ChannelInvalidStateError, OSError, TimeoutError, asyncio.IncompleteReadError)
 #: Newer brokers' texts name the permission: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
@@ -57,6 +60,7 @@ class BrokerConnection:
         self._connection: NamedConnection | None = None
         self._streams: Streams | None = None
         self._channels: list[Channel] = []
+        self._closing: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._process = HomeProcess()
         self.generation = 0
@@ -77,13 +81,18 @@ class BrokerConnection:
             return self._connection
 
     async def close(self) -> None:
-        """Close channels one by one, so that what was written on them gets there, then the connection. Idempotent."""
+        """Close channels one by one, so that what was written on them gets there, then the connection. Idempotent.
+
+        A broker that does not answer is waited for a few seconds, and then left.
+        """
         if self._process.left:
             return  # it is the parent's: ending it here would end it there
         async with self._opening:
-            for channel in self._channels:
-                with contextlib.suppress(*LOST, asyncio.CancelledError):
-                    await asyncio.wait_for(channel.close(), self._address.connection_timeout)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSING_PATIENCE):
+                    for channel in self._channels:
+                        with contextlib.suppress(*LOST):
+                            await channel.close()
             await self._drop()
 
     async def channel(self) -> Channel:
@@ -95,8 +104,23 @@ class BrokerConnection:
                     raise ConnectionResetError("the connection was closed")
                 channel = await connection.transport.connection.channel(publisher_confirms=False)
         self._channels = [one for one in self._channels if not one.is_closed]
-        self._channels.append(cast("Channel", channel))
+        self._channels.append(self._limited(cast("Channel", channel)))
         return self._channels[-1]
+
+    def _limited(self, channel: Channel) -> Channel:
+        """Give every call on the channel a limit; the connection whose broker missed it is given up."""
+        call, streams, limit = channel.rpc, self._streams, self._address.server_timeout
+
+        async def within_limit(frame: Frame, timeout: float | None = None) -> object:
+            try:
+                return await call(frame, timeout=timeout or limit)
+            except TimeoutError:
+                if streams is not None:
+                    streams.abort()
+                raise
+
+        setattr(channel, "rpc", within_limit)  # noqa: B010 - aiormq's own methods call it by that name
+        return channel
 
     async def run(self, work: Callable[[Channel], Awaitable[Result]]) -> Result:
         """Run `work` on a channel of its own: what the broker refuses ends that channel only.
@@ -107,9 +131,14 @@ class BrokerConnection:
         try:
             with explained(self._address):
                 return await work(channel)
+        except asyncio.CancelledError:
+            closing = asyncio.create_task(_close(channel))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            raise
         finally:
-            with contextlib.suppress(*LOST):
-                await channel.close()
+            if not _cancelled():
+                await _close(channel)
 
     async def version(self) -> tuple[int, ...]:
         """Return the broker's version. Raises BackendUnavailable or BackendUnusable."""
@@ -152,9 +181,27 @@ class BrokerConnection:
     async def _drop(self) -> None:
         connection, self._connection = self._connection, None
         self._channels.clear()
-        if connection is not None:
-            with contextlib.suppress(*LOST, asyncio.CancelledError):
+        if connection is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSING_PATIENCE):
                 await connection.close()
+        except (*LOST, asyncio.CancelledError):
+            if self._streams is not None:
+                self._streams.abort()
+            if _cancelled():
+                raise
+
+
+async def _close(channel: Channel) -> None:
+    with contextlib.suppress(*LOST):
+        async with asyncio.timeout(CLOSING_PATIENCE):
+            await channel.close()
+
+
+def _cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class NothingThere(LookupError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +28,8 @@ CHUNK: Final = 128  # publications that are encoded before anything else may run
 CHUNK_BYTES: Final = 1 << 18
 FIRST_BACK_OFF: Final = 0.1  # seconds, doubled with every failure
 LONGEST_BACK_OFF: Final = 5.0
-CLOSING_PATIENCE: Final = 10.0  # seconds for outstanding confirms, and again for the good-bye
+CLOSING_PATIENCE: Final = 10.0  # seconds for outstanding confirms
+GOODBYE_PATIENCE: Final = 4.0  # seconds for the broker's answer to a good-bye
 #: What brokers take by default, before version 4 and from then on.
 LARGEST_MESSAGE: Final = 134_217_728
 LARGEST_MESSAGE_OF_4: Final = 16_777_216
@@ -89,10 +89,11 @@ class Publisher:
         """Send all, in this order, and return when each is confirmed or refused: the refused ones' errors by position.
 
         Unroutable: no such exchange, or no queue bound; MessageRejected: a full queue; InvalidMessage: what AMQP or the
-        broker does not carry; BackendUnusable: the user may not write there. Waits while the broker is blocked. Raises
-        BackendUnavailable when the connection is lost before all were settled: those may have arrived. After a
-        cancellation too, what was written may arrive. Where the broker refuses a publication by closing the channel,
-        what was outstanding beside it is sent again, and may arrive twice.
+        broker does not carry; BackendUnusable: the user may not write there. Waits while the broker is blocked, as long
+        as `server_timeout` says. Raises BackendUnavailable when the connection is lost before all were settled, or none
+        was for that long: those may have arrived. After a cancellation too, what was written may arrive. Where the
+        broker refuses a publication by closing the channel, what was outstanding beside it is sent again, and may
+        arrive twice.
         """
         if not publications:
             return {}
@@ -163,11 +164,13 @@ class Link:
 
     async def close(self) -> None:
         """Wait for what is outstanding, then disconnect."""
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(CLOSING_PATIENCE):
                 for channel in list(self._channels.values()):
                     await channel.confirms.empty()
-        await self.connection.close(CLOSING_PATIENCE)
+        except TimeoutError:  # a broker that does not confirm does not say good-bye either
+            self.connection.abort()
+        await self.connection.close(GOODBYE_PATIENCE)
 
     async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
         """Send all; see Publisher.publish."""
@@ -175,7 +178,7 @@ class Link:
         missing = await self._missing(unknown) if unknown else NONE_MISSING
         batch = Batch(publications)
         await self._write(batch, missing)
-        await batch.settled
+        await self._settled(batch)
         if batch.over:
             await self._one_by_one(batch)
         return batch.failures
@@ -219,6 +222,39 @@ class Link:
             size += len(encoded)
         await self._flush(channel, batch, positions, frames)
 
+    async def _settled(self, batch: Batch) -> None:
+        """Return once all of the batch is settled; raises BackendUnavailable where the limit passes and none was."""
+        if batch.settled.done():
+            return await batch.settled
+        loop, limit = asyncio.get_running_loop(), self._address.server_timeout
+        watch: asyncio.TimerHandle
+
+        def look(left: int, answers: int) -> None:
+            nonlocal watch
+            if batch.left < left:
+                watch = loop.call_later(limit, look, batch.left, self._answers)
+            elif answers == self._answers and self.connection.blocked is None:
+                batch.lose(self.connection.give_up())
+            else:
+                batch.lose(self._unanswered(len(batch.publications)))
+
+        watch = loop.call_later(limit, look, batch.left, self._answers)
+        try:
+            await batch.settled
+        finally:
+            watch.cancel()
+
+    @property
+    def _answers(self) -> int:
+        return sum(channel.confirms.answers for channel in self._channels.values())
+
+    def _unanswered(self, number: int) -> BackendUnavailable:
+        reason = self.connection.blocked or "a queue that it goes to may have no majority of its replicas"
+        return BackendUnavailable(
+            f"RabbitMQ at {self._address} has confirmed none of {number} messages for "
+            f"{self._address.server_timeout:g} s ({reason}): their outcome is unknown, they may arrive"
+        )
+
     def _encoded(self, channel: Channel, publication: Publication, missing: Mapping[str, str]) -> bytes:
         if publication.exchange in missing:
             raise Unroutable(publication.exchange, publication.routing_key, missing[publication.exchange])
@@ -246,7 +282,7 @@ class Link:
                 channel = await self._channel(APART)
                 alone = Batch([publication])
                 await self._flush(channel, alone, [0], [channel.frames.encode(publication)])
-                await alone.settled
+                await self._settled(alone)
                 error = alone.failures.get(0)
                 if alone.over and channel.closed is not None:
                     error = self._to_blame(publication, channel.closed)

@@ -91,7 +91,8 @@ class PublishingConnection(asyncio.Protocol):
             0, commands.Connection.StartOk(client_properties=properties, mechanism="PLAIN", response=secret)
         )
         self.frame_max = min(tune.frame_max or FRAME_MAX, FRAME_MAX)
-        self._heartbeat = min(tune.heartbeat or self._address.heartbeat, self._address.heartbeat)
+        heartbeat = self._address.short_heartbeat
+        self._heartbeat = min(tune.heartbeat or heartbeat, heartbeat)
         self.send(0, commands.Connection.TuneOk(tune.channel_max, self.frame_max, self._heartbeat))
         if self._heartbeat:
             self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)
@@ -115,9 +116,22 @@ class PublishingConnection(asyncio.Protocol):
         return self.lost is None and self._flowing.is_set()
 
     async def flowing(self) -> None:
-        """Return when more may be written: the socket takes it and the broker is not blocked. Raises when lost."""
-        while not self._flowing.is_set():
-            await self._flowing.wait()
+        """Return when more may be written: the socket takes it and the broker is not blocked.
+
+        Raises BackendUnavailable when the connection is lost, or the broker took nothing for the limit.
+        """
+        limit = self._address.server_timeout
+        try:
+            async with asyncio.timeout(limit):
+                while not self._flowing.is_set():
+                    await self._flowing.wait()
+        except TimeoutError:
+            if self.blocked is None:
+                raise self.give_up() from None
+            raise BackendUnavailable(
+                f"RabbitMQ at {self._address} has taken no messages for {limit:g} s: {self.blocked}. What was not "
+                "confirmed has an unknown outcome"
+            ) from None
         if self.lost is not None:
             raise self.lost
 
@@ -160,7 +174,24 @@ class PublishingConnection(asyncio.Protocol):
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._replies.setdefault(channel, deque()).append(answer)
         self.write(method if isinstance(method, bytes) else frame.marshal(method, channel))
-        return await answer
+        try:
+            async with asyncio.timeout(self._address.server_timeout):
+                return await answer
+        except TimeoutError:
+            raise self.give_up() from None
+
+    def give_up(self) -> BackendUnavailable:
+        """Hang up on a broker that has not answered for the limit, and return the error that says so."""
+        error = self._silence(self._address.server_timeout)
+        self._end(error)
+        self.abort()
+        return error
+
+    def _silence(self, seconds: float) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"RabbitMQ at {self._address} was silent for {seconds:g} s: the connection is given up. What was not "
+            "confirmed has an unknown outcome: it may have arrived"
+        )
 
     # What the event loop calls.
 
@@ -223,9 +254,7 @@ class PublishingConnection(asyncio.Protocol):
         self._silent = 0 if self._received else self._silent + 1
         self._sent = self._received = False
         if self._silent >= 4:
-            seconds = 2 * self._heartbeat
-            text = f"RabbitMQ at {self._address} was silent for {seconds} s: the connection is given up"
-            self._end(BackendUnavailable(text))
+            self._end(self._silence(2 * self._heartbeat))
             self.abort()
             return
         self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)

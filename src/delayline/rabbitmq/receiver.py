@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 READ_AHEAD: Final = 3
 """How many messages a receiver holds for each that is handled at once (reference 1.11)."""
 MOST_UNACKNOWLEDGED: Final = 65_535
+STOP_PATIENCE: Final = 3.0
+"""Seconds that each step of a stop waits for the broker."""
 FIRST_PAUSE: Final = 1.0  # seconds until a message that the error queue did not take is tried again; doubles
 LONGEST_PAUSE: Final = 60.0
 NOT_SET_ASIDE: Final = "A poison message in %s cannot be moved to the error queue, and is held meanwhile: %s"
@@ -154,10 +156,11 @@ class RabbitMQReceiver:
         self._stopped = True
         self._changed.set()
         self._end_retries()
-        async with self._opening:
-            if self._channel is not None:
-                with contextlib.suppress(*LOST):
-                    await self._stop_consuming(self._channel)
+        with contextlib.suppress(TimeoutError):  # a broker that does not answer gives all of it to others by itself
+            async with asyncio.timeout(STOP_PATIENCE), self._opening:
+                if self._channel is not None:
+                    with contextlib.suppress(*LOST):
+                        await self._stop_consuming(self._channel)
         await self._close_when_done()
 
     async def flushed(self) -> None:
@@ -388,8 +391,11 @@ class RabbitMQReceiver:
         channel = self._channel
         if channel is None or self._held:
             return
-        await self.flushed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_PATIENCE):
+                await self.flushed()
         if self._channel is channel:
             self._channel = None
             with contextlib.suppress(*LOST):
-                await channel.close()
+                async with asyncio.timeout(STOP_PATIENCE):
+                    await channel.close()

@@ -40,7 +40,7 @@ DEEPEST: Final = 32
 """How deep tables and lists may be nested: decoders call themselves for each level."""
 LAST_TIMESTAMP: Final = 253_402_300_799_000
 """The last second of year 9999, in milliseconds: pamqp takes numbers beyond 2106 for those."""
-LOOKS_BEFORE_SILENCE: Final = 4
+LOOKS_BEFORE_SILENCE: Final = 8
 
 #: The properties in their order: flag, and how many bytes each has; None for a short string.
 PROPERTIES: Final = (
@@ -94,7 +94,7 @@ class Streams:
         )
         frames = ReadableFrames(reader, self._writer, self._limit)
         if self._watched:
-            frames.watch()
+            frames.watch_later()
         return cast("asyncio.StreamReader", frames), self._writer
 
     def abort(self) -> None:
@@ -128,17 +128,21 @@ class ReadableFrames:
         self._at += number
         return part
 
-    def watch(self) -> None:
-        """Hang up once nothing has come for the limit; heartbeats come more often than that."""
+    def watch_later(self) -> None:
+        """Look again and again whether something has come; heartbeats come more often than the limit."""
+        asyncio.get_running_loop().call_later(self._limit / LOOKS_BEFORE_SILENCE, self._watch)
+
+    def _watch(self) -> None:
+        """Hang up where nothing has come in so many looks: counted, for a busy process may read late what was there."""
         if self._writer.transport.is_closing():
             return
         self._silent = 0 if self._heard else self._silent + 1
         self._heard = False
-        if self._silent > LOOKS_BEFORE_SILENCE:
+        if self._silent >= LOOKS_BEFORE_SILENCE:
             self._given_up = True
             self._writer.transport.abort()
             return
-        asyncio.get_running_loop().call_later(self._limit / LOOKS_BEFORE_SILENCE, self.watch)
+        self.watch_later()
 
     async def _next(self) -> bytes:
         try:

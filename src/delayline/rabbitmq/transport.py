@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 from weakref import WeakSet
 
+from delayline.checks import positive_seconds
 from delayline.errors import BackendUnusable, ConfigurationError, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.message import Message
 from delayline.rabbitmq import browsing
@@ -17,7 +19,7 @@ from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
 from delayline.rabbitmq.connection import BrokerConnection, Differs, NothingThere
 from delayline.rabbitmq.properties import unchanged
 from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
-from delayline.rabbitmq.receiver import RabbitMQReceiver
+from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES
 from delayline.rabbitmq.wire import LONGEST_SHORT_STRING
 from delayline.transaction import TransactionMode
@@ -44,6 +46,7 @@ class RabbitMQTransport:
     delays: the delay levels: `v2`, `v1` or a prefix of your own; as in the URL, else v2.
     error_queue: where messages go that nothing could handle or name, as those without a message id: byte for byte.
     name: begins the names of its connections, as the broker's management shows them.
+    server_timeout: seconds that a broker which does not answer is waited for; as in the URL, else 15.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class RabbitMQTransport:
         delays: str | None = None,
         error_queue: str = "error",
         name: str = "delayline",
+        server_timeout: float | None = None,
     ) -> None:
         address = BrokerAddress.parse(url)
         self.address = replace(
@@ -62,6 +66,9 @@ class RabbitMQTransport:
             queue_type=_one_of("queue_type", queue_type or address.queue_type, QUEUE_TYPES),
             topology=_one_of("topology", topology or address.topology, TOPOLOGY_NAMES),
             delays=delays or address.delays,
+            server_timeout=address.server_timeout
+            if server_timeout is None
+            else positive_seconds("server_timeout", server_timeout),
         )
         self.topology = TOPOLOGIES[self.address.topology]
         self.connection = BrokerConnection(self.address, name)
@@ -109,7 +116,9 @@ class RabbitMQTransport:
         if self._starts == 0:
             try:
                 await self.publisher.close()
-                await asyncio.gather(*(receiver.flushed() for receiver in self._receivers))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(STOP_PATIENCE):
+                        await asyncio.gather(*(receiver.flushed() for receiver in self._receivers))
             finally:
                 await self.connection.close()
 
