@@ -28,7 +28,7 @@ from delayline.errors import (
 from delayline.events import Event, emit
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
-from delayline.recoverability import Recoverability
+from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
 from delayline.satellites import open_satellite
 from delayline.transaction import (
     Guarantee,
@@ -286,9 +286,7 @@ class Endpoint:
             elif self.delayed_delivery is not None:
                 await self.delayed_delivery.defer(outgoing.operation, outgoing.due, transaction)
             else:
-                raise ConfigurationError(
-                    f"endpoint {self.name!r} has no delayed delivery: pass delayed_delivery=StoredDelivery(...)"
-                )
+                raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: {DELAYED_DELIVERIES}")
         except DispatchFailed as failed:
             raise failed.failures[0] from failed
 
@@ -479,7 +477,7 @@ def _recoverability(
         if delivery is None:
             raise ConfigurationError(
                 "Delayed retries are not supported without delayed delivery. "
-                "Use Recoverability(delayed_retries=0) or pass delayed_delivery=StoredDelivery(...)"
+                f"Use Recoverability(delayed_retries=0), or {DELAYED_DELIVERIES}"
             )
     if mode is TransactionMode.NONE:
         return replace(settings, immediate_retries=0, delayed_retries=0)

@@ -16,6 +16,7 @@ from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
 from delayline.recoverability import (
+    DELAYED_DELIVERIES,
     GiveBack,
     MoveToError,
     Recoverability,
@@ -430,7 +431,7 @@ class Pipeline:
             await self.host.transport.dispatch(now, transaction)
         for entry in later:
             if self.delivery is None or entry.due is None:
-                raise ConfigurationError("a delay needs Endpoint(..., delayed_delivery=StoredDelivery(...))")
+                raise ConfigurationError(f"a delay needs delayed delivery: {DELAYED_DELIVERIES}")
             await self.delivery.defer(entry.operation, entry.due, transaction)
 
     def _transaction(self) -> Transaction:

@@ -39,6 +39,10 @@ CAUSES_AT_EACH_END: Final = 4
 DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # reference 2.8
+#: What an endpoint without delayed delivery is advised.
+DELAYED_DELIVERIES: Final = (
+    "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
+)
 FIRST_BACK_OFF: Final = timedelta(seconds=1)
 LONGEST_BACK_OFF: Final = timedelta(seconds=60)
 #: Headers that describe a failure: removed when a message is sent on its way again.

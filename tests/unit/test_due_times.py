@@ -92,6 +92,10 @@ def test_the_time_it_came_to_its_level_bounds_it_to_a_second() -> None:
         [{"time": NOW - timedelta(days=9), "queue": level_name("nsb", 9)}],
         [{"time": NOW + timedelta(days=9), "queue": level_name("nsb", 9)}],
         [{"time": NOW, "queue": level_name("nsb", 1)}],
+        [{"time": datetime.max.replace(tzinfo=UTC), "queue": level_name("nsb", 9)}],
+        [{"time": datetime.min.replace(tzinfo=UTC), "queue": level_name("nsb", 9)}],
+        [{"time": NOW, "queue": "nsb.delay-level-" + "9" * 5000}],
+        [{"time": NOW, "queue": b"nsb.delay-level-09"}],
     ],
 )  # fmt: skip
 def test_what_a_broker_wrote_of_another_time_or_place_counts_nothing(deaths: object) -> None:

@@ -90,7 +90,9 @@ async def test_a_send_needs_a_started_endpoint() -> None:
 
 async def test_a_delay_needs_delayed_delivery() -> None:
     async with Endpoint("sales", transport=MemoryTransport()) as endpoint:
-        with pytest.raises(ConfigurationError, match=r"pass delayed_delivery=StoredDelivery"):
+        with pytest.raises(
+            ConfigurationError, match=r"pass delayed_delivery=StoredDelivery\(\.\.\.\), or DelayLevelDelivery\(\) where"
+        ):
             await endpoint.send("sales", b"", delay=timedelta(1))
 
 
