@@ -37,7 +37,7 @@ from delayline.transaction import (
     guarantee,
     strongest_mode,
 )
-from delayline.transport import ManagedQueues, StopsSoon
+from delayline.transport import AddressesQueues, ManagedQueues, StopsSoon
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
@@ -111,7 +111,8 @@ class Endpoint:
         self._on_critical_error = on_critical_error
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
-        self._composer = Composer(name, self._clock, reply_to=None if send_only else name)
+        self._queue = transport.address_of(name) if isinstance(transport, AddressesQueues) else name
+        self._composer = Composer(name, self._clock, reply_to=None if send_only else self._queue)
         self._host = DeliveryHost(
             name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error, open_satellite
         )
@@ -305,8 +306,8 @@ class Endpoint:
         if self._handlers:
             self._pipeline = Pipeline(
                 host=self._host,
-                queue=self.name,
-                receiver=await self.transport.receiver(self.name),
+                queue=self._queue,
+                receiver=await self.transport.receiver(self._queue),
                 handlers=self._handlers,
                 delivery=self.delayed_delivery,
                 composer=self._composer,

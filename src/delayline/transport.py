@@ -105,6 +105,15 @@ class StopsSoon(Protocol):
 
 
 @runtime_checkable
+class AddressesQueues(Protocol):
+    """Capability: an endpoint's queue is addressed by another name than the endpoint's."""
+
+    def address_of(self, endpoint_name: str) -> str:
+        """Return the address of the endpoint's queue: for replies, and in failed messages."""
+        ...
+
+
+@runtime_checkable
 class TransportTransactions(Protocol):
     """Capability: sends, receives and (in a shared domain) the store in one transaction."""
 

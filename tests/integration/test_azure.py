@@ -383,3 +383,38 @@ async def test_a_container_that_somebody_deleted_is_made_again(azure_url: str, s
         await container.delete_container()
         assert await store.fetch_next_due(now + SECOND) is not None
         assert await container.exists()
+
+
+async def test_an_endpoint_whose_name_has_dots_is_addressed_as_dotnet_addresses_it(azure_url: str) -> None:
+    # Given endpoints on a transport with the sanitizer, by its URL
+    noted, answers = Noted(), Noted()
+    account = AzureAccount(f"{azure_url}queue_name_sanitizer=dots-to-hyphens")
+
+    def endpoint(name: str) -> Endpoint:
+        return Endpoint(
+            name, transport=AzureStorageQueueTransport(account), delayed_delivery=DelayedTableDelivery(account)
+        )
+
+    sales, billing = endpoint("Contoso.Sales"), endpoint("Contoso.Billing")
+    sales.handler(answers.handle)
+
+    @billing.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        await noted.handle(message, context)
+        await context.reply({"paid": True})
+
+    # When one sends to the other by its name, now and later
+    async with sales, billing:
+        await sales.send("Contoso.Billing", b"", message_id="now")
+        await sales.send("Contoso.Billing", b"", message_id="later", delay=SECOND)
+        await noted.until(2)
+        await answers.until(2)
+        queues = await sales.transport.queues()  # type: ignore[attr-defined]
+    # Then names and addresses are those of .NET
+    assert set(queues) == {"contoso-sales", "contoso-billing", "error"}
+    for message in noted:
+        assert message.headers[Headers.REPLY_TO] == "contoso-sales"
+        assert message.headers[Headers.ORIGINATING_ENDPOINT] == "Contoso.Sales"
+    name = "delaysc020b82bdef476d113b9a5987918421f23755656"
+    async with TableClient.from_connection_string(connection(azure_url), name) as table:
+        assert [row async for row in table.list_entities() if row["PartitionKey"].isdigit()] == []

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayline import ConfigurationError, InvalidDueTime
+from delayline.azure import AzureAccount, AzureStorageQueueTransport
 from delayline.azure.names import (
     Key,
     checked_table_name,
@@ -116,3 +117,47 @@ def test_ids_have_keys_that_azure_takes_and_that_differ(one: str, other: str) ->
     assert not set(id_key(one)) & set("/\\#?'%")
     assert len(id_key(one)) <= 250
     assert place_key(one).partition > "9"
+
+
+def test_a_sanitizer_makes_queues_of_names_with_dots() -> None:
+    by_name = AzureStorageQueueTransport("azure://contoso", queue_name_sanitizer="dots-to-hyphens")
+    by_url = AzureStorageQueueTransport("azure://contoso?queue_name_sanitizer=dots-to-hyphens")
+    in_text = AzureStorageQueueTransport(
+        AzureAccount("azure:UseDevelopmentStorage=true;queue_name_sanitizer=dots-to-hyphens")
+    )
+    own = AzureStorageQueueTransport("azure://contoso", queue_name_sanitizer=lambda name: name.replace(".", "-"))
+    for transport in (by_name, by_url, in_text):
+        assert transport.address_of("Contoso.Sales") == "contoso-sales"
+        assert transport.qualified("Contoso.Sales", "Timeouts") == "contoso-sales-timeouts"
+    assert own.address_of("Contoso.Sales") == "Contoso-Sales"
+    assert AzureStorageQueueTransport("azure://contoso").address_of("Contoso.Sales") == "Contoso.Sales"
+
+
+def test_two_names_that_a_sanitizer_makes_one_are_refused() -> None:
+    transport = AzureStorageQueueTransport("azure://contoso", queue_name_sanitizer="dots-to-hyphens")
+    assert transport.address_of("Contoso.Sales-EU") == transport.address_of("contoso-sales-eu")
+    with pytest.raises(ConfigurationError, match=r"'Contoso.Sales-EU' and 'Contoso-Sales.EU' would both be the queue"):
+        transport.address_of("Contoso-Sales.EU")
+
+
+async def test_queues_that_would_be_one_are_not_set_up() -> None:
+    transport = AzureStorageQueueTransport("azure://contoso", queue_name_sanitizer="dots-to-hyphens")
+    with pytest.raises(ConfigurationError, match=r"'Contoso.Sales' and 'contoso-sales' would both be the queue"):
+        await transport.setup_infrastructure(["Contoso.Sales", "contoso-sales"])
+
+
+def test_a_sanitizer_that_cannot_be_used_is_refused() -> None:
+    for url in (
+        "azure://contoso?queue_name_sanitizer=hyphens",
+        "azure:UseDevelopmentStorage=true;queue_name_sanitizer=",
+    ):
+        with pytest.raises(ConfigurationError, match="dots-to-hyphens"):
+            AzureAccount(url)
+
+    def failing(name: str) -> str:
+        raise LookupError(name)
+
+    for sanitizer, text in ((failing, "failed for 'Sales'"), (lambda _: None, "must return a text")):
+        transport = AzureStorageQueueTransport("azure://contoso", queue_name_sanitizer=sanitizer)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=text):
+            transport.address_of("Sales")

@@ -5,10 +5,11 @@ from delayline.errors import MissingExtra
 try:
     from delayline.azure.account import AzureAccount
     from delayline.azure.delayed_table import AzureDelayedTable, DelayedTableDelivery
+    from delayline.azure.names import dots_to_hyphens
     from delayline.azure.transport import AzureStorageQueueTransport
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in {"azure", "aiohttp"}:
         raise
     raise MissingExtra("azure", "Azure Storage") from error
 
-__all__ = ["AzureAccount", "AzureDelayedTable", "AzureStorageQueueTransport", "DelayedTableDelivery"]
+__all__ = ["AzureAccount", "AzureDelayedTable", "AzureStorageQueueTransport", "DelayedTableDelivery", "dots_to_hyphens"]

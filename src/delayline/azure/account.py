@@ -19,6 +19,7 @@ from azure.identity.aio import DefaultAzureCredential
 from azure.storage.blob.aio import BlobServiceClient
 from azure.storage.queue.aio import QueueServiceClient
 
+from delayline.azure.names import checked_sanitizer
 from delayline.checks import HomeProcess, positive_seconds
 from delayline.errors import ConfigurationError, NotStarted
 
@@ -34,7 +35,7 @@ VARIABLE: Final = "AZURE_STORAGE_CONNECTION_STRING"
 SUFFIX: Final = "core.windows.net"
 ACCOUNT: Final = re.compile(r"[a-z0-9]{3,24}")
 #: Options of delayline's own in a URL.
-OPTIONS: Final = frozenset({"server_timeout"})
+OPTIONS: Final = frozenset({"queue_name_sanitizer", "server_timeout"})
 SERVICES: Final = ("queue", "table", "blob")
 #: Azurite's account, the same on every machine (https://learn.microsoft.com/azure/storage/common/storage-use-azurite).
 DEVELOPMENT: Final = (
@@ -106,6 +107,8 @@ class AzureAccount:
             else positive_seconds("server_timeout", server_timeout)
         )
         """How many seconds a request may take, with its retries."""
+        self.queue_name_sanitizer = checked_sanitizer(options.get("queue_name_sanitizer"))
+        """What the URL says about names of queues; None for names as they are."""
         self._connection = ""
         self._sas = ""
         if place.startswith("//"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
@@ -24,6 +25,10 @@ ONE_SECOND: Final = timedelta(seconds=1)
 LATEST: Final = datetime.max.replace(microsecond=0, tzinfo=UTC)
 
 
+Sanitizer = Callable[[str], str]
+"""Makes the name of a queue of an address: of an endpoint's name, or a destination."""
+
+
 class Key(NamedTuple):
     """The key of an entity."""
 
@@ -37,9 +42,31 @@ def queue_name(address: str) -> str:
     if QUEUE.fullmatch(name) is None:
         raise ConfigurationError(
             f"Azure Storage can have no queue named {address!r}: use 3 to 63 letters, digits and single hyphens, "
-            "beginning and ending with a letter or digit, as in contoso-sales"
+            "beginning and ending with a letter or digit, as in contoso-sales. For names with dots give the transport "
+            "queue_name_sanitizer='dots-to-hyphens'"
         )
     return name
+
+
+def dots_to_hyphens(address: str) -> str:
+    """Return the address in lower case, with a hyphen for each dot: `contoso-sales` for `Contoso.Sales`."""
+    return address.replace(".", "-").lower()
+
+
+#: Sanitizers that can be named in a URL.
+SANITIZERS: Final[dict[str, Sanitizer]] = {"dots-to-hyphens": dots_to_hyphens}
+
+
+def checked_sanitizer(given: Sanitizer | str | None) -> Sanitizer | None:
+    """Return the sanitizer, or the one of that name; raises ConfigurationError."""
+    if given is None or callable(given):
+        return given
+    if given not in SANITIZERS:
+        raise ConfigurationError(
+            f"queue_name_sanitizer={given!r} must be a function from an address to a queue's name, or one of "
+            f"{', '.join(SANITIZERS)}"
+        )
+    return SANITIZERS[given]
 
 
 def can_be_queue(address: str) -> bool:

@@ -13,7 +13,7 @@ from azure.core.exceptions import ResourceExistsError, ResourceNotFoundError
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import unwrap, wrap
 from delayline.azure.faults import Requests, code_of
-from delayline.azure.names import can_be_queue, queue_name
+from delayline.azure.names import can_be_queue, checked_sanitizer, queue_name
 from delayline.azure.receiver import LARGEST_PAGE, AzureReceiver, deleted_with, page_of, receipt_of, shown
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from azure.storage.queue import QueueMessage
     from azure.storage.queue.aio import QueueClient
 
+    from delayline.azure.names import Sanitizer
     from delayline.message import Message
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
@@ -47,6 +48,8 @@ FOR_EVER: Final = -1
 LONGEST_LIFE: Final = 2**31 - 1  # seconds
 #: How long a walk through a queue hides messages from others, at most.
 WALK: Final = 60
+#: How many addresses are compared with new ones; those of replies come from outside.
+MOST_ADDRESSES: Final = 10_000
 NO_TIME: Final = timedelta(0)
 
 
@@ -58,6 +61,9 @@ class AzureStorageQueueTransport:
     visibility_timeout: how long a crash of its handler's process keeps a message from others, 1 s to 7 days; a handler
         that lives may take longer.
     server_timeout: how many seconds a request may take, with its retries; the account's where it is left out.
+    queue_name_sanitizer: makes a queue's name of an endpoint's name and of each destination: a function, or
+        `dots-to-hyphens`; as the account's URL says where it is left out, where `queue_name_sanitizer=dots-to-hyphens`
+        is an option. A .NET endpoint of the same name needs the same one.
     Queue names are lower-cased. Several messages sent at once may arrive in any order.
     """
 
@@ -68,10 +74,13 @@ class AzureStorageQueueTransport:
         poll_interval: timedelta = ONE_SECOND,
         visibility_timeout: timedelta = THIRTY_SECONDS,
         server_timeout: float | None = None,
+        queue_name_sanitizer: Sanitizer | str | None = None,
     ) -> None:
         if server_timeout is not None:
             positive_seconds("server_timeout", server_timeout)
         self._account = AzureAccount.at(account)
+        self._sanitizer = checked_sanitizer(queue_name_sanitizer) or self._account.queue_name_sanitizer
+        self._addresses: dict[str, str] = {}
         self._requests = Requests(self._account.server_timeout if server_timeout is None else server_timeout)
         self._poll_interval = time_span("poll_interval", poll_interval).total_seconds()
         if not ONE_SECOND <= time_span("visibility_timeout", visibility_timeout) <= SEVEN_DAYS:
@@ -99,11 +108,15 @@ class AzureStorageQueueTransport:
 
     def qualified(self, queue: str, qualifier: str) -> str:
         """Return `queue-qualifier`, in lower case, as in `sales-timeouts`."""
-        return queue_name(f"{queue}-{qualifier}")
+        return queue_name(f"{self.address_of(queue)}-{qualifier}")
+
+    def address_of(self, endpoint_name: str) -> str:
+        """Return the queue of an endpoint, as others have to address it. Raises ConfigurationError."""
+        return endpoint_name if self._sanitizer is None else self._sanitized(endpoint_name, self._sanitizer)
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
         """Create the queues. Raises ConfigurationError for a name that Azure cannot have."""
-        names = [queue_name(queue) for queue in queues]
+        names = self._distinct(queues)
         await self.start()
         try:
             await asyncio.gather(*(self._create(name) for name in dict.fromkeys(names)))
@@ -271,15 +284,45 @@ class AzureStorageQueueTransport:
                 raise
 
     def _client(self, queue: str) -> QueueClient:
-        if not can_be_queue(queue):
+        address = self.address_of(queue)
+        if not can_be_queue(address):
             raise QueueNotFound(queue)
-        name, clients = queue_name(queue), self._account.clients
+        name, clients = queue_name(address), self._account.clients
         if name not in self._clients:
             self._clients[name] = clients.queues.get_queue_client(name)
         return self._clients[name]
 
     def _news_of(self, queue: str) -> asyncio.Event:
-        return self._news.setdefault(queue_name(queue), asyncio.Event())
+        return self._news.setdefault(queue_name(self.address_of(queue)), asyncio.Event())
+
+    def _distinct(self, queues: Sequence[str]) -> list[str]:
+        """Return the names of the queues; raises ConfigurationError where two of them become one."""
+        names: dict[str, str] = {}
+        for queue in queues:
+            name = queue_name(self.address_of(queue))
+            other = names.setdefault(name, queue)
+            if other.lower() != queue.lower():
+                raise _one_queue(other, queue, name)
+        return list(names)
+
+    def _sanitized(self, address: str, sanitizer: Sanitizer) -> str:
+        """Return what the sanitizer makes of an address; raises ConfigurationError where another one became the same.
+
+        The name of the queue itself is an address of it too: that is how replies come back.
+        """
+        try:
+            name = sanitizer(address)
+        except Exception as error:
+            raise ConfigurationError(f"queue_name_sanitizer failed for {address!r}: {error!r}") from error
+        if not isinstance(name, str):
+            raise ConfigurationError(f"queue_name_sanitizer must return a text for {address!r}, not {name!r}")
+        if address.lower() != name.lower():
+            if len(self._addresses) > MOST_ADDRESSES:
+                self._addresses.clear()
+            other = self._addresses.setdefault(name.lower(), address)
+            if other.lower() != address.lower():
+                raise _one_queue(other, address, name)
+        return name
 
     @contextlib.asynccontextmanager
     async def _asking(self, doing: str, queue: str, room: asyncio.Semaphore | None = None) -> AsyncIterator[None]:
@@ -288,6 +331,13 @@ class AzureStorageQueueTransport:
                 yield
             except ResourceNotFoundError as error:
                 raise QueueNotFound(queue) from error
+
+
+def _one_queue(one: str, other: str, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{one!r} and {other!r} would both be the queue {name!r}: rename one of them, or use another "
+        "queue_name_sanitizer"
+    )
 
 
 def _life(span: timedelta | None) -> int:
