@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Self
 
 import pytest
+from click.testing import CliRunner
 from sqlalchemy.engine import make_url
 
 from delayline import Endpoint, StoredDelivery, TimeoutManagerDelivery
+from delayline.cli import main
 from delayline.clock import SystemClock
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport
@@ -21,6 +25,8 @@ from delayline.testing import Signals
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from datetime import tzinfo
+    from pathlib import Path
 
     from delayline import DelayedDelivery, Message, MessageContext
 
@@ -183,6 +189,43 @@ async def test_a_poller_on_a_slow_link_sends_nothing_early(server_url: str, wron
                 await signals.wait_for(Event.HANDLED, 5, timeout=3 * PATIENCE)
     # Then each is handled after the delay
     assert min(waited) >= DELAY.total_seconds()
+
+
+class BehindMachine(datetime):
+    """This machine's clock as the command line reads it: an hour behind."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Self:
+        return super().now(tz) - HOUR
+
+
+def test_delays_of_the_command_line_go_by_the_servers_clock(
+    server_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(main, [*arguments, "--endpoint", "orders"], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    # Given a machine that is an hour behind its server
+    monkeypatch.setenv("DELAYLINE_URL", server_url)
+    run("setup")
+    for module in ("send", "pending"):
+        monkeypatch.setattr(import_module(f"delayline.cli.{module}"), "datetime", BehindMachine)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "row", "destination": "orders", "body": "x", "delay": "30m"}\n')
+    # When messages are sent and rescheduled with delays
+    started = datetime.now(UTC)
+    told = json.loads(run("send", "orders", "x", "--delay", "30m", "--id", "one", "--json"))
+    run("send", "orders", "x", "--delay", "1d", "--id", "moved")
+    run("reschedule", "moved", "--delay", "30m")
+    run("send", "--from", str(rows))
+    # Then they are due after the delay by the server's clock, which is this machine's true one here
+    due = {one["id"]: datetime.fromisoformat(one["due"]) for one in json.loads(run("pending", "--json"))["pending"]}
+    assert due.keys() == {"one", "moved", "row"}
+    assert min(due.values()) >= started + HOUR / 2
+    assert max(due.values()) < datetime.now(UTC) + HOUR / 2 + timedelta(seconds=5)
+    assert datetime.fromisoformat(told["due"]) == due["one"]
 
 
 async def test_two_machines_agree_by_the_servers_clock(postgresql_url: str, wrong: WrongClock) -> None:

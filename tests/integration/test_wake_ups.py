@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from delayline.delayed.poller import Poller
 from delayline.events import Event
 from delayline.sql.dialects.sqlite_wake_ups import READ_SIZE, RECORD, WakeUps
 from delayline.testing import Signals
@@ -91,6 +92,30 @@ class Heard:
             await self._news.wait()
         self._news.clear()
         return self.at[-1]
+
+
+async def test_a_send_signals_its_poller_once(
+    make_endpoint: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an endpoint whose store notifies its poller
+    signalled: list[datetime] = []
+    signal_poller = Poller.signal
+
+    def counted(poller: Poller, due: datetime) -> None:
+        signalled.append(due)
+        signal_poller(poller, due)
+
+    monkeypatch.setattr(Poller, "signal", counted)
+    endpoint = make_endpoint()
+    with Signals() as signals:
+        async with endpoint:
+            await signals.wait_for(Event.SLEEPS)
+            signalled.clear()
+            # When it sends a delayed message
+            due = datetime.now(UTC) + timedelta(hours=1)
+            await endpoint.send("orders", b"", deliver_at=due)
+    # Then its poller was signalled once
+    assert signalled.count(due) == 1
 
 
 async def test_a_poller_is_woken_by_another_process(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:

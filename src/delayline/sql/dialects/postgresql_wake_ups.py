@@ -119,7 +119,7 @@ class Notifications:
     def notify(self, channel: str, at: int = 0) -> None:
         """Tell every listener of `channel`; other processes a moment later, once for all that came meanwhile."""
         self.listeners.tell(channel, at)
-        if channel in self._sleeping and from_microseconds(at) > self._database.clock.now() + LONGEST_SLEEP:
+        if channel in self._sleeping and from_microseconds(at) > self._database.clock.at_latest() + LONGEST_SLEEP:
             return  # nobody sleeps for so long
         with self._lock:
             self._untold[channel] = min(at, self._untold.get(channel, at))
