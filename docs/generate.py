@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 import sys
+import tomllib
 from dataclasses import MISSING, fields
 from datetime import timedelta
 from itertools import pairwise
@@ -428,9 +429,35 @@ def modes() -> str:
     return table(["mode", "meaning"], [[code(mode.name), texts[mode.name]] for mode in TransactionMode])
 
 
+#: What each extra is for; its packages are in pyproject.toml.
+EXTRAS: Final = {
+    "postgresql": "store and queues on PostgreSQL, `postgresql://`",
+    "mariadb": "store and queues on MariaDB, `mariadb://`",
+    "mysql": "store and queues on MySQL 8, `mysql://`",
+    "sqlserver": "store and queues on SQL Server, `mssql://`, through Microsoft's driver",
+    "pymssql": "the same through pymssql, where Microsoft's driver does not run",
+    "rabbitmq": "queues and delay levels on RabbitMQ, `amqp://`",
+    "azure": "queues and delayed messages in Azure Storage, `azure://`",
+    "spark": "scheduling in bulk, the cold tier, migration and audit on Spark, with a Java for machines without one",
+    "plot": "the audit's histogram of lateness as a PNG",
+    "testing": "the conformance suites for a store or transport of your own",
+}
+
+
+def extras() -> str:
+    """Return the extras, with what each is for and installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    packages = project["optional-dependencies"]
+    if packages.keys() != EXTRAS.keys():
+        raise SystemExit("describe every extra of pyproject.toml in EXTRAS")
+    rows = [[code(name), text, ", ".join(map(code, packages[name]))] for name, text in EXTRAS.items()]
+    return table(["extra", "for", "installs"], rows)
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "guarantees": guarantees,
     "modes": modes,
+    "extras": extras,
     "endpoint-settings": endpoint_settings,
     "stored-delivery-settings": stored_delivery_settings,
     "rabbitmq-settings": rabbitmq_settings,

@@ -8,7 +8,7 @@ A comment before a block says what is special about it. `...` in an output stand
 <!-- background: text -->    it goes on running once it has printed that text
 <!-- exit: 1 -->             it ends with that code
 <!-- needs: module -->       it runs in a process of its own, where that module is installed
-<!-- server: rabbitmq -->    the whole page is run on a broker
+<!-- server: rabbitmq -->    the whole page is run on such a server: DELAYLINE_URL leads there
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 OURS = [page for page in PAGES if page.parent.name not in {"custom_store", "reminders"}]
 #: The page that starts Spark as it comes.
 AS_A_NEWCOMER = "spark-pipeline.md"
-#: Their commands are run on a broker of their own: DELAYLINE_URL leads there.
-ON_A_BROKER = [page for page in OURS if "<!-- server: rabbitmq -->" in page.read_text(encoding="utf-8")]
+#: Their commands are run on a server of their own: DELAYLINE_URL leads there.
+ON_A_BROKER, ON_POSTGRESQL = (
+    [page for page in OURS if f"<!-- server: {server} -->" in page.read_text(encoding="utf-8")]
+    for server in ("rabbitmq", "postgresql")
+)
 BLOCK = re.compile(
     r"^(?:<!-- ([\w-]+)(?:: ([^\n]*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL
 )
@@ -226,8 +229,17 @@ def test_what_a_page_shows_works_on_a_broker(
         session.run(block)
 
 
+@pytest.mark.parametrize("page", ON_POSTGRESQL, ids=name_of)
+def test_what_a_page_shows_works_on_postgresql(
+    page: Path, session: Session, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELAYLINE_URL", postgresql_url)
+    for block in blocks_of(page):
+        session.run(block)
+
+
 @pytest.mark.timeout(300)  # a page on Spark starts it
-@pytest.mark.parametrize("page", [page for page in OURS if page not in ON_A_BROKER], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in OURS if page not in ON_A_BROKER + ON_POSTGRESQL], ids=name_of)
 def test_what_a_page_shows_works(page: Path, session: Session, request: pytest.FixtureRequest) -> None:
     if page.name != AS_A_NEWCOMER and "spark" in page.read_text(encoding="utf-8").lower():
         request.getfixturevalue("small_sparks")
@@ -247,7 +259,7 @@ def test_fragments_are_few() -> None:
 
 def test_every_mark_is_one_that_is_known() -> None:
     marks = {block.mark for page in OURS for block in blocks_of(page)}
-    assert marks <= {None, "fragment", "file", "output", "background", "exit", "needs", "generated"}
+    assert marks <= {None, "fragment", "file", "output", "background", "exit", "needs", "generated", "server"}
 
 
 def test_every_example_runs_and_says_how() -> None:

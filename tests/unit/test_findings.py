@@ -54,6 +54,19 @@ def test_what_is_no_store_is_refused_with_what_it_lacks() -> None:
         StoredDelivery(None)  # type: ignore[arg-type]
 
 
+def test_sqlite_without_file_locks_is_refused_in_one_sentence() -> None:
+    """Windows has no module fcntl."""
+    code = (
+        "import sys; sys.modules['fcntl'] = None\n"
+        "import delayline\n"
+        "try: delayline.SqlTransport('sqlite:///a.db')\n"
+        "except delayline.ConfigurationError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Windows" in done.stdout
+    assert "WSL" in done.stdout
+
+
 #: Every table that delayline declares, in whichever module.
 DECLARED = sorted(
     name

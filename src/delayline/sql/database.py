@@ -254,8 +254,15 @@ def _new(url: URL) -> Database:
     """Return a database object; a product's driver is loaded only when a URL names it."""
     match url.get_backend_name():
         case "sqlite":
-            from delayline.sql.file_database import FileDatabase
-
+            try:
+                from delayline.sql.file_database import FileDatabase
+            except ModuleNotFoundError as error:
+                if error.name != "fcntl":
+                    raise
+                raise ConfigurationError(
+                    "delayline on SQLite needs POSIX file locks, which Windows does not have: run it in WSL, or on "
+                    "Linux or macOS"
+                ) from error
             return FileDatabase(url)
         case "postgresql":
             from delayline.sql.dialects.postgresql import Postgresql

@@ -1,0 +1,43 @@
+"""The wheel is what the pages say, and its metadata work on a package index."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: What a newcomer runs, as the page has it.
+PAGE = ROOT / "docs" / "how-to" / "spark-dispatch.md"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provide the wheel that the page's command builds."""
+    folder = tmp_path_factory.mktemp("dist")
+    [command] = re.findall(r"^\$ (uv build .*) --out-dir dist$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    uv = os.environ.get("UV", "uv")  # `uv run` says where it is
+    words = [uv, *command.split()[1:], "--out-dir", str(folder)]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+def test_the_page_submits_the_wheel_that_its_command_builds(wheel: Path) -> None:
+    assert f"--py-files dist/{wheel.name} " in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_package_index_shows_links_that_lead_somewhere(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    labels = {value.split(",")[0] for value in metadata.get_all("Project-URL", [])}
+    assert labels == {"Repository", "Documentation", "Changelog", "Issues"}
+    targets = re.findall(r"\]\(([^)]+)\)", str(metadata.get_payload()))
+    assert targets
+    assert [target for target in targets if not target.startswith("https://")] == []
