@@ -17,6 +17,7 @@ from delayline.sql.runs import runs_table
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.timeout_tables import timeout_table
+from delayline.sql.transport import SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,6 +175,29 @@ def test_missing_rights_are_one_block_of_grants(held: list[int | None], grants: 
     needed = {queue_tables("dbo").versions: TO_READ, dialect.timeouts_table("t", None): EVERY_RIGHT}
     assert dialect.missing_rights(connection, needed) == grants
     assert asked[0] == ("SELECT HAS_PERMS_BY_NAME(?, N'OBJECT', ?)", "dbo.delayline_schema", "SELECT")
+
+
+@pytest.mark.parametrize("url", ["mssql://sa:s3cret@127.0.0.1:1/db", "mssql+pymssql://sa:s3cret@127.0.0.1:1/db"])
+async def test_setup_can_be_planned_without_a_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: SqlServer) -> None:
+        raise BackendUnavailable("cannot reach it:\n nothing listens")
+
+    monkeypatch.setattr(SqlServer, "connect", fail)
+    # Given a server that does not answer, when the set-up of a store and of queues is planned
+    store = await SqlDelayedMessageStore(url).planned_infrastructure("sales")
+    queues = await SqlTransport(url).planned_infrastructure(["sales", "счёт"])
+    # Then all of it comes, guarded, and its first line says why
+    for plan in (store, queues):
+        assert plan[0].startswith("-- the server was not asked")
+        assert "s3cret" not in plan[0]
+        assert "\n" not in plan[0]
+        for statement in plan[1:]:
+            assert statement.startswith(("IF ", "INSERT INTO ")), statement
+            assert statement.startswith("IF ") or "WHERE NOT EXISTS" in statement, statement
+    assert any("[dbo].[sales.timeouts]" in statement for statement in store)
+    assert any("N'счёт'" in statement for statement in queues)
+    version = next(one for one in store if one.startswith("INSERT INTO [dbo].delayline_schema"))
+    assert version.endswith("WHERE old.version = new.version)")
 
 
 def test_the_database_is_found_by_its_name() -> None:

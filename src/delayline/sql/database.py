@@ -15,15 +15,16 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from delayline.clock import to_microseconds
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, DelaylineError
 from delayline.sql.callers import hold_of
+from delayline.sql.setup import texts
 from delayline.sql.transactions import JoinedTransaction, SqlTransaction
 from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from sqlalchemy import URL, Connection, Table
+    from sqlalchemy import URL, Connection, Executable, Table
 
     from delayline.callers import Caller
     from delayline.clock import Clock
@@ -102,6 +103,21 @@ class Database(ABC):
                 return work(connection)
 
         return await asyncio.to_thread(self._translated, looked)
+
+    async def plan(
+        self, work: Callable[[Connection], list[Executable]], whole: Callable[[], list[Executable]]
+    ) -> Sequence[str]:
+        """Return the SQL of the steps that `work` finds missing; of `whole` where the server need not be asked.
+
+        That is so where it cannot be, and its statements leave alone what is there already.
+        """
+        try:
+            return texts(await self.look(work), self.dialect)
+        except DelaylineError as error:
+            if not self.dialect.plans_without(error):
+                raise
+            reason = " ".join(str(error).split())
+            return [f"-- the server was not asked, so this is all of it: {reason}", *texts(whole(), self.dialect)]
 
     @abstractmethod
     async def read(self, work: Callable[[Connection], Result]) -> Result:

@@ -213,6 +213,10 @@ class Dialect(Protocol):
         """Return the condition that the column is one of the list bound as `name`."""
         ...
 
+    def plans_without(self, error: Exception) -> bool:
+        """Tell whether set-up can be planned in spite of the error, which kept the server from being asked."""
+        ...
+
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANTs that give the user what it lacks of the rights on tables that are there."""
         ...

@@ -70,13 +70,26 @@ def plan(connection: Connection, tables: QueueTables, *others: Table) -> list[Ex
         if inspector.has_table(table.name, schema=table.schema):
             steps += map(AddColumn, _missing(inspector, table))
         else:
-            steps += [CreateTable(table), *map(CreateIndex, sorted(table.indexes, key=lambda index: str(index.name)))]
+            steps += _creation(table)
     row = {"version": USABLE_FROM, "revision": SCHEMA_VERSION}
     if found is None:
         steps.append(insert(tables.versions).values(row))
     elif found.revision < SCHEMA_VERSION:
         steps.append(update(tables.versions).values(row))
     return steps
+
+
+def whole(dialect: Dialect, tables: QueueTables, *others: Table) -> list[Executable]:
+    """Return what makes everything, for a dialect whose statements leave alone what is there already."""
+    steps: list[Executable] = []
+    for table in (*tables.of(dialect.sql.name), *others):
+        steps += _creation(table)
+    row = {"version": USABLE_FROM, "revision": SCHEMA_VERSION}
+    return [*steps, dialect.insert_new(tables.versions, "version").values(row)]
+
+
+def _creation(table: Table) -> list[Executable]:
+    return [CreateTable(table), *map(CreateIndex, sorted(table.indexes, key=lambda index: str(index.name)))]
 
 
 def texts(steps: list[Executable], dialect: Dialect) -> list[str]:

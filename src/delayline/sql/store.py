@@ -87,11 +87,9 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
         table = self._table(endpoint_name)
-        return await self._database.look(
-            lambda connection: setup.texts(
-                setup.plan(connection, self._tables, table) + self._journal_plan(connection, table),
-                self._database.dialect,
-            )
+        return await self._database.plan(
+            lambda connection: setup.plan(connection, self._tables, table) + self._journal_plan(connection, table),
+            lambda: setup.whole(self._database.dialect, self._tables, table),
         )
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:

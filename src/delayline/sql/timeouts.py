@@ -85,8 +85,9 @@ class SqlTimeoutPersister(StorePart):
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
         others = self._others(self._table(endpoint_name))
-        return await self._database.look(
-            lambda connection: setup.texts(setup.plan(connection, self._tables, *others), self._database.dialect)
+        return await self._database.plan(
+            lambda connection: setup.plan(connection, self._tables, *others),
+            lambda: setup.whole(self._database.dialect, self._tables, *others),
         )
 
     async def open(self, endpoint_name: str) -> None:

@@ -26,7 +26,7 @@ from delayline.transport import ReceivedMessage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Connection, Table
+    from sqlalchemy import Connection, Executable, Table
 
     from delayline.callers import Caller
     from delayline.sql.dialect import Claims
@@ -90,7 +90,13 @@ class SqlTransport(SqlPart):
 
     async def planned_infrastructure(self, queues: Sequence[str]) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
-        return await self._database.look(partial(self._planned, names=queues))
+        dialect = self._database.dialect
+
+        def whole() -> list[Executable]:
+            known = [dialect.insert_new(self._tables.queues, "name").values(name=name) for name in queues]
+            return setup.whole(dialect, self._tables, *self._further_tables) + known
+
+        return await self._database.plan(partial(self._planned, names=queues), whole)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
         """Return the GRANTs that give the user what it lacks, as `NeedsRights` says."""
@@ -201,14 +207,13 @@ class SqlTransport(SqlPart):
     def _further_tables(self) -> list[Table]:
         return [] if self._two_phase is None else [self._tables.decisions]
 
-    def _planned(self, connection: Connection, names: Sequence[str]) -> list[str]:
+    def _planned(self, connection: Connection, names: Sequence[str]) -> list[Executable]:
         dialect, registry = self._database.dialect, self._tables.queues
         steps = setup.plan(connection, self._tables, *self._further_tables)
         known: set[str] = set()
         if inspect(connection).has_table(registry.name, schema=registry.schema):
             known = set(connection.execute(select(registry.c.name)).scalars())
-        steps += [dialect.insert_new(registry, "name").values(name=name) for name in names if name not in known]
-        return setup.texts(steps, dialect)
+        return steps + [dialect.insert_new(registry, "name").values(name=name) for name in names if name not in known]
 
     async def _check_tables(self) -> None:
         """Check the tables before their first use: `start` is too early, as `setup` starts the transport as well.

@@ -16,7 +16,7 @@ from sqlalchemy.dialects import mssql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import quoted_name
 
-from delayline.errors import BackendUnusable, ConfigurationError, CorruptHeaders
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, CorruptHeaders
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, encode_headers
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
@@ -158,6 +158,10 @@ class SqlServer(ServerDialect):
             raise
         run(connection, SESSION)
         return connection
+
+    def plans_without(self, error: Exception) -> bool:
+        """Tell whether the server or its driver is missing: every statement looks for itself what is there."""
+        return isinstance(error, BackendUnavailable) or str(error).startswith(NOT_LOADED.partition("{")[0])
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANTs that give the user what it lacks of the rights on tables.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Select, Table, TypeDecorator, cast
+from sqlalchemy import Select, String, Table, TypeDecorator, cast
 from sqlalchemy.dialects import mssql
 from sqlalchemy.dialects.mssql.base import MSDDLCompiler, MSSQLCompiler
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -14,7 +14,7 @@ from delayline.errors import InvalidDueTime
 from delayline.sql.schema import BINARY
 
 if TYPE_CHECKING:
-    from sqlalchemy import BindParameter, ColumnElement, FromClause, Index, Insert
+    from sqlalchemy import BindParameter, Column, ColumnElement, FromClause, Index, Insert
     from sqlalchemy.schema import CreateIndex, CreateTable
     from sqlalchemy.sql.selectable import GenerativeSelect
 
@@ -110,8 +110,8 @@ class HintedSql(MSSQLCompiler):
         start = text.index("(", len("INSERT INTO ") + len(table))
         end = text.index(") VALUES (", start)
         columns, values = text[start + 1 : end], text[end + len(") ") :]
-        names = [self.preparer.quote(insert_stmt.table.c[key].name) for key in keys]
-        same = " AND ".join(map(_same, names))
+        columns_of_key = [insert_stmt.table.c[key] for key in keys]
+        same = " AND ".join(_same(self.preparer.quote(one.name), one) for one in columns_of_key)
         there = f"SELECT * FROM {table} AS old WHERE {same}"  # noqa: S608 - quoted names
         return f"{text[:start]}({columns}) SELECT * FROM ({values}) AS new ({columns}) WHERE NOT EXISTS ({there})"  # noqa: S608
 
@@ -123,8 +123,10 @@ class HintedSql(MSSQLCompiler):
         return select._limit_clause is not None and select._offset_clause is None
 
 
-def _same(name: str) -> str:
-    """Return the condition, for which the server can use the key's index, that a text is the same to the byte."""
+def _same(name: str, column: Column[Any]) -> str:
+    """Return the condition, for which the server can use the key's index, that a value is the same, to the byte."""
+    if not isinstance(column.type, String):
+        return f"old.{name} = new.{name}"
     exactly = f"old.{name} = new.{name} COLLATE {BINARY} AND DATALENGTH(old.{name}) = DATALENGTH(new.{name})"
     return f"old.{name} = new.{name} AND {exactly}"
 
