@@ -298,7 +298,8 @@ class Pipeline:
                     return
             else:
                 self._unmoved.pop(message.id, None)
-                emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", message.id, message=message)
+                seen = message.logical
+                emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
                 return
 
     async def _attempt(self, received: ReceivedMessage, attempt: int) -> None:
@@ -312,7 +313,7 @@ class Pipeline:
 
     async def _recover(self, received: ReceivedMessage, error: Exception, attempt: int) -> bool:
         """Decide what follows a failed attempt; True is another one at once."""
-        message = received.message
+        message = received.message.logical  # the id that handlers see
         decision = self.recoverability.decide(error, attempt, message.headers, self.host.clock.now())
         if isinstance(decision, GiveBack):
             text = "Message %s stays in %s for now: %s"
@@ -357,8 +358,8 @@ class Pipeline:
             refused.__context__ = error
             await self._move_to_error(received, refused)
             return
-        text = "Message %s is handled again in %s"
-        emit(logger, logging.WARNING, Event.RETRIED_LATER, text, message.id, delay, message=message)
+        text, seen = "Message %s is handled again in %s", message.logical
+        emit(logger, logging.WARNING, Event.RETRIED_LATER, text, seen.id, delay, message=seen)
 
     async def _move_to_error(self, received: ReceivedMessage, error: Exception) -> None:
         message, host = received.message, self.host

@@ -16,6 +16,7 @@ from tests.integration.wire_between import wire_to
 from delayline import BackendUnavailable, ConfigurationError, Endpoint, Event, Message, MessageContext
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.connection import BrokerConnection
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -184,3 +185,20 @@ def test_the_limit_is_an_option_of_the_url_and_an_argument() -> None:
     for wrong in ("0", "-1", "nan", "soon"):
         with pytest.raises(ConfigurationError, match="server_timeout must be a number of seconds above 0"):
             BrokerAddress.parse(f"amqp://broker?server_timeout={wrong}")
+
+
+async def test_what_is_raised_is_not_logged_as_an_error_too(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Given a connection that is refused, and one that the broker closes, then aiormq logs nothing of it."""
+    nowhere = BrokerConnection(BrokerAddress.parse("amqp://127.0.0.1:1"), "test")
+    with pytest.raises(BackendUnavailable):
+        await nowhere.open()
+    connection = BrokerConnection(BrokerAddress.parse(rabbitmq_url), "test")
+    opened = await connection.open()
+    await asyncio.to_thread(rabbitmq.cut_connections, rabbitmq_url)
+    async with asyncio.timeout(PATIENCE):
+        while opened.connected.is_set():  # noqa: ASYNC110 - the broker's time
+            await asyncio.sleep(0.05)
+    await connection.close()
+    assert [one.getMessage() for one in caplog.records if one.name.startswith("aiormq")] == []

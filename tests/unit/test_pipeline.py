@@ -563,3 +563,21 @@ async def test_an_idle_queue_after_a_short_fault_is_not_critical(clock: ManualCl
     await receive(house, "second")
     assert [id for id, _ in seen] == ["first", "second"]
     await house.endpoint.stop()
+
+
+async def test_the_log_names_the_id_that_handlers_see(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Given a copy, whose id on its way is another one, when its handler fails, then lines name its header's."""
+    caplog.set_level(logging.DEBUG, "delayline")
+    seen: list[str] = []
+
+    async def note(message: Message, context: MessageContext) -> None:
+        seen.append(message.id)
+        raise ValueError("no")
+
+    await start(house, note)
+    await receive(house, "native", **{Headers.MESSAGE_ID: "logical"})
+    await settle()
+    lines = [one.getMessage() for one in caplog.records if "Attempt" in one.getMessage()]
+    assert set(seen) == {"logical"}
+    assert lines
+    assert all("message logical failed" in line for line in lines)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from aio_pika import Connection
@@ -36,6 +38,19 @@ CLOSING_PATIENCE: Final = 4.0
 LOST: Final = (pika.AMQPError, pika.ChannelInvalidStateError, OSError, TimeoutError, asyncio.IncompleteReadError)
 #: Newer brokers' texts name the permission: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
 REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
+
+
+#: Set in tasks that belong to connections of delayline's, those that aiormq starts included.
+OWN: Final = ContextVar("delayline_rabbitmq", default=False)
+
+
+def _not_own(record: logging.LogRecord) -> bool:
+    """Tell whether a line of aiormq's is for the log: what befalls these connections is raised, and logged once."""
+    del record
+    return not OWN.get()
+
+
+logging.getLogger("aiormq.connection").addFilter(_not_own)
 
 
 class NamedConnection(Connection):
@@ -169,12 +184,15 @@ class BrokerConnection:
             server_hostname=None if address.tls is None else address.tls.server_name_indication or address.host,
             client_properties={"connection_name": self._name},
         )
+        own = OWN.set(True)
         try:
             await connection.connect(timeout=address.connection_timeout)
         except BaseException:
             streams.abort()
             await connection.close()
             raise
+        finally:
+            OWN.reset(own)
         self._streams = streams
         return connection
 
