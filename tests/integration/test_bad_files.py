@@ -249,3 +249,31 @@ async def test_two_parts_of_a_deployment_that_do_not_meet(tmp_path: Path) -> Non
             await signals.wait_for(Event.MOVED_TO_ERROR)
             # Then it is in the error queue, at once
             assert await SqlTransport(here).count("error") == 1
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+async def test_files_that_are_made_are_for_their_owner_alone(tmp_path: Path, umask: int) -> None:
+    """Given no file, when an endpoint runs, then what it makes is nobody else's; one that is there keeps its rights."""
+    before = os.umask(umask)
+    try:
+        for name, rights in (("new.db", 0o600), ("shared.db", 0o660)):
+            if name == "shared.db":
+                (tmp_path / name).touch()
+                (tmp_path / name).chmod(rights)
+            url = f"sqlite:///{tmp_path}/{name}"
+            delivery = StoredDelivery(SqlDelayedMessageStore(url))
+            async with Endpoint("orders", transport=SqlTransport(url), delayed_delivery=delivery) as endpoint:
+                await endpoint.send("orders", b"", delay=timedelta(days=1))
+                found = rights_in(tmp_path, name)
+                assert any(file.endswith(".claims") for file in found), found
+                assert found[name] == rights
+                assert all(mode & ~rights == 0 for mode in found.values()), found
+                assert rights_in(tmp_path, f"{name}-run")[f"{name}-run"] & 0o007 == 0
+    finally:
+        os.umask(before)
+
+
+def rights_in(folder: Path, name: str) -> dict[str, int]:
+    """Return who may do what with the database file and those beside it."""
+    files = [folder / name, *folder.glob(f"{name}-wal"), *folder.glob(f"{name}-run/*.claims")]
+    return {file.name: file.stat().st_mode & 0o777 for file in files}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 import threading
 import time
 from datetime import datetime, timedelta
@@ -101,7 +102,8 @@ class Sqlite:
     def opened(self) -> None:
         """Make the place beside the file where processes meet: wake-ups and claims. Safe to delete when idle."""
         try:
-            self._directory.mkdir(exist_ok=True)
+            readers = self._rights() >> 2 & 0o111  # who may read the file may look into the folder
+            self._directory.mkdir(mode=self._rights() | readers, exist_ok=True)
         except OSError as error:
             raise BackendUnusable(
                 f"cannot create {self._directory}: {error.strerror}; make its folder writable"
@@ -133,7 +135,7 @@ class Sqlite:
         """Return the claims on one table's rows."""
         with self._claiming:  # two instances would give one row to two callers
             if table not in self._claims:
-                self._claims[table] = Claims(self._directory, table)
+                self._claims[table] = Claims(self._directory, table, mode=self._rights())
             return self._claims[table]
 
     @property
@@ -311,7 +313,15 @@ class Sqlite:
             return BackendUnusable(f"{self.path} is not set up for this endpoint: run `delayline setup` ({cause})")
         return error
 
+    def _rights(self) -> int:
+        """Return who may read and write the database file: the same for the files beside it."""
+        return stat.S_IMODE(self.path.stat().st_mode) & 0o666
+
     def _connect(self) -> DBAPIConnection:
+        # SQLite would make a new file as the umask says, for others to read. One that is there is not opened here:
+        # closing a descriptor of it would drop this process's locks.
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self.path, timeout=self._timeout, check_same_thread=False, isolation_level=None)
         try:
             connection.execute("PRAGMA journal_mode = WAL")

@@ -23,9 +23,9 @@ class Claims:
     There must be one instance a file and process: closing any descriptor of a file drops all of a process's locks.
     """
 
-    def __init__(self, directory: Path, table: str) -> None:
+    def __init__(self, directory: Path, table: str, *, mode: int = 0o600) -> None:
         name = hashlib.sha256(table.encode()).hexdigest()[:16]
-        self._file = os.open(directory / f"{name}.claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.open(directory / f"{name}.claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
         self._held: set[int] = set()
         self._lock = threading.Lock()
 
