@@ -13,6 +13,7 @@ help: ## what there is
 
 setup: .venv/installed ## install what is missing (uv, dependencies, servers for the tests); quick when nothing is
 	@tests/servers/install.sh
+	@docs/mermaid.sh
 
 .venv/installed: pyproject.toml uv.lock
 	@command -v uv >/dev/null 2>&1 || python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet uv 2>/dev/null \

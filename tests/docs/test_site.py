@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,69 @@ def test_every_generated_part_is_on_some_page() -> None:
     assert shown == generate["PARTS"].keys()
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mkdocs = Path(sys.executable).with_name("mkdocs")
     if not mkdocs.exists():
         pytest.skip("mkdocs is not installed: uv sync --group docs")
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [mkdocs, "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        [mkdocs, "build", "--strict", "--quiet", "--site-dir", folder],
         cwd=ROOT, capture_output=True, text=True, check=False,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site" / "index.html").exists()
-    assert not (tmp_path / "site" / "generate.py").exists()
+    return folder
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    assert (site / "index.html").exists()
+    assert not (site / "generate.py").exists()
+    assert not (site / "mermaid.sh").exists()
+
+
+class Fetched(HTMLParser):
+    """What a browser fetches for a page by itself; links that a reader may follow are none of it."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect the addresses of one tag."""
+        values = {name: value or "" for name, value in attrs}
+        if tag != "a":
+            names = ("src", "srcset", "data", "poster", "style", *(("href",) if tag == "link" else ()))
+            self.addresses += [values[name] for name in names if name in values]
+
+    def handle_data(self, data: str) -> None:
+        """Collect what styles inside the page import."""
+        self.addresses += re.findall(r"url\([^)]*\)|@import[^;]*", data)
+
+
+def test_the_site_needs_no_other_server(site: Path) -> None:
+    elsewhere = re.compile(r"(?:https?:)?//\w")
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        fetched = Fetched(page.read_text(encoding="utf-8")).addresses
+        assert any("bundle" in address for address in fetched), "the search for addresses finds the site's own script"
+        assert not [address for address in fetched if elsewhere.search(address)], page
+    for style in site.rglob("*.css"):
+        for address in re.findall(r"url\(([^)]*)\)|@import([^;]*)", style.read_text(encoding="utf-8")):
+            assert not elsewhere.match("".join(address).strip("\"' ")), style
+
+
+def test_pages_with_diagrams_bring_what_draws_them(site: Path) -> None:
+    if not (site / "assets" / "mermaid.min.js").exists():
+        assert not os.environ.get("DELAYLINE_REQUIRE_SERVICES"), "Mermaid is missing: run make setup"
+        pytest.skip("Mermaid is missing: run make setup")
+    with_diagrams = [page for page in site.rglob("*.html") if 'class="mermaid"' in page.read_text(encoding="utf-8")]
+    assert site / "index.html" in with_diagrams
+    for page in with_diagrams:
+        scripts = [one for one in Fetched(page.read_text(encoding="utf-8")).addresses if one.endswith("mermaid.min.js")]
+        assert [(page.parent / script).exists() for script in scripts] == [True], page
 
 
 @pytest.mark.parametrize("page", OUTSIDE_THE_SITE, ids=lambda page: page.name)
