@@ -2,14 +2,14 @@
 .DEFAULT_GOAL := help
 # Compiled files are kept: hundreds of processes are started, and each would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo test test-spark test-others lint check bench bench-large docs
+.PHONY: help setup demo test test-spark test-others test-sqlalchemy-oldest lint check bench bench-large docs
 
 UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
 RUN := $(UV) run --frozen --no-sync
 WORKERS ?= 2
 
 help: ## what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "make %-22s %s\n", $$1, $$2}'
 
 setup: .venv/installed ## install what is missing (uv, dependencies, servers for the tests); quick when nothing is
 	@tests/servers/install.sh
@@ -51,7 +51,15 @@ test-others: setup
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) $(CORE) --cov --cov-branch --cov-report=
 	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark" $(CORE:%=--ignore=%) --durations=15
+	@$(MAKE) --no-print-directory test-sqlalchemy-oldest
 	$(RUN) mkdocs build --strict --quiet
+
+# The stores on the oldest SQLAlchemy that pyproject.toml allows, laid over the environment.
+OLDEST_SQLALCHEMY := $(shell sed -n 's/.*"sqlalchemy>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+test-sqlalchemy-oldest: setup ## stores on the oldest SQLAlchemy that is supported
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) --with sqlalchemy==$(OLDEST_SQLALCHEMY) pytest -q -n $(WORKERS) \
+		tests/unit/test_sqlalchemy.py \
+		tests/conformance/test_sqlite.py tests/conformance/test_postgresql.py -k "sqlalchemy or SqliteStore or PostgresqlStore"
 
 bench: setup ## the figures: ratios to raw loops over the same file or server, into benchmarks/results
 	$(RUN) python -m benchmarks

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, collate, event, func, literal_column
+from sqlalchemy import __version__ as sqlalchemy_version
 from sqlalchemy import cast as cast_to
 from sqlalchemy import insert as insert_into
 from sqlalchemy import text as text_of_sql
@@ -64,6 +65,7 @@ DEFAULT_SCHEMA: Final = "dbo"
 LONGEST_NAME: Final = 128  # UTF-16 units
 CONNECT_TIMEOUT: Final = 10  # seconds
 MICROSOFT, PYMSSQL = "mssql+mssqlpython", "mssql+pymssql"
+MICROSOFT_DIALECT: Final = "sqlalchemy.dialects.mssql.mssqlpython"  # SQLAlchemy 2.1 brought it
 CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
     MICROSOFT: {"timeout": CONNECT_TIMEOUT},
     PYMSSQL: {"login_timeout": CONNECT_TIMEOUT, "appname": "delayline"},
@@ -108,6 +110,11 @@ class SqlServer(ServerDialect):
 
     def __init__(self, url: URL) -> None:
         self.driver = _driver_of(url)
+        if self.driver == MICROSOFT and not _installed(MICROSOFT_DIALECT):
+            raise ConfigurationError(
+                f"SQLAlchemy {sqlalchemy_version} cannot use mssql-python: run pip install 'sqlalchemy>=2.1', or "
+                f"install delayline[pymssql] and write {PYMSSQL}:// in the URL"
+            )
         self._pymssql = self.driver == PYMSSQL
         style = {"paramstyle": "format", "supports_comments": False} if self._pymssql else {"paramstyle": "qmark"}
         try:
@@ -370,7 +377,9 @@ def _driver_of(url: URL) -> str:
             f"delayline does not know the driver of {url.drivername}:// URLs: write mssql://user@host/database, or "
             f"{PYMSSQL}://user@host/database for pymssql"
         )
-    return PYMSSQL if not _installed("mssql_python") and _installed("pymssql") else MICROSOFT
+    if _installed("pymssql") and not (_installed("mssql_python") and _installed(MICROSOFT_DIALECT)):
+        return PYMSSQL
+    return MICROSOFT
 
 
 def _units(name: str) -> int:
