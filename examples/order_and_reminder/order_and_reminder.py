@@ -50,6 +50,7 @@ def main() -> None:
     delivery = StoredDelivery(delayline.SqlDelayedMessageStore(URL))
     shop = Endpoint("shop", transport=delayline.SqlTransport(URL), delayed_delivery=delivery, send_only=True)
     with SyncEndpoint(shop) as sync:
+        sync.run(shop.transport.setup_infrastructure(["billing"]))  # as the endpoint billing does when it starts
         for order in (Order(number=17, article="lamp"), Order(number=18, article="moon")):
             with Session(engine) as session, suppress(ValueError):
                 save(session, sync, order)

@@ -64,6 +64,7 @@ from delayline.recoverability import Recoverability
 from delayline.sync import SyncEndpoint
 from delayline.transaction import Guarantee, Savepoints, Transaction, TransactionMode, guarantee
 from delayline.transport import (
+    FindsQueues,
     ManagedQueues,
     QualifiedQueues,
     ReceivedMessage,
@@ -118,6 +119,7 @@ __all__ = [
     "Endpoint",
     "Event",
     "ExternalTimeoutManager",
+    "FindsQueues",
     "Forwarded",
     "ForwardingStore",
     "Guarantee",

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Final, Self, cast
 from delayline.callers import NOT_GIVEN, Caller, JoinsCallers, given_transaction
 from delayline.checks import HomeProcess, whole_number
 from delayline.clock import SystemClock
-from delayline.delayed.delivery import VERBS, DelayedDelivery, SetsUpLater, StoredDelivery
+from delayline.delayed.delivery import VERBS, DelayedDelivery, FindsDestinations, SetsUpLater, StoredDelivery
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import NeedsRights, managed
+from delayline.destinations import Destinations
 from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
@@ -111,6 +112,7 @@ class Endpoint:
         self._on_critical_error = on_critical_error
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
+        self._destinations: Destinations | None = None
         self._queue = transport.address_of(name) if isinstance(transport, AddressesQueues) else name
         self._composer = Composer(name, self._clock, reply_to=None if send_only else self._queue)
         self._host = DeliveryHost(
@@ -171,6 +173,8 @@ class Endpoint:
             self._process.check(f"endpoint {self.name!r}")
             raise NotStarted(f"endpoint {self.name!r} is started already")
         self._process = HomeProcess()
+        if not isinstance(self.delayed_delivery, FindsDestinations):
+            self._destinations = Destinations(self.transport, self._clock)
         self._stopped, self._stopping = asyncio.Event(), None
         self._starting = asyncio.create_task(self._start_parts(), name=f"delayline start {self.name}")
         try:
@@ -219,6 +223,7 @@ class Endpoint:
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
         transaction: CallersConnection | Caller | Transaction | NotGiven = NOT_GIVEN,
+        check_destination: bool = True,
     ) -> str:
         """Send a message, due now, after `delay` or at `deliver_at` (aware); return its id once it is durable.
 
@@ -226,9 +231,12 @@ class Endpoint:
         of SQLAlchemy, a connection of psycopg, psycopg2, sqlite3 or PyMySQL, or Django's `connection` or an alias of
         its DATABASES. The message exists if and only if you commit it. None is an error: leave it out instead.
 
+        check_destination: whether a delayed message for a queue that does not exist is refused, with QueueNotFound,
+        where the transport can say so; each queue is asked for once.
+
         Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
         delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
-        InvalidDueTime, NotStarted, QueueNotFound (an immediate send to a missing queue), BackendUnavailable, or, for
+        InvalidDueTime, NotStarted, QueueNotFound, BackendUnavailable, or, for
         a transaction that it cannot be part of, ConfigurationError.
         """
         if self._stopped is None:
@@ -241,6 +249,8 @@ class Endpoint:
         if external is not None and not isinstance(external, Transaction):
             caller = external if isinstance(external, Caller) else Caller(external)
             outgoing, external = await self._join(caller, outgoing)
+        if check_destination and outgoing.due is not None and self._destinations is not None:
+            await self._destinations.check(destination)
         await self._deliver(outgoing, external)
         return outgoing.operation.message.id
 
@@ -313,6 +323,7 @@ class Endpoint:
                 composer=self._composer,
                 recoverability=self.recoverability,
                 concurrency=self.concurrency,
+                destinations=self._destinations,
             )
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 class DelaylineError(Exception):
@@ -95,13 +95,22 @@ class NewerSchema(BackendUnusable):
 
 
 class QueueNotFound(DelaylineError, LookupError):
-    """A destination queue does not exist."""
+    """A destination queue does not exist.
 
-    def __init__(self, queue: str) -> None:
+    Args:
+        queue: Its name.
+        similar: Queues that exist and have a similar name, the most similar first.
+        unless: What else the caller can do, as the end of a sentence.
+    """
+
+    def __init__(self, queue: str, *, similar: Sequence[str] = (), unless: str = "") -> None:
+        meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
         super().__init__(
-            f"queue {queue!r} does not exist. Start its endpoint once, or run: delayline setup --queue NAME"
+            f"queue {queue!r} does not exist.{meant} Start its endpoint once, or run: delayline setup --queue NAME"
+            f"{unless}"
         )
         self.queue = queue
+        self.similar = tuple(similar)
 
 
 class MessageRejected(DelaylineError):

@@ -49,6 +49,8 @@ class Outgoing(NamedTuple):
 
     operation: TransportOperation
     due: datetime | None
+    check: bool = False
+    """Whether its destination is looked for before it is deferred."""
 
 
 class Composer:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost
+    from delayline.destinations import Destinations
     from delayline.message import Body
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage, Receiver, TransportOperation
@@ -102,6 +103,7 @@ class MessageContext:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
+        check_destination: bool = True,
     ) -> Awaitable[str]:
         """Send a message, now or delayed, when the handler has succeeded.
 
@@ -112,6 +114,7 @@ class MessageContext:
             message_id: Its id, 1 to 250 characters; a new UUID when left out.
             delay: How long it waits, zero or more; excludes `deliver_at`.
             deliver_at: When it is due, an aware datetime.
+            check_destination: Whether a delayed message for a queue that does not exist is a failure of the handler.
 
         Returns:
             An awaitable that gives the message's id.
@@ -130,7 +133,7 @@ class MessageContext:
                     delay=delay,
                     deliver_at=deliver_at,
                     related_to=self.message,
-                )
+                )._replace(check=check_destination)
             )
         )
 
@@ -189,6 +192,8 @@ class Pipeline:
     composer: Composer
     recoverability: Recoverability
     concurrency: int
+    destinations: Destinations | None = None
+    """Where destinations of delayed sends are looked for; None for nowhere."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _apart: dict[asyncio.Task[object], int] = field(default_factory=dict)
     """The tasks, with their messages' sizes, that wait to give back a message that could not be moved."""
@@ -401,6 +406,9 @@ class Pipeline:
         """Send what was collected and take the message off its queue, as the transaction mode says."""
         now = [entry.operation for entry in outgoing if entry.due is None]
         later = [entry for entry in outgoing if entry.due is not None]
+        for entry in later:
+            if entry.check and self.destinations is not None:
+                await self.destinations.check(entry.operation.destination)
         match self.host.mode:
             case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE | TransactionMode.TRANSACTION_SCOPE if not outgoing:
                 await self._acknowledge(received, None)

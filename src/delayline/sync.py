@@ -72,6 +72,7 @@ class SyncEndpoint:
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
         transaction: CallersConnection | NotGiven = NOT_GIVEN,
+        check_destination: bool = True,
     ) -> str:
         """Like `Endpoint.send`, blocking until the message is durable; a connection is used on the calling thread."""
         external, thread = given_transaction(transaction), WaitingThread()
@@ -83,6 +84,7 @@ class SyncEndpoint:
             delay=delay,
             deliver_at=deliver_at,
             transaction=NOT_GIVEN if external is None else Caller(external, thread),
+            check_destination=check_destination,
         )
         return thread.wait_for(self._start(work))
 

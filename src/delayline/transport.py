@@ -150,3 +150,16 @@ class QualifiedQueues(Protocol):
     def qualified(self, queue: str, qualifier: str) -> str:
         """Return the name of such a queue; `{queue}.{qualifier}` in transports without this capability."""
         ...
+
+
+@runtime_checkable
+class FindsQueues(Protocol):
+    """Capability: says whether a queue is there, so that a misspelt destination is refused by the send."""
+
+    async def has_queue(self, queue: str) -> bool:
+        """Return whether a message for `queue` would arrive. Raises BackendUnavailable where that is not known now."""
+        ...
+
+    async def queues(self) -> Sequence[str]:
+        """Return the names of queues that exist, as far as they can be listed; for suggestions."""
+        ...

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def three(ready: Callable[..., Ran]) -> Callable[..., Ran]:
     """The command line where three messages wait."""
+    assert ready("setup", "--queue", "shipping").code == 0
     for message_id, destination, delay in (("a", "billing", "1h"), ("b", "billing", "3d"), ("c", "shipping", "2h")):
         assert ready("send", destination, "x" * 2000, "--delay", delay, "--id", message_id).code == 0
     return ready

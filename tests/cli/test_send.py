@@ -71,6 +71,7 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Ran]) -> None:
         (["billing"], 2, "DESTINATION and BODY"),
         ([], 2, "DESTINATION and BODY"),
         (["nowhere", "x"], 1, "queue 'nowhere' does not exist"),
+        (["biling", "x", "--delay", "14d"], 1, "Did you mean 'billing'?"),
         (["billing", "x", "--id", "a" * 251], 1, "251 characters, 250 at most"),
         (["billing", "x", "--from", "delayline.db"], 2, "leave the other arguments out"),
     ],
@@ -307,3 +308,8 @@ def test_memory_is_no_place_for_a_command(run: Callable[..., Ran]) -> None:
     ran = run("send", "billing", "x", "--url", "memory:")
     assert ran.code == 2
     assert "gone when the command ends" in ran.err
+
+
+def test_a_delayed_message_for_a_queue_to_come_is_stored(ready: Callable[..., Ran]) -> None:
+    ran = ready("send", "nowhere", "x", "--delay", "14d", "--no-check-destination")
+    assert (ran.code, "to nowhere: due" in ran.out) == (0, True)

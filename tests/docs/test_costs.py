@@ -83,6 +83,9 @@ async def test_sends(url: str, statements: Statements) -> None:
     async with sales(url, ManualClock(), polling=False) as endpoint:
         statements.taken()
 
+        await endpoint.send("billing", "the first to this queue: it looks whether it is there", delay=SOON)
+        assert statements.taken() == {"SELECT": 1, "BEGIN": 1, "INSERT": 1, "COMMIT": 1}
+
         await endpoint.send("billing", "later", delay=SOON)
         assert statements.taken() == {"BEGIN": 1, "INSERT": 1, "COMMIT": 1}
 

@@ -97,6 +97,7 @@ async def test_what_dotnet_has_stored_is_delivered_and_never_early(azure_url: st
 async def test_what_is_stored_is_what_dotnet_reads(azure_url: str, table: TableClient) -> None:
     due = datetime(2050, 5, 1, 12, 0, 0, tzinfo=UTC)
     async with endpoint_at(azure_url) as endpoint:
+        await endpoint.transport.setup_infrastructure(["billing"])
         await endpoint.send("billing", b"\x00\xff", message_id="m", headers={"k": "ü"}, deliver_at=due)
     [row] = [row async for row in table.list_entities() if row["PartitionKey"].isdigit()]
     assert (row["PartitionKey"], row["RowKey"]) == ("2050050111", "20500501115959_m")

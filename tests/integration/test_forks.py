@@ -192,7 +192,7 @@ def shop():
 
 def app(environ, start_response):
     try:
-        text = shop().send("shop", b"", delay=timedelta(hours=1))
+        text = shop().send("error", b"", delay=timedelta(hours=1))
         start_response("200 OK", [("Content-Type", "text/plain")])
     except NotStarted as error:
         text = str(error)

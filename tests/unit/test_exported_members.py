@@ -33,6 +33,7 @@ PINNED = [
     "Endpoint",
     "Event",
     "ExternalTimeoutManager",
+    "FindsQueues",
     "Forwarded",
     "ForwardingStore",
     "Guarantee",

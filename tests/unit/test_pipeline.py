@@ -20,6 +20,7 @@ from delayline import (
     InvalidMessage,
     Message,
     MessageContext,
+    QueueNotFound,
     Recoverability,
     TransactionMode,
 )
@@ -298,6 +299,23 @@ async def test_defer_says_when(clock: ManualClock) -> None:
     await receive(house)
     assert (len(seen), await house.ids("error")) == (1, ["m"])
     assert "say when" in (await house.one("error")).headers[Headers.EXCEPTION_MESSAGE]
+    await house.endpoint.stop()
+
+
+async def test_a_misspelt_destination_of_a_delayed_send_fails_the_handler(clock: ManualClock) -> None:
+    house = build(clock, recoverability=Recoverability(unrecoverable=(QueueNotFound,)))
+
+    async def act(message: Message, context: MessageContext) -> None:
+        checked = message.id != "unchecked"
+        context.send("uot", b"", message_id=f"from {message.id}", delay=timedelta(5), check_destination=checked)
+
+    await start(house, act)
+    await receive(house, "checked")
+    failed = await house.one("error")
+    assert failed.headers[Headers.EXCEPTION_MESSAGE].startswith("queue 'uot' does not exist. Did you mean 'out'?")
+    assert await house.waiting() == []
+    await receive(house, "unchecked")
+    assert [one.id for one in await house.waiting()] == ["from unchecked"]
     await house.endpoint.stop()
 
 

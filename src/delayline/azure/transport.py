@@ -171,6 +171,14 @@ class AzureStorageQueueTransport:
             requests=self._requests,
         )
 
+    async def has_queue(self, queue: str) -> bool:
+        """Return whether the queue exists."""
+        try:
+            await self.count(queue)
+        except QueueNotFound:
+            return False
+        return True
+
     async def queues(self) -> Sequence[str]:
         """Return the names of all queues of the account, in order."""
         async with self._requests.ask("list the queues"):

@@ -50,9 +50,15 @@ TOLD: Final = 10
     metavar="FILE",
     help="CSV or JSON Lines with destination, body, delay (or delay_ms, deliver_at), id, headers.",
 )
+@click.option(
+    "--no-check-destination",
+    "unchecked",
+    is_flag=True,
+    help="Store delayed messages also for queues that do not exist now.",
+)
 @settings_options(*PLACES)
 @json_option
-def send(
+def send(  # noqa: PLR0913 - an option each
     settings: Settings,
     screen: Screen,
     destination: str | None,
@@ -62,6 +68,7 @@ def send(
     headers: tuple[str, ...],
     message_id: str | None,
     file: Path | None,
+    unchecked: bool,
 ) -> None:
     """Send BODY ("-" reads it from standard input) to DESTINATION, now or later; or every row of a file.
 
@@ -72,7 +79,7 @@ def send(
     if file is not None:
         if destination or body or delay or deliver_at or headers or message_id:
             raise click.UsageError("--from FILE says everything: leave the other arguments out.")
-        _send_file(settings, screen, file)
+        _send_file(settings, screen, file, check_destination=not unchecked)
         return
     if destination is None or body is None:
         raise click.UsageError("Give DESTINATION and BODY, or --from FILE.")
@@ -81,8 +88,10 @@ def send(
     if due is not None:
         in_the_future(due, now)
     text = sys.stdin.read() if body == "-" else body
+    given = dict(_header(one) for one in headers)
+    checked = not unchecked
     sent, due = asyncio.run(
-        _send(settings, destination, text, delay or due, dict(_header(one) for one in headers), message_id)
+        _send(settings, destination, text, delay or due, given, message_id, check_destination=checked)
     )
     when = "sent" if due is None else f"due {local(due)}, {relative(due, now)}"
     screen.tell(f"✓ {sent} to {destination}: {when}", "green")
@@ -96,11 +105,21 @@ async def _send(
     when: timedelta | datetime | None,
     headers: dict[str, str],
     message_id: str | None,
+    *,
+    check_destination: bool,
 ) -> tuple[str, datetime | None]:
     """Send the message; return its id and when it is due, by the clock that decides."""
     async with sending_endpoint(settings) as endpoint:
         due = _start(endpoint) + when if isinstance(when, timedelta) else when
-        return await endpoint.send(destination, body, headers=headers, message_id=message_id, deliver_at=due), due
+        sent = await endpoint.send(
+            destination,
+            body,
+            headers=headers,
+            message_id=message_id,
+            deliver_at=due,
+            check_destination=check_destination,
+        )
+        return sent, due
 
 
 def _start(endpoint: Endpoint) -> datetime:
@@ -114,12 +133,12 @@ def _header(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _send_file(settings: Settings, screen: Screen, file: Path) -> None:
+def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destination: bool) -> None:
     rows = RowFile(file)
     told: list[tuple[int, str]] = []
     with RejectedFile(rows) as rejected, screen.progress() as progress:
         task = progress.add_task("stored 0", total=file.stat().st_size)
-        bulk = Bulk(rows, rejected, told)
+        bulk = Bulk(rows, rejected, told, check_destination=check_destination)
 
         def step() -> None:
             progress.update(task, completed=rows.read_bytes, description=f"stored {bulk.stored}")
@@ -150,11 +169,14 @@ def _send_file(settings: Settings, screen: Screen, file: Path) -> None:
 class Bulk:
     """Stores the rows of a file, many at once, and sets the bad ones aside."""
 
-    def __init__(self, rows: RowFile, rejected: RejectedFile, told: list[tuple[int, str]]) -> None:
+    def __init__(
+        self, rows: RowFile, rejected: RejectedFile, told: list[tuple[int, str]], *, check_destination: bool
+    ) -> None:
         self.stored = 0
         self._rows = rows
         self._rejected = rejected
         self._told = told
+        self._check_destination = check_destination
 
     async def send(self, settings: Settings, step: Callable[[], None]) -> None:
         """Store everything; raises the first error that is not a row's own fault."""
@@ -183,7 +205,14 @@ class Bulk:
                 raise result
 
     async def _store_row(self, endpoint: Endpoint, row: Row) -> None:
-        await endpoint.send(row.destination, row.body, headers=row.headers, message_id=row.id, deliver_at=row.due)
+        await endpoint.send(
+            row.destination,
+            row.body,
+            headers=row.headers,
+            message_id=row.id,
+            deliver_at=row.due,
+            check_destination=self._check_destination,
+        )
 
     def _reject(self, line: Line, error: Exception) -> None:
         reason = reason_of(error)

@@ -86,6 +86,13 @@ class SetsUpLater(Protocol):
         ...
 
 
+@runtime_checkable
+class FindsDestinations(Protocol):
+    """Capability of a delayed delivery: `defer` itself raises QueueNotFound for a destination that does not exist."""
+
+    finds_destinations: bool
+
+
 class StoredDelivery:
     """Delayed delivery through a delayed message store and a poller, over any transport (seeds 000).
 

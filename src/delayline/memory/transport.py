@@ -84,6 +84,14 @@ class MemoryTransport:
         """Return a receiver on the queue."""
         return MemoryReceiver(self._queue(queue))
 
+    async def has_queue(self, queue: str) -> bool:
+        """Return whether the queue exists."""
+        return queue in self._queues
+
+    async def queues(self) -> Sequence[str]:
+        """Return the names of all queues, in order."""
+        return sorted(self._queues)
+
     async def count(self, queue: str) -> int:
         """Return how many messages are in the queue, hidden ones included."""
         held = self._queue(queue)

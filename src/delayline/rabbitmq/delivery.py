@@ -56,6 +56,8 @@ class DelayLevelDelivery:
     stored_below: delays shorter than this wait in the store as well, to the microsecond; none if left out.
     """
 
+    finds_destinations = True
+
     def __init__(self, *, stored: StoredDelivery | None = None, stored_below: timedelta | None = None) -> None:
         if stored_below is not None:
             time_span("stored_below", stored_below)

@@ -158,6 +158,22 @@ class RabbitMQTransport:
         self._receivers.add(receiver)
         return receiver
 
+    async def has_queue(self, queue: str) -> bool:
+        """Return whether what messages for the queue are published to exists: its exchange, or the queue itself."""
+        exchange, _ = self.topology.address_of(queue)
+        try:
+            if exchange:
+                await self.connection.run(partial(self.topology.check, destination=exchange))
+            else:
+                await self.count(queue)
+        except (NothingThere, QueueNotFound):
+            return False
+        return True
+
+    async def queues(self) -> Sequence[str]:
+        """Return the names of the queues that were set up here: AMQP has no way to list others."""
+        return sorted(self._declared)
+
     async def count(self, queue: str) -> int:
         """Return how many messages are in the queue, without those that a receiver holds."""
         return await self._look(queue, browsing.count)

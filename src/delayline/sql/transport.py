@@ -136,6 +136,10 @@ class SqlTransport(SqlPart):
         await self._database.read(partial(self._statements.must_exist, queue=queue))
         return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle)
 
+    async def has_queue(self, queue: str) -> bool:
+        """Return whether the queue is registered."""
+        return not await self._database.read(lambda connection: self._statements.missing(connection, [queue]))
+
     async def queues(self) -> Sequence[str]:
         """Return the names of all queues, in order."""
         query = select(self._tables.queues.c.name).order_by(self._tables.queues.c.name)

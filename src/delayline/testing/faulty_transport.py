@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from delayline.testing.faults import Fault, Faulty
 from delayline.transport import (
+    FindsQueues,
     ManagedQueues,
     QualifiedQueues,
     ReceivedMessage,
@@ -113,6 +114,16 @@ class _Queues(Faulty):
         return await self._call("purge", lambda: self._inner.purge(queue), queue)
 
 
+class _Finds(Faulty):
+    _inner: FindsQueues
+
+    async def has_queue(self, queue: str) -> bool:
+        return await self._call("has_queue", lambda: self._inner.has_queue(queue), queue)
+
+    async def queues(self) -> Sequence[str]:
+        return await self._call("queues", self._inner.queues)
+
+
 class _Names(Faulty):
     _inner: QualifiedQueues
 
@@ -124,4 +135,5 @@ _CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (TransportTransactions, _Transactions),
     (ManagedQueues, _Queues),
     (QualifiedQueues, _Names),
+    (FindsQueues, _Finds),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from delayline.delayed.delivery import StoredDelivery
 from delayline.endpoint import Endpoint
-from delayline.errors import BackendUnavailable, ConfigurationError
+from delayline.errors import BackendUnavailable, ConfigurationError, QueueNotFound
 from delayline.events import Event
 from delayline.message import DelayedMessage, Headers, Message, from_wire_time
 from delayline.recoverability import Recoverability
@@ -19,9 +19,11 @@ from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, Delive
 from delayline.testing.conformance.messages import AT, ENDPOINT
 from delayline.testing.faults import STORE, Fault
 from delayline.transaction import TransactionMode
-from delayline.transport import TransportOperation
+from delayline.transport import FindsQueues, TransportOperation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from delayline.pipeline import MessageContext
     from delayline.testing.conformance.delivery_room import Parts
 
@@ -64,6 +66,12 @@ FAILURES = {
 UNUSABLE_IDS = {"300 characters": "i" * 300, "a lone surrogate": "a\ud800b", "NUL": "a\0b"}
 
 
+async def send_checked(endpoint: Endpoint, ids: Sequence[str]) -> None:
+    """Send delayed messages to ELSEWHERE, one after the other."""
+    for message_id in ids:
+        await endpoint.send(ELSEWHERE, b"", message_id=message_id, delay=5 * SECOND)
+
+
 def broken() -> Fault:
     """Return a fault that strikes every dispatch with something for BROKEN."""
     return Fault("dispatch", error=RuntimeError("it is broken"), when=functools.partial(to, BROKEN))
@@ -81,7 +89,9 @@ class DeliveryFailures(DeliveryRoom):
             broken(), Fault("dispatch", before=lambda: attempts.append("!"), when=functools.partial(to, BROKEN))
         )
         async with parts.endpoint(mode, number_of_retries=retries) as endpoint:
-            await endpoint.send(BROKEN, b"body", message_id="m", headers={"mine": "kept"}, delay=5 * SECOND)
+            await endpoint.send(
+                BROKEN, b"body", message_id="m", headers={"mine": "kept"}, delay=5 * SECOND, check_destination=False
+            )
             await parts.comes(Event.MOVED_TO_ERROR)
             [message] = await parts.received("error")
             await parts.emptied()
@@ -113,7 +123,7 @@ class DeliveryFailures(DeliveryRoom):
         """It waits longer each time, instead of being hammered."""
         parts.transport.inject(broken())
         async with parts.endpoint(number_of_retries=4) as endpoint:
-            await endpoint.send(BROKEN, b"", delay=5 * SECOND)
+            await endpoint.send(BROKEN, b"", delay=5 * SECOND, check_destination=False)
             await parts.comes(Event.MOVED_TO_ERROR)
         backed_off = [facts(record)["until"] for record in parts.signals.records(Event.BACKED_OFF)]
         gaps = [later - earlier for earlier, later in itertools.pairwise(backed_off)]
@@ -143,7 +153,7 @@ class DeliveryFailures(DeliveryRoom):
         """Nothing is removed before the next place has it (reference H1)."""
         parts.transport.inject(Fault("dispatch", error=RuntimeError("no"), when=functools.partial(to, "error")))
         async with parts.endpoint(mode) as endpoint:
-            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND)
+            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND, check_destination=False)
             await parts.comes(Event.ERROR_MOVE_FAILED, 3)
             assert await parts.store.next_due() is not None
             parts.transport.heal()
@@ -151,6 +161,31 @@ class DeliveryFailures(DeliveryRoom):
             [message] = await parts.received("error")
             assert (message.id, message.body) == ("m", b"body")
             await parts.emptied()
+
+    async def test_a_misspelt_destination_of_a_delayed_send_is_refused(self, parts: Parts) -> None:
+        """By the send, not when it is due; a destination that is there is asked for once."""
+        if not isinstance(parts.transport, FindsQueues):
+            pytest.skip("not claimed: FindsQueues")
+        asked: list[str] = []
+        parts.transport.inject(Fault("has_queue", before=lambda: asked.append("!")))
+        async with parts.endpoint() as endpoint:
+            with pytest.raises(QueueNotFound, match=r"'elsewhere2' does not exist.*check_destination=False") as refused:
+                await endpoint.send("elsewhere2", b"", delay=5 * SECOND)
+            assert refused.value.similar in {(), (ELSEWHERE,)}
+            assert await parts.store.next_due() is None
+            await send_checked(endpoint, ["a", "b", "c"])
+            assert len(asked) == 2
+            await endpoint.send("elsewhere2", b"", delay=5 * SECOND, check_destination=False)
+            assert len(asked) == 2
+
+    async def test_a_destination_that_cannot_be_looked_for_is_stored(self, parts: Parts) -> None:
+        """An outage of the queues is none of the store."""
+        if not isinstance(parts.transport, FindsQueues):
+            pytest.skip("not claimed: FindsQueues")
+        parts.transport.inject(Fault("has_queue", error=BackendUnavailable("no answer")))
+        async with parts.endpoint() as endpoint:
+            await endpoint.send(ELSEWHERE, b"", delay=5 * SECOND)
+            assert await parts.store.next_due() is not None
 
     async def test_an_error_queue_that_does_not_exist_loses_nothing(self, parts: Parts) -> None:
         """Once somebody creates it the message gets there (reference H1)."""
@@ -164,7 +199,7 @@ class DeliveryFailures(DeliveryRoom):
             on_critical_error=parts.note_critical,
         )
         async with endpoint:
-            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND)
+            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND, check_destination=False)
             await parts.comes(Event.ERROR_MOVE_FAILED, 2)
             assert await parts.store.next_due() is not None
             await parts.transport.setup_infrastructure(["errors-of-another-name"])
