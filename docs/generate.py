@@ -261,6 +261,7 @@ EVENT_MEANING: Final = {
     Event.NO_HANDLERS: "The endpoint started without handlers, and there are messages in its queue: they stay there.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
     Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",
+    Event.SEND_ABANDONED: "A send went on after its caller was cancelled, and has failed.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
     Event.HANDLER_FAILED: "One attempt to handle a message failed.",
     Event.RETRIED_LATER: "The message was deferred for another round of attempts.",

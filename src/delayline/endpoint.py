@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self, cast
 
@@ -32,6 +32,7 @@ from delayline.pipeline import Handler, Pipeline
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
 from delayline.satellites import open_satellite
 from delayline.transaction import (
+    WAITING_TASK,
     Guarantee,
     Transaction,
     TransactionMode,
@@ -131,6 +132,7 @@ class Endpoint:
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
         self._process = HomeProcess()
+        self._sending: set[asyncio.Task[None]] = set()
 
     @property
     def handlers(self) -> tuple[Handler, ...]:
@@ -237,7 +239,8 @@ class Endpoint:
         Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
         delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
         InvalidDueTime, NotStarted, QueueNotFound, BackendUnavailable, or, for
-        a transaction that it cannot be part of, ConfigurationError.
+        a transaction that it cannot be part of, ConfigurationError. Cancelled, it returns at once, and the message is
+        usually sent all the same.
         """
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
@@ -249,9 +252,11 @@ class Endpoint:
         if external is not None and not isinstance(external, Transaction):
             caller = external if isinstance(external, Caller) else Caller(external)
             outgoing, external = await self._join(caller, outgoing)
-        if check_destination and outgoing.due is not None and self._destinations is not None:
-            await self._destinations.check(destination)
-        await self._deliver(outgoing, external)
+        work = self._check_and_deliver(outgoing, external, check_destination=check_destination)
+        if external is None:
+            await self._to_the_end(work, outgoing)
+        else:
+            await work
         return outgoing.operation.message.id
 
     async def __aenter__(self) -> Self:
@@ -300,6 +305,45 @@ class Endpoint:
                 raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: {DELAYED_DELIVERIES}")
         except DispatchFailed as failed:
             raise failed.failures[0] from failed
+
+    async def _check_and_deliver(
+        self, outgoing: Outgoing, transaction: Transaction | None, *, check_destination: bool
+    ) -> None:
+        if check_destination and outgoing.due is not None and self._destinations is not None:
+            await self._destinations.check(outgoing.operation.destination)
+        await self._deliver(outgoing, transaction)
+
+    async def _to_the_end(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
+        """Deliver; cancelled, return at once and let the delivery go on: its effect may be there already."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        caller = asyncio.current_task()
+        task = asyncio.create_task(self._deliver_for(work, outgoing, done, caller), name="delayline send")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        await done
+
+    async def _deliver_for(
+        self,
+        work: Coroutine[object, object, None],
+        outgoing: Outgoing,
+        done: asyncio.Future[None],
+        caller: asyncio.Task[object] | None,
+    ) -> None:
+        WAITING_TASK.set(caller)
+        try:
+            await work
+        except asyncio.CancelledError:
+            done.cancel()
+            raise
+        except BaseException as error:
+            if not done.done():
+                done.set_exception(error)
+            else:
+                text = "Message %s, whose send was cancelled, is not sent: %s"
+                emit(logger, logging.WARNING, Event.SEND_ABANDONED, text, outgoing.operation.message.id, error)
+        else:
+            if not done.done():
+                done.set_result(None)
 
     async def _start_parts(self) -> None:
         await self.transport.start()

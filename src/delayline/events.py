@@ -30,6 +30,7 @@ class Event(StrEnum):
     ERROR_MOVE_FAILED = "error.move_failed"
     STORED = "delayed.stored"
     STORE_FAILED = "delayed.store_failed"
+    SEND_ABANDONED = "send.abandoned"
     WOKE = "delayed.woke"
     SLEEPS = "delayed.sleeps"
     FETCHED = "delayed.fetched"

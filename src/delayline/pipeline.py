@@ -28,7 +28,7 @@ from delayline.recoverability import (
     may_fit_smaller,
 )
 from delayline.transaction import TransactionMode
-from delayline.transport import TransportTransactions
+from delayline.transport import TransportTransactions, WaitsForServer
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -256,7 +256,10 @@ class Pipeline:
         # After a fault an empty queue looks like a hanging one: a wait that does not fail for a while is a recovery.
         receiving = asyncio.ensure_future(self.receiver.receive(limit))
         try:
-            await first_of(asyncio.wait([receiving]), self.host.clock.sleep(RECOVERED_AFTER.total_seconds()))
+            # A wait for an answer that may still be missed says nothing.
+            unanswered = self.receiver.server_timeout if isinstance(self.receiver, WaitsForServer) else 0.0
+            quiet = RECOVERED_AFTER.total_seconds() + unanswered
+            await first_of(asyncio.wait([receiving]), self.host.clock.sleep(quiet))
             if not receiving.done():
                 self._breaker.success()
             return await receiving

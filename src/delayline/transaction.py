@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from contextvars import ContextVar
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
 
 from delayline.errors import UnsupportedTransactionMode
 
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
+
+
+#: The task that waits for the one at work, so that a transaction of the former is not waited for by the latter.
+WAITING_TASK: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("delayline_waiting_task", default=None)
 
 
 class TransactionMode(IntEnum):

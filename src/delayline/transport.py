@@ -56,6 +56,16 @@ class Receiver(Protocol):
         ...
 
 
+@runtime_checkable
+class WaitsForServer(Protocol):
+    """Capability of a receiver: its waits for an answer have a limit, after which `receive` raises."""
+
+    @property
+    def server_timeout(self) -> float:
+        """Seconds that an answer may take."""
+        ...
+
+
 class Transport(Protocol):
     """Moves messages between queues. Passed to one or several endpoints of one event loop."""
 

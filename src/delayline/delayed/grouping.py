@@ -62,7 +62,7 @@ class StoreGroup:
                 message=message,
             )
             if not isinstance(error, InvalidMessage):  # the message's fault, not the store's
-                await self._breaker.failure(error)
+                self._breaker.note(error)  # without a pause: the caller is told at once
             raise
         self._breaker.success()
         if logger.isEnabledFor(logging.DEBUG):

@@ -13,6 +13,7 @@ from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.runs import CLOSED, Committed, Runs
 from delayline.sql.schema import queue_tables
+from delayline.sql.silence import job_work
 from delayline.sql.stages import breaks_a_key, stage_in
 from delayline.sql.staging import blocking, earliest_due, new_area
 from delayline.sql.statements import StoreStatements, store_channel
@@ -67,6 +68,7 @@ class BatchesOnce:
         database.rows(statements, queue_tables(self.table.schema))  # with them its wake-ups know the table
         return database
 
+    @job_work
     async def store(self, name: str, attempt: int, batch: pa.RecordBatch) -> int:
         """Store the batch in a transaction with its name, and return the attempt that has: this, or one before.
 

@@ -16,6 +16,7 @@ from delayline.message import DelayedMessage, Message, in_utc
 from delayline.sql.cold_files import HOUR, ColdFiles
 from delayline.sql.cold_folder import ColdFolder
 from delayline.sql.journal import JournalEvent
+from delayline.sql.silence import long_work
 from delayline.sql.store import MICROSECOND, SqlDelayedMessageStore
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class TwoTierStore(SqlDelayedMessageStore):
             counts[one.start, one.destination] += one.count
         return [DueCount(*key, number) for key, number in sorted(counts.items())]
 
+    @long_work
     async def _count_hours(self, width: int) -> Mapping[tuple[int, str], int]:
         counts: dict[tuple[int, str], int] = defaultdict(int)
         catalog = self._catalog
@@ -101,6 +103,7 @@ class TwoTierStore(SqlDelayedMessageStore):
             counts[_start_of(hour) // width * width, destination] += number
         return counts
 
+    @long_work
     async def _count_rows(self, width: int) -> Mapping[tuple[int, str], int]:
         held = await self._held()
 

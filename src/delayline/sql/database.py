@@ -18,6 +18,7 @@ from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.sql.callers import hold_of
 from delayline.sql.setup import texts
+from delayline.sql.silence import checked_timeout
 from delayline.sql.transactions import JoinedTransaction, SqlTransaction
 from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 
@@ -56,11 +57,16 @@ class Database(ABC):
 
     def __init__(self) -> None:
         self._users = 0
+        self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
 
     @classmethod
-    def at(cls, url: str) -> Database:
-        """Return this process's database for the URL. Raises ConfigurationError; opens nothing."""
+    def at(cls, url: str, server_timeout: float | None = None) -> Database:
+        """Return this process's database for the URL. Raises ConfigurationError; opens nothing.
+
+        server_timeout: seconds to wait for an answer; what the URL says of it, or the default, when left out. Of
+        several that are named for one database the shortest holds.
+        """
         try:
             parsed = make_url(url)
         except (ArgumentError, ValueError):
@@ -68,9 +74,18 @@ class Database(ABC):
                 "the database URL cannot be read; write it like sqlite:///file.db or "
                 "postgresql://user:password@host/database, with special characters in the password as %XX"
             ) from None  # its text may have a part of the password
-        database = _new(parsed)
+        named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
+        database = _new(parsed.difference_update_query(["server_timeout"]))
         with cls._sharing:
-            return cls._shared.setdefault(database.domain, database)
+            shared = cls._shared.setdefault(database.domain, database)
+            if named is not None:
+                shared.limit_waits(checked_timeout(named))
+            return shared
+
+    def limit_waits(self, server_timeout: float) -> None:
+        """Wait so many seconds for an answer, or as long as was said before if that is shorter."""
+        self._server_timeouts.append(server_timeout)
+        self.dialect.server_timeout = min(self._server_timeouts)
 
     @property
     def domain(self) -> Hashable:

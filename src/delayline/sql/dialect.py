@@ -114,6 +114,10 @@ class Dialect(Protocol):
 
     clock_tick: timedelta
     """The resolution of the clock that `in_seconds` reads: it may be read that much too early."""
+
+    server_timeout: float
+    """Seconds to wait for an answer of the server."""
+
     largest_message: int
     """How many bytes the headers and the body of a message may have together, so that it can also be read again."""
 

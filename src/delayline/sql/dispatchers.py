@@ -13,6 +13,7 @@ from sqlalchemy.schema import CreateTable
 from delayline.errors import BackendUnusable
 from delayline.sql.database import Database
 from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, text
+from delayline.sql.silence import long_work
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ class DispatcherControl:
     def _write(self, work: Callable[[Connection], Any]) -> Any:  # noqa: ANN401 - what the work returns
         return blocking(self._opened(work))
 
+    @long_work
     async def _opened(self, work: Callable[[Connection], Any]) -> Any:  # noqa: ANN401
         await self._database.open()
         try:

@@ -14,6 +14,7 @@ from sqlalchemy import delete, func, insert, inspect, select
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.sql.database import Database
 from delayline.sql.journal import journal_tables
+from delayline.sql.silence import job_work
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class JournalExport:
         query = select(exports.directory).where(exports.path == path).order_by(exports.finished, exports.directory)
         return list(self._read(lambda connection: connection.execute(query).scalars().all()))
 
+    @job_work
     async def _opened_write(self, path: str, directory: str, runs: Sequence[Run]) -> None:
         await self._database.open()
         try:

@@ -7,6 +7,8 @@ import contextlib
 import threading
 from collections import deque
 
+from delayline.transaction import WAITING_TASK
+
 
 class Lane:
     """Lets `width` callers in at a time, in order, from any event loop, without blocking a thread."""
@@ -26,7 +28,7 @@ class Lane:
                 self._free -= 1
                 self._holds(task)
                 return
-            if task is not None and self._holder is task:
+            if self._holder is not None and self._holder in {task, WAITING_TASK.get()}:
                 raise RuntimeError("this task is in a transaction on the same database: pass it on, or end it first")
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)

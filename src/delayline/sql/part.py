@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 class SqlPart:
     """A database, alone or as one of the two of a two-phase commit."""
 
-    def __init__(self, url: str, schema: str | None, two_phase: TwoPhaseCommit | None) -> None:
-        self._database = Database.at(url)
+    def __init__(
+        self, url: str, schema: str | None, two_phase: TwoPhaseCommit | None, server_timeout: float | None = None
+    ) -> None:
+        self._database = Database.at(url, server_timeout)
         self._schema = self._database.dialect.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._two_phase = two_phase
@@ -29,6 +31,11 @@ class SqlPart:
     def transaction_domain(self) -> Hashable:
         """The database, or what makes two of them one."""
         return self._two_phase or self._database.domain
+
+    @property
+    def server_timeout(self) -> float:
+        """Seconds to wait for an answer of the database's server."""
+        return self._database.dialect.server_timeout
 
     def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
         """Return a transaction that another part of the same domain can join."""

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 NOT_COMMITTED: Final = "delayline not committed"
 
 
+#: Noted of a connection whose session limits its waits.
+IN_SESSION: Final = "delayline session"
+
+
 class WakeUps(dialect.WakeUps, Protocol):
     """A server's way to tell who waits."""
 
@@ -71,8 +75,19 @@ class Claims(dialect.Claims, Protocol):
 class Server(dialect.Dialect, Protocol):
     """One database of a server."""
 
-    patience: float
-    """Seconds to wait for a connection."""
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a connection."""
+        ...
+
+    @property
+    def connect_timeout(self) -> float:
+        """Seconds that connecting may take."""
+        ...
+
+    def is_broken(self, connection: Connection) -> bool:
+        """Tell whether the driver has found the connection's end, whatever the error says."""
+        ...
 
     def check(self) -> None:
         """Connect once and refuse what cannot work: an old version, missing rights. Raises BackendUnusable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,6 +18,7 @@ from delayline.sql.locked_rows import LockedRows
 from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock, steady
 from delayline.sql.sessions import Session, SessionHold
+from delayline.sql.silence import long_work
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 WORKERS: Final = 4
 TRANSACTIONS: Final = 8
+PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
 DEADLOCKS: Final = 5  # in a row, after which it is somebody else's turn to decide
 
 
@@ -54,12 +57,15 @@ class ServerDatabase(Database):
 
     def _begin_anew(self) -> None:
         self.lane = Lane(TRANSACTIONS)
+        self._probing = threading.Lock()
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
         self._thread = threading.local()
         self._all: set[Session] = set()
         self._idle: list[Session] = []
         self._generation = 0
+        self.silent = False
+        self._silent_until = 0.0
         self._wake_ups: WakeUps | None = None
         self._claims: dict[str, Claims] = {}
         self._inserts = self.dialect.inserts(self)
@@ -101,11 +107,15 @@ class ServerDatabase(Database):
     ) -> None:
         """Insert the rows; a single one the short way, where there is one that is free."""
         if transaction is None and len(rows) > 1:
-            await self.run(partial(self._insert_many, statement, rows))
+            await self._insert_all(statement, rows)
             return
         short = self._inserts if transaction is None else None
         if short is None or not await short.insert(statement, rows[0]):
             await super().insert(statement, rows, transaction)
+
+    @long_work
+    async def _insert_all(self, statement: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        await self.run(partial(self._insert_many, statement, rows))
 
     async def hold(self) -> SessionHold:
         """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
@@ -160,6 +170,28 @@ class ServerDatabase(Database):
     def lost(self) -> None:
         """Try every connection before it is used again: one of them has found the server gone."""
         self._generation += 1
+
+    def missed(self, session: Session, since: float) -> None:
+        """Note that an answer is overdue since then; unless others have come meanwhile the server is silent."""
+        if any(other is not session and other.used > since for other in list(self._all)):
+            return
+        self._silent_until = time.monotonic() + min(PROBE_AFTER, self.dialect.server_timeout / 3)
+        self.silent = True
+
+    def answers(self) -> None:
+        """Note that the server is not silent any more."""
+        self.silent = False
+
+    def probe(self) -> None:
+        """Return when it is time to ask a silent server again, for one caller; else raise BackendUnavailable."""
+        with self._probing:
+            now = time.monotonic()
+            if self.silent and now < self._silent_until:
+                raise BackendUnavailable(
+                    f"{self.dialect} has left a request without an answer, and is asked again in a moment: "
+                    "check that the server and the network are alive"
+                )
+            self._silent_until = now + self.dialect.server_timeout
 
     @property
     def generation(self) -> int:

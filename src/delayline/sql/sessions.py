@@ -7,8 +7,9 @@ import os
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from delayline.errors import BackendUnavailable, NotStarted
-from delayline.sql.server import NOT_COMMITTED
+from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
+from delayline.sql.server import IN_SESSION, NOT_COMMITTED
+from delayline.sql.silence import FACTOR, WATCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.silence import Watch
 
 Result = TypeVar("Result")
 UNKNOWN: Final = "It was to commit, and whether it has is not known: look for what was written before repeating it"
 PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
+PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
 
 
 class Session:
@@ -29,6 +32,7 @@ class Session:
         self._database = database
         self._dialect = database.dialect
         self._connection: Connection | None = None
+        self._watch: Watch | None = None
         self._generation = 0
         self._used = 0.0
         self._process = os.getpid()
@@ -38,6 +42,8 @@ class Session:
 
         commits: it is a statement that commits by itself, so that with its answer its outcome is lost.
         """
+        if self._database.silent:
+            self._database.probe()
         try:
             connection = self._trusted()
         except self._dialect.errors as error:  # says nothing of the connections there are: the server may be full
@@ -56,11 +62,30 @@ class Session:
     def trusted(self) -> bool:
         """Whether the connection can be used without trying it first."""
         rest = time.monotonic() - self._used
-        return self._connection is not None and self._generation == self._database.generation and rest <= PING_AFTER
+        return (
+            self._connection is not None
+            and self._generation == self._database.generation
+            and rest <= PING_AFTER
+            and not self._missed
+        )
+
+    @property
+    def used(self) -> float:
+        """When the server has last answered here."""
+        return self._used
+
+    def waits(self) -> None:
+        """Expect an answer within the limit."""
+        if self._watch is not None:
+            self._watch.begin(self._dialect.server_timeout)
 
     def answered(self) -> None:
-        """Know that the connection was alive a moment ago."""
+        """Note that the connection was alive a moment ago."""
+        if self._watch is not None:
+            self._watch.deadline = None
         self._used = time.monotonic()
+        if self._database.silent:
+            self._database.answers()
 
     def failed(self, error: Exception, *, commits: bool) -> Exception:
         """Return delayline's error for a driver's, having given the connection up if that was its end."""
@@ -68,48 +93,108 @@ class Session:
         connection = self._connection
         if connection is not None and not connection.invalidated:  # SQLAlchemy asks one that is for another one
             commits = connection.info.pop(NOT_COMMITTED, commits)
-        if self._dialect.is_disconnect(error):
+            broken = self._dialect.is_broken(connection)
+        else:
+            broken = connection is not None
+        missed = self._missed
+        if missed or broken or self._dialect.is_disconnect(error):
+            if missed:
+                translated = self._overdue(self._dialect.server_timeout * FACTOR.get())
+            elif not isinstance(translated, DelaylineError):
+                translated = BackendUnavailable(f"the connection to {self._dialect} is lost: {error}")
             if commits:
                 translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
             self._database.lost()
             self.close()
-        elif self._dialect.has_rolled_back(error):
-            self.close()
+        else:
+            self.answered()
+            if self._dialect.has_rolled_back(error):
+                self.close()
         return translated
 
     def close(self) -> None:
         """Disconnect. Idempotent; leaves a connection that another process has made to that one."""
         connection, self._connection = self._connection, None
+        watch, self._watch = self._watch, None
         if connection is None:
             return
         if self._process != os.getpid():
             _inherited.append(connection)
             return
+        if watch is not None:
+            if self._database.silent:
+                watch.cut()  # ending a connection in order asks the server too
+            else:
+                watch.begin(min(self._dialect.server_timeout, PING_TIMEOUT))
+        began = time.monotonic()
         with contextlib.suppress(*self._dialect.errors):
             connection.close()
+        if watch is not None and watch.missed and not self._database.silent:
+            self._database.missed(self, began)
 
     def _run(self, work: Callable[[Connection], Result], connection: Connection, *, commits: bool) -> Result:
+        watch = self._watch
+        if watch is not None:
+            watch.begin(self._dialect.server_timeout * FACTOR.get())
         try:
-            return work(connection)
+            result = work(connection)
         except self._dialect.errors as error:
             raise self.failed(error, commits=commits) from error
-        finally:
-            self.answered()
+        except BaseException:
+            if watch is not None:
+                watch.end()
+            raise
+        self.answered()
+        return result
+
+    @property
+    def _missed(self) -> bool:
+        return self._watch is not None and self._watch.missed
+
+    def _overdue(self, seconds: float) -> BackendUnavailable:
+        seconds = min(seconds, self._dialect.server_timeout * FACTOR.get())
+        self._database.missed(self, time.monotonic() - seconds)
+        return BackendUnavailable(
+            f"no answer from {self._dialect} within {seconds:g} s: check that the server and the network are alive, "
+            "or raise server_timeout"
+        )
 
     def _trusted(self) -> Connection:
         generation = self._database.generation
         if self._connection is not None and not self.trusted:
+            if self._watch is not None:
+                self._watch.begin(min(self._dialect.server_timeout, PING_TIMEOUT))
             try:
-                self._dialect.ping(self._connection)
+                if self._missed:
+                    self.close()
+                else:
+                    self._dialect.ping(self._connection)
+                    self.answered()
             except self._dialect.errors:
+                if self._missed:
+                    self.close()
+                    raise self._overdue(PING_TIMEOUT) from None
                 if self._generation == generation:
                     self._database.lost()
                     generation = self._database.generation
                 self.close()
         if self._connection is None:
-            self._connection = self._dialect.connect()
+            self._connection = self._connect()
+            self._watch = self._connection.info[WATCH]
+            self._connection.info[IN_SESSION] = True
         self._generation = generation
         return self._connection
+
+    def _connect(self) -> Connection:
+        began = time.monotonic()
+        try:
+            return self._dialect.connect()
+        except self._dialect.errors:
+            if time.monotonic() - began >= 0.9 * self._dialect.connect_timeout:
+                self._database.missed(self, began)
+            elif self._database.silent:  # a refusal is an answer
+                self._database.answers()
+            raise
 
 
 class SessionHold:

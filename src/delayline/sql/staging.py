@@ -24,6 +24,7 @@ from delayline.sql.database import Database
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.runs import Committed, Runs, check_run
 from delayline.sql.schema import CONTENT, DUE, queue_tables, text
+from delayline.sql.silence import job_work
 from delayline.sql.stages import breaks_a_key, doubled_id, stage_in
 from delayline.sql.statements import StoreStatements, store_channel
 
@@ -222,6 +223,7 @@ class Staging:
     def _runs(self) -> Runs:
         return Runs(self._database.dialect, self._database.dialect.schema_of(self.schema))
 
+    @job_work
     async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
         await self._database.open()
         try:

@@ -17,6 +17,7 @@ from delayline.sql.journal import Journal
 from delayline.sql.looking import Lookout
 from delayline.sql.part import StorePart
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_PUT, TO_READ, in_order
+from delayline.sql.silence import long_work
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
@@ -45,6 +46,8 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
     poll_interval: how often to look for what other processes have stored, where the database does not tell.
     journal: True begins, at setup, to write down what becomes of each message, whoever does it; False ends that.
     two_phase: makes transactions with a transport in another database one; this one prepares them.
+    server_timeout: seconds to wait for an answer of the server, above 0 and up to 3600; 15 when left out. Also a
+        parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
     """
 
     def __init__(
@@ -55,9 +58,10 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
         schema: str | None = None,
         poll_interval: timedelta = ONE_SECOND,
         two_phase: TwoPhaseCommit | None = None,
+        server_timeout: float | None = None,
         journal: bool | None = None,
     ) -> None:
-        super().__init__(url, schema, two_phase)
+        super().__init__(url, schema, two_phase, server_timeout)
         self._poll_interval = time_span("poll_interval", poll_interval)
         if table_name is not None and (not table_name or table_name.casefold().startswith(OWN_PREFIX)):
             raise ConfigurationError(
@@ -75,6 +79,7 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
         """Return the caller's transaction as one that storing can be part of."""
         return await self._database.join(caller, self._statements.table)
 
+    @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the endpoint's table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
         table = self._table(endpoint_name)
@@ -105,6 +110,7 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
                 needed[shared] = EVERY_RIGHT if takes else TO_READ
         return await self._database.look(lambda connection: dialect.missing_rights(connection, needed))
 
+    @long_work
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
         """Open the database and check that the endpoint's table is there."""
         del mode
@@ -254,6 +260,7 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
             await self._notify(due)
         return outcome
 
+    @long_work
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
@@ -266,6 +273,7 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [statements.message_of(row) for row in rows]
 
+    @long_work
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count what waits by bucket and destination."""
         query = self._statements.by_due(time_span("bucket", bucket) // MICROSECOND)

@@ -18,6 +18,7 @@ from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.database import Database
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import CONTENT, DUE, text
+from delayline.sql.silence import job_work
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.waiting import readings
 from delayline.transaction import TransactionMode
@@ -73,6 +74,7 @@ class Taking:
         self._reader = hashlib.sha256(f"{table_name}\0{app}".encode()).hexdigest()[:KEY_LENGTH]
         self._owner = uuid.uuid4().hex
 
+    @job_work
     async def open(self) -> None:
         """Connect and take over from whoever read under this name. Raises BackendUnusable without a store's table."""
         self._database.dialect.must_exist()
@@ -84,10 +86,12 @@ class Taking:
         """Disconnect; what was taken stays so."""
         await self._store.close()
 
+    @job_work
     async def first(self) -> int:
         """Return the number before the first that is not done with."""
         return await self._database.read(self._first)
 
+    @job_work
     async def take(self, done: int, limit: int | None, until: datetime | None = None) -> int:
         """Forget what has a number up to `done`, take up to `limit` due messages; return the last number given.
 

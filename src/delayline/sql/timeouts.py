@@ -17,6 +17,7 @@ from delayline.events import Event, emit
 from delayline.message import in_utc
 from delayline.sql import setup
 from delayline.sql.part import StorePart
+from delayline.sql.silence import long_work
 from delayline.sql.statements import check_size, queue_channel, store_channel
 from delayline.sql.timeout_management import TimeoutManagement
 from delayline.sql.timeout_statements import TimeoutStatements
@@ -45,6 +46,8 @@ class SqlTimeoutPersister(StorePart):
     table_prefix: what the table's name begins with; the endpoint's with `_` for `.` and at the end when left out.
     schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
     two_phase: makes transactions with a transport in another database one; this one prepares them.
+    server_timeout: seconds to wait for an answer of the server, above 0 and up to 3600; 15 when left out. Also a
+        parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
     """
 
     def __init__(
@@ -54,8 +57,9 @@ class SqlTimeoutPersister(StorePart):
         table_prefix: str | None = None,
         schema: str | None = None,
         two_phase: TwoPhaseCommit | None = None,
+        server_timeout: float | None = None,
     ) -> None:
-        super().__init__(url, schema, two_phase)
+        super().__init__(url, schema, two_phase, server_timeout)
         if table_prefix is not None and not table_prefix:
             raise ConfigurationError("table_prefix='' would be every endpoint's: leave it out, or name one")
         self._prefix = table_prefix
@@ -73,6 +77,7 @@ class SqlTimeoutPersister(StorePart):
             lambda connection: inspect(connection).has_table(str(table.name), schema=table.schema)
         )
 
+    @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create what is missing; a table that .NET has made stays as it is. Raises as a store's does."""
         table = self._table(endpoint_name)
@@ -183,6 +188,7 @@ class SqlTimeoutPersister(StorePart):
         hold = partial(self._statements.hold, ids=ids, until=until)
         await self._database.write(hold, one_statement=len(ids) == 1)
 
+    @long_work
     async def count(self) -> TimeoutCount:
         """Return how many timeouts wait."""
         return await self._database.read(self._statements.count)
@@ -203,6 +209,7 @@ class SqlTimeoutPersister(StorePart):
             await self._database.tell({self._channel: to_microseconds(due)}, None)
         return outcome
 
+    @long_work
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
@@ -210,6 +217,7 @@ class SqlTimeoutPersister(StorePart):
         page = partial(self._management.pending, destination=destination, limit=limit, offset=offset)
         return await self._database.read(page)
 
+    @long_work
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count what waits by bucket and destination."""
         return await self._database.read(partial(self._management.count_by_due, bucket=time_span("bucket", bucket)))

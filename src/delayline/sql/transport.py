@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
-from delayline.errors import DispatchFailed, QueueNotFound
+from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.sql import setup
@@ -19,6 +20,7 @@ from delayline.sql.database import Database
 from delayline.sql.idle_queues import IdleQueues
 from delayline.sql.part import SqlPart
 from delayline.sql.schema import TO_PUT, TO_READ, TO_TAKE
+from delayline.sql.silence import long_work
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
@@ -48,6 +50,8 @@ class SqlTransport(SqlPart):
     poll_interval: how often waiting receivers look for messages by themselves; wake-ups make it faster than that.
     schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
     two_phase: makes transactions with a store in another database one; its decisions are kept in this one.
+    server_timeout: seconds to wait for an answer of the server, above 0 and up to 3600; 15 when left out. Also a
+        parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
     """
 
     def __init__(
@@ -57,8 +61,9 @@ class SqlTransport(SqlPart):
         poll_interval: timedelta = ONE_SECOND,
         schema: str | None = None,
         two_phase: TwoPhaseCommit | None = None,
+        server_timeout: float | None = None,
     ) -> None:
-        super().__init__(url, schema, two_phase)
+        super().__init__(url, schema, two_phase, server_timeout)
         interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = QueueStatements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
@@ -80,6 +85,7 @@ class SqlTransport(SqlPart):
         await self._check_tables()
         return await self._database.join(caller, self._tables.queued)
 
+    @long_work
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
         """Create the tables and register the queues."""
         await self._database.open()
@@ -145,6 +151,7 @@ class SqlTransport(SqlPart):
         query = select(self._tables.queues.c.name).order_by(self._tables.queues.c.name)
         return await self._database.read(lambda connection: connection.execute(query).scalars().all())
 
+    @long_work
     async def count(self, queue: str) -> int:
         """Return how many messages are in the queue, hidden ones included."""
 
@@ -154,6 +161,7 @@ class SqlTransport(SqlPart):
 
         return await self._database.read(counted)
 
+    @long_work
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
         """Return messages, oldest first, hidden ones included."""
 
@@ -182,6 +190,7 @@ class SqlTransport(SqlPart):
         finally:
             release()
 
+    @long_work
     async def purge(self, queue: str) -> int:
         """Remove every message that nobody is handling, some at a time."""
         await self._database.read(partial(self._statements.must_exist, queue=queue))
@@ -276,6 +285,11 @@ class SqlReceiver:
         self._stopped = False
         self._unsubscribe = database.wake_ups.subscribe(queue_channel(queue), lambda _: self._news.set())
 
+    @property
+    def server_timeout(self) -> float:
+        """Seconds that an answer may take."""
+        return self._database.dialect.server_timeout
+
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and claim up to `limit` of them."""
         while not self._stopped:
@@ -306,7 +320,8 @@ class SqlReceiver:
     async def release(self, received: ReceivedMessage) -> None:
         """Give up the claim and wake receivers."""
         self._claims.release([_number(received)])
-        await self._database.read(lambda _: self._claims.flush())
+        with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
+            await self._database.read(lambda _: self._claims.flush())
         self._database.wake_ups.notify(queue_channel(self._queue))
 
     async def stop(self) -> None:

@@ -9,11 +9,14 @@ import asyncio
 import contextlib
 import logging
 import threading
+from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from delayline.errors import DelaylineError, NotStarted
 from delayline.events import Event, emit
+from delayline.sql.silence import FACTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +45,8 @@ class Workers:
 
         Cancelling does not cut the work short: the cancellation is raised when its effect is certain.
         """
+        if FACTOR.get() != 1:
+            work = partial(copy_context().run, work)
         job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
         with self._stopping:
             if self._stopped:

@@ -17,7 +17,7 @@ from delayline.sql.dialect import Place
 from delayline.sql.dialects.mariadb_claims import NamedLocks
 from delayline.sql.dialects.mariadb_errors import DENIED, ROLLED_BACK, is_disconnect, number_of, translated
 from delayline.sql.dialects.mariadb_sql import IndexedSql
-from delayline.sql.dialects.server import ServerDialect, run
+from delayline.sql.dialects.server import ServerDialect, run, watch_of
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.local_wake_ups import LocalWakeUps
 from delayline.sql.names import must_fit
@@ -41,24 +41,18 @@ OPTIONS: Final = (
     "connect_timeout", "read_timeout", "write_timeout", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key",
     "ssl_check_hostname",
 )  # fmt: skip
-#: A server that does not answer any more is noticed after `read_timeout`: above what a statement waits for a lock.
 CONNECT_ARGS: Final = {
-    "connect_timeout": 10,
-    "read_timeout": 120,
-    "write_timeout": 60,
     "charset": "utf8mb4",
     "sql_mode": "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION",
     "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     "program_name": "delayline",
 }
-LOCK_PATIENCE: Final = 30  # seconds
 SESSION: Final = (
-    f"SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
-    f"innodb_lock_wait_timeout = {LOCK_PATIENCE}, lock_wait_timeout = 60"
+    "SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
+    "innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}"
 )
 TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
 SETUP_LOCK: Final = "delayline setup"
-SETUP_PATIENCE: Final = 60  # seconds
 
 #: What needs one right only, and finds nothing if it ran.
 EXPLAINED: Final = {
@@ -122,12 +116,38 @@ class Mariadb(ServerDialect):
             raise BackendUnusable(
                 f"a certificate in the URL of {self} cannot be read: {error}. Check ssl_ca"
             ) from error
-        run(connection, SESSION)
+        run(connection, SESSION.format(patience=self._lock_patience))
+        driver: Any = connection.connection.driver_connection
+        if "read_timeout" not in self.url.query:
+            driver._read_timeout = None  # the watch limits each wait, and long work's differently
+        if "write_timeout" not in self.url.query:
+            driver._write_timeout = None
+        watch_of(connection).end()
         return connection
+
+    @property
+    def _lock_patience(self) -> int:
+        return max(1, int(self.lock_timeout))
+
+    def limit_connect(self, arguments: dict[str, Any]) -> None:
+        """Limit connecting, in which the driver's socket cannot be watched yet."""
+        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout)))
+        arguments.setdefault("read_timeout", max(1, round(self.connect_timeout)))
+        arguments.setdefault("write_timeout", max(1, round(self.connect_timeout)))
+
+    def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - PyMySQL is an extra
+        """Return PyMySQL's socket."""
+        return int(driver._sock.fileno())
+
+    def is_broken(self, connection: Connection) -> bool:
+        """Tell whether PyMySQL has given the connection up."""
+        driver: Any = connection.connection.driver_connection
+        return not driver.open
 
     def check(self) -> None:
         """Connect once. Raises BackendUnusable for another product, or a version that is too old."""
         with self.connect() as connection:
+            watch_of(connection).begin(self.server_timeout)
             text, packet = run(connection, "SELECT VERSION(), @@max_allowed_packet")[0]
         if ("mariadb" in text.lower()) != (self.product == "MariaDB"):
             raise BackendUnusable(f"{self} is version {text}, which is MariaDB: write mariadb:// in its URL")
@@ -140,8 +160,9 @@ class Mariadb(ServerDialect):
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables."""
-        if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK, SETUP_PATIENCE)[0][0]:
-            raise BackendUnavailable(f"somebody else has been setting up {self} for {SETUP_PATIENCE} s: try again")
+        patience = int(self.setup_patience)
+        if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK, patience)[0][0]:
+            raise BackendUnavailable(f"another process has been setting up {self} for {patience} s: try again")
         try:
             yield
         finally:
@@ -246,7 +267,7 @@ class Mariadb(ServerDialect):
 
     def wait_as_usual(self, connection: Connection) -> None:
         """Wait as every session of ours does."""
-        run(connection, f"SET SESSION innodb_lock_wait_timeout = {LOCK_PATIENCE}")
+        run(connection, f"SET SESSION innodb_lock_wait_timeout = {self._lock_patience}")
 
     def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
         """For this process only: the server cannot tell anybody anything."""

@@ -20,7 +20,7 @@ from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, missing_ri
 from delayline.sql.dialects.postgresql_timeouts import PostgresqlTimeouts
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.sql.dialects.postgresql_wake_ups import Notifications
-from delayline.sql.dialects.server import ServerDialect, cause_of, run
+from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,28 +36,24 @@ if TYPE_CHECKING:
 
 OLDEST: Final = 13
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
-CONNECT_TIMEOUT: Final = 10  # seconds
 PART: Final = 250  # rows of a large insert that go to the server at once
 #: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read
 #: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it. A table
 #: without an index then looks so dear that its statements would be compiled, for 25 ms each.
 SETTINGS: Final = (
     "timezone=UTC",
-    "lock_timeout=30s",
     "enable_seqscan=off",
     "enable_bitmapscan=off",
     "jit=off",
     "plan_cache_mode=force_generic_plan",
 )
 OPTIONS: Final = " ".join(f"-c {setting}" for setting in SETTINGS)
-#: A server that does not answer any more is noticed within half a minute, however long its statements may take.
+#: A machine that is gone is noticed by the system, also where nothing is asked of it.
 CONNECT_ARGS: Final = {
-    "connect_timeout": CONNECT_TIMEOUT,
     "application_name": "delayline",
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
-    "tcp_user_timeout": 25_000,
     "prepare_threshold": 2,
 }
 
@@ -91,6 +87,23 @@ class Postgresql(ServerDialect):
 
         self._copies = Copies()
 
+    def limit_connect(self, arguments: dict[str, Any]) -> None:
+        """Limit connecting, waits for locks and unacknowledged bytes."""
+        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout)))
+        arguments.setdefault("tcp_user_timeout", round(self.server_timeout * 1000))
+        limit = (
+            f"-c lock_timeout={max(1, round(self.lock_timeout * 1000))}"  # in front: of two settings the last one wins
+        )
+        arguments["options"] = f"{limit} {arguments.get('options', '')}"
+
+    def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - psycopg is an extra
+        """Return libpq's socket."""
+        return int(driver.fileno())
+
+    def is_broken(self, connection: Connection) -> bool:
+        """Tell whether libpq has found the connection's end, as in a pipeline, where the error does not say so."""
+        return bool(_driver(connection).closed)
+
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """What the driver raises; in lists it lets through what Python says of a text that is no Unicode."""
@@ -107,6 +120,7 @@ class Postgresql(ServerDialect):
     def check(self) -> None:
         """Connect once. Raises BackendUnusable for a version that is too old."""
         with self.connect() as connection:
+            watch_of(connection).begin(self.server_timeout)
             version = int(run(connection, "SHOW server_version_num")[0][0])
         if version // 10_000 < OLDEST:
             raise BackendUnusable(f"{self} is version {version // 10_000}; delayline needs {OLDEST} or newer")
@@ -114,6 +128,7 @@ class Postgresql(ServerDialect):
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""
+        run(connection, f"SET LOCAL lock_timeout = '{round(self.setup_patience * 1000)}'")
         run(connection, "SELECT pg_advisory_xact_lock(%s)", SETUP_LOCK)
         yield
 
@@ -246,6 +261,7 @@ class Postgresql(ServerDialect):
     def _remedy(self, refusal: str) -> str:
         try:
             with self.connect() as connection:
+                watch_of(connection).begin(self.server_timeout)
                 return remedy(connection, refusal)
         except self.errors:
             return UNKNOWN

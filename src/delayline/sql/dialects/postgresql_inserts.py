@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from delayline.sql.sessions import Session
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
-PATIENCE: Final = 35.0  # seconds that closing waits for an answer, which locks in the server delay for 30 at most
+MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit
 #: The columns of a message's row, each sent as it is kept: varchar, varchar, timestamptz, bytea, bytea, int4.
 TYPES: Final = (1043, 1043, 1184, 17, 17, 23)
 BINARY: Final = (1,) * len(TYPES)
@@ -84,7 +84,7 @@ class LoopInserts:
         """Let what is under way be answered, and begin nothing any more; blocks. The connection is the database's."""
         watch = self._watch
         abandoned = watch is not None and watch.loop.is_closed()
-        if abandoned or self._free.acquire(timeout=PATIENCE):
+        if abandoned or self._free.acquire(timeout=self._dialect.server_timeout + MARGIN):
             self._end_watch()
         elif watch is not None:
             with contextlib.suppress(RuntimeError):  # closed just now
@@ -141,6 +141,8 @@ class LoopInserts:
     async def _insert(self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]) -> bool:
         answer: Answer[bool] = Answer(loop.create_future())
         self._under_way = answer
+        assert self._session is not None  # noqa: S101 - nothing is sent before there is one
+        self._session.waits()
         try:
             self._pgconn.send_query_prepared(name, values, BINARY)
             self._flush()

@@ -18,7 +18,7 @@ from delayline.clock import from_microseconds
 from delayline.delayed.poller import MAXIMUM_SLEEP
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
-from delayline.sql.dialects.server import run
+from delayline.sql.dialects.server import run, watch_of
 from delayline.sql.listeners import Listeners
 from delayline.sql.schema import queue_tables
 
@@ -79,6 +79,11 @@ class Notifications:
         self._thread: threading.Thread | None = None
         self.wake, self._woken = os.pipe()
         self.closing = False
+
+    @property
+    def server_timeout(self) -> float:
+        """Seconds to wait for an answer."""
+        return self._dialect.server_timeout
 
     def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
         """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
@@ -223,6 +228,8 @@ class Listening:
         self._channels: set[str] = set()
         self._probed = 0.0
         self._proven = True
+        self._watch = watch_of(connection)
+        self._limit = owner.server_timeout
 
     def run(self) -> None:
         """Listen until the owner closes; raises a driver's error when the connection is lost."""
@@ -230,7 +237,7 @@ class Listening:
         with contextlib.closing(selector):
             selector.register(owner.wake, selectors.EVENT_READ)
             selector.register(self._driver.fileno(), selectors.EVENT_READ)
-            run(self._connection, f'LISTEN "{channel_name(owner.me)}"')
+            self._ask(f'LISTEN "{channel_name(owner.me)}"')
             self._join()
             while not owner.closing:
                 ready = {key.fd for key, _ in selector.select(self._patience())}
@@ -246,9 +253,14 @@ class Listening:
     def _join(self) -> None:
         self._owner.forget()
         for channel in self._owner.listeners.channels - self._channels:
-            run(self._connection, f'LISTEN "{channel_name(channel)}"')
+            self._ask(f'LISTEN "{channel_name(channel)}"')
             self._channels.add(channel)
             self._owner.listeners.tell(channel, 0)  # what was committed before we listened
+
+    def _ask(self, statement: str) -> None:
+        self._watch.begin(self._limit)
+        run(self._connection, statement)
+        self._watch.end()
 
     def _receive(self) -> None:
         names = {channel_name(channel): channel for channel in self._channels}
@@ -266,6 +278,7 @@ class Listening:
         """Send ourselves a notification on another connection; until it comes, poll."""
         if not self._proven:
             self._owner.listeners.tell_all()
+            self._ask("SELECT 1")  # a pooler may take LISTEN without effect; a connection that is dead is replaced
         if time.monotonic() - self._probed < PROBE_WITHIN:
             return
         self._proven, self._probed = False, time.monotonic()

@@ -6,7 +6,7 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sqlalchemy import URL, bindparam, create_engine
+from sqlalchemy import URL, bindparam, create_engine, event
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
@@ -14,7 +14,8 @@ from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.leases import LeaseColumn
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
-from delayline.sql.server import NOT_COMMITTED
+from delayline.sql.server import IN_SESSION, NOT_COMMITTED
+from delayline.sql.silence import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -45,8 +46,9 @@ class ServerDialect:
     default_port: ClassVar[int]
     longest_name: ClassVar[int]
     """How many bytes of UTF-8 a table's name may have."""
-    patience = 30.0
     clock_tick = timedelta(microseconds=1)
+    server_timeout: float = SERVER_TIMEOUT
+    """Seconds to wait for an answer."""
     largest_message = 500_000_000
     forces_indexes = False
 
@@ -94,6 +96,52 @@ class ServerDialect:
             raise MissingExtra(self.extra, f"a {url.get_backend_name()}:// URL") from error
         except (ArgumentError, TypeError, ValueError) as error:
             raise ConfigurationError(f"the URL of {self} has an option that cannot be used: {error}") from error
+        event.listen(self.engine, "do_connect", self._limits)
+        event.listen(self.engine, "connect", self._watch, insert=True)
+        event.listen(self.engine, "close", _forget)
+        event.listen(self.engine, "before_cursor_execute", _begins)
+        event.listen(self.engine, "after_cursor_execute", _ends)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a connection."""
+        return self.server_timeout
+
+    @property
+    def connect_timeout(self) -> float:
+        """Seconds that connecting may take."""
+        return min(10.0, self.server_timeout)
+
+    @property
+    def lock_timeout(self) -> float:
+        """Seconds that a statement waits for a lock, after which the server itself ends it."""
+        return min(LOCK_TIMEOUT, self.server_timeout * 2 / 3)
+
+    @property
+    def setup_patience(self) -> float:
+        """Seconds that a set-up waits for another one: less than its answers may take."""
+        return min(60.0, self.server_timeout * LONG_WORK * 2 / 3)
+
+    def limit_connect(self, arguments: dict[str, Any]) -> None:
+        """Set the limits among what the driver is given to connect; a URL's own win."""
+
+    def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
+        """Return the socket of the driver's connection; None where the driver limits its waits itself."""
+        del driver
+        return None
+
+    def is_broken(self, connection: Connection) -> bool:
+        """Tell whether the driver has found the connection's end, whatever the error says."""
+        del connection
+        return False
+
+    def _limits(self, dialect: object, record: object, arguments: object, options: dict[str, Any]) -> None:
+        del dialect, record, arguments
+        self.limit_connect(options)
+
+    def _watch(self, driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
+        watch = record.info[WATCH] = Watch(self.descriptor(driver), self.server_timeout)
+        watch.begin(self.server_timeout)  # until `connect` has done what it does
 
     def __str__(self) -> str:
         url = self.url
@@ -168,7 +216,9 @@ class ServerDialect:
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""
-        return self.engine.connect()
+        connection = self.engine.connect()
+        watch_of(connection).end()
+        return connection
 
     def inserts(self, database: ServerDatabase) -> Inserts | None:
         """None: a worker thread inserts."""
@@ -242,6 +292,32 @@ class ServerDialect:
         """Forget the savepoint, keeping what was done since."""
         if self.RELEASE:
             run(connection, self.RELEASE)
+
+
+def watch_of(connection: Connection) -> Watch:
+    """Return the watch over the waits of one of our connections."""
+    watch: Watch = connection.info[WATCH]
+    return watch
+
+
+def _forget(driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
+    del driver
+    watch = record.info.pop(WATCH, None)
+    if watch is not None:
+        watch.close()
+
+
+def _begins(connection: Connection, *_: object) -> None:
+    """Limit a statement of a connection that no session uses, which limits whole pieces of work."""
+    watch = watch_of(connection)
+    if watch.deadline is None:
+        watch.begin(watch.limit * LONG_WORK)
+
+
+def _ends(connection: Connection, *_: object) -> None:
+    watch = watch_of(connection)
+    if not connection.info.get(IN_SESSION):
+        watch.end()
 
 
 def run(connection: Connection, sql: str, *values: Any) -> list[Any]:  # noqa: ANN401

@@ -24,6 +24,7 @@ from delayline.sql.dialects.sqlite_claims import Claims
 from delayline.sql.dialects.sqlite_wake_ups import WakeUps
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
+from delayline.sql.silence import SERVER_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ class Sqlite:
     """What the SQL room needs to know of one SQLite file."""
 
     clock_tick = timedelta(milliseconds=1)
+    server_timeout: float = SERVER_TIMEOUT  # of no use: there is no server
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
     forces_indexes = False
 

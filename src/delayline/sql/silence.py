@@ -1,0 +1,175 @@
+"""Limits on waits for a server's answer: a connection whose answer is overdue is cut, so that its driver raises.
+
+Drivers block in system calls that no other thread can end, and what they offer themselves (TCP settings, statement
+timeouts) does nothing when the server's process is stopped. One thread of this process looks at every wait and shuts
+the sockets of overdue ones down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+import time
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+
+from delayline.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+SERVER_TIMEOUT: Final = 15.0  # seconds
+LONGEST_TIMEOUT: Final = 3600.0  # seconds
+LOCK_TIMEOUT: Final = 10.0  # seconds a statement waits for a lock: less than `SERVER_TIMEOUT`, to tell the two apart
+LONG_WORK: Final = 10  # times as long may set-up, and reads and writes of many rows take
+JOB_WORK: Final = 240  # times as long may a statement take that moves all rows of a job at once
+LONGEST_TICK: Final = 1.0  # seconds between looks at what is overdue
+WATCH: Final = "delayline watch"  # the key in SQLAlchemy's `Connection.info`
+
+#: By how much the limit is multiplied in the work at hand.
+FACTOR: ContextVar[int] = ContextVar("delayline_limit_factor", default=1)
+
+
+def checked_timeout(value: object) -> float:
+    """Return the limit in seconds. Raises ConfigurationError for what is none: above 0, up to an hour."""
+    try:
+        seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+    except (OverflowError, ValueError):
+        seconds = None
+    if seconds is None or not 0 < seconds <= LONGEST_TIMEOUT:
+        raise ConfigurationError(
+            f"server_timeout={str(value)[:40]!r} is not a number of seconds above 0 and up to {LONGEST_TIMEOUT:g}"
+        )
+    return seconds
+
+
+def long_work(
+    work: Callable[Arguments, Awaitable[Result]],
+) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
+    """Give each wait inside the coroutine function ten times as long: for set-up and bulk work."""
+    return _longer(work, LONG_WORK)
+
+
+def job_work(
+    work: Callable[Arguments, Awaitable[Result]],
+) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
+    """Give each wait inside the coroutine function an hour where the limit is 15 seconds: for jobs of any size."""
+    return _longer(work, JOB_WORK)
+
+
+def _longer(
+    work: Callable[Arguments, Awaitable[Result]], factor: int
+) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
+    @functools.wraps(work)
+    async def longer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        token = FACTOR.set(factor)
+        try:
+            return await work(*args, **kwargs)
+        finally:
+            FACTOR.reset(token)
+
+    return longer
+
+
+class Watch:
+    """The wait of one connection, if it waits. Begun and ended by the thread that uses the connection."""
+
+    __slots__ = ("__weakref__", "_closing", "_socket", "deadline", "limit", "missed")
+
+    def __init__(self, descriptor: int | None, limit: float) -> None:
+        self.limit = limit
+        self.deadline: float | None = None
+        self.missed = False
+        """Whether the connection was cut."""
+        self._closing = threading.Lock()
+        # A duplicate, so that the number cannot mean another connection when the driver has closed its own.
+        self._socket = None if descriptor is None else socket.socket(fileno=os.dup(descriptor))
+        if self._socket is not None:
+            _watchdog.add(self)
+
+    def begin(self, seconds: float) -> None:
+        """Expect an answer within so many seconds."""
+        self.deadline = time.monotonic() + seconds
+
+    def end(self) -> None:
+        """Expect nothing."""
+        self.deadline = None
+
+    def cut(self) -> None:
+        """Shut the connection down: what waits for its answer reads its end."""
+        with self._closing:
+            if self._socket is not None:
+                self.missed = True
+                with contextlib.suppress(OSError):  # the other side was quicker
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Forget the connection. Idempotent."""
+        _watchdog.remove(self)
+        with self._closing:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+
+class Watchdog:
+    """The thread that looks at every wait of this process; it ends when there are no connections."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: set[Watch] = set()
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, watch: Watch) -> None:
+        """Look at that connection too."""
+        with self._lock:
+            self._watches.add(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="delayline watchdog", daemon=True)
+                self._thread.start()
+        self._changed.set()
+
+    def remove(self, watch: Watch) -> None:
+        """Look at it no more."""
+        with self._lock:
+            self._watches.discard(watch)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                watches = list(self._watches)
+                if not watches:
+                    self._thread = None
+                    return
+            tick = min(LONGEST_TICK, min(watch.limit for watch in watches) / 10)
+            asleep = time.monotonic()
+            self._changed.clear()
+            self._changed.wait(tick)
+            now = time.monotonic()
+            if now - asleep > 2 * tick + 1:  # this process was stopped itself: answers may be there, unread
+                time.sleep(tick)
+                continue
+            for watch in watches:
+                deadline = watch.deadline
+                if deadline is not None and deadline < now:
+                    watch.end()
+                    watch.cut()
+
+
+_watchdog: Watchdog = Watchdog()
+
+
+def _begin_anew() -> None:
+    """In a child process the thread and the connections are the parent's."""
+    global _watchdog
+    _watchdog = Watchdog()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,417 @@
+"""Servers that stop to answer, and middle boxes that swallow: every wait ends, nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import pytest
+
+from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDelayedMessageStore, SqlTransport
+from delayline.delayed.delivery import StoredDelivery
+from delayline.endpoint import log_and_stop
+from delayline.errors import DelaylineError
+from delayline.sql.database import Database
+from delayline.sync import SyncEndpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterator
+
+    from tests.servers.mariadb import MariadbServer
+    from tests.servers.postgresql import PostgresqlServer
+
+    from delayline import Message, MessageContext
+    from delayline.endpoint import CriticalErrorAction
+
+LIMIT: Final = 1.5  # seconds, the server_timeout of these tests
+MARGIN: Final = 4.0  # seconds, on a busy machine
+STOP: Final = 20.0
+
+STORING_AND_POLLING: Final = ("Failed to store", ("Failed to fetch", "Failed to dispatch"))
+
+HOST = """
+from datetime import timedelta
+from delayline import Endpoint, StoredDelivery, SqlDelayedMessageStore, SqlTransport
+
+transport = SqlTransport({url!r}, server_timeout={limit})
+endpoint = Endpoint("orders", transport=transport, delayed_delivery=StoredDelivery(SqlDelayedMessageStore({url!r})))
+
+@endpoint.handler
+async def handle(message, context):
+    pass
+"""
+
+
+class Frozen:
+    """Stops a server's processes, and lets them go on."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._stopped: list[int] = []
+
+    def stop(self) -> None:
+        """Stop the server, then what it has started."""
+        os.kill(self._pid, signal.SIGSTOP)
+        children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
+        self._stopped = [self._pid, *map(int, children)]
+        for pid in self._stopped[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them go on. Idempotent."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped = []
+
+
+class Swallower:
+    """A TCP proxy that can swallow what comes from either side."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._target = (parts.hostname, parts.port)
+        self.swallows = False
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self.url = url.replace(f":{parts.port}/", f":{self._listener.getsockname()[1]}/")
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+                swallowed = threading.Event()
+                for one, other in ((client, server), (server, client)):
+                    threading.Thread(target=self._pump, args=(one, other, swallowed), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, swallowed: threading.Event) -> None:
+        """Pass on what comes; what follows a swallowed part cannot be understood, so it is swallowed too."""
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if self.swallows:
+                    swallowed.set()
+                if not swallowed.is_set():
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        source.close()
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def server_url(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+@pytest.fixture
+def frozen(server_url: str, request: pytest.FixtureRequest) -> Iterator[Frozen]:
+    if server_url.startswith("postgresql"):
+        postgresql: PostgresqlServer = request.getfixturevalue("postgresql")
+        pid = int((postgresql.data / "postmaster.pid").read_text().splitlines()[0])
+    else:
+        mariadb: MariadbServer = request.getfixturevalue("mariadb")
+        assert mariadb._process is not None
+        pid = mariadb._process.pid
+    frozen = Frozen(pid)
+    yield frozen
+    frozen.go_on()
+
+
+@pytest.fixture
+def swallower(server_url: str) -> Iterator[Swallower]:
+    proxy = Swallower(server_url)
+    yield proxy
+    proxy.close()
+
+
+def endpoint_on(
+    url: str, *, send_only: bool = False, on_critical_error: CriticalErrorAction = log_and_stop
+) -> Endpoint:
+    soon = timedelta(seconds=4)
+    return Endpoint(
+        "orders",
+        transport=SqlTransport(url, server_timeout=LIMIT),
+        delayed_delivery=StoredDelivery(
+            SqlDelayedMessageStore(url),
+            number_of_retries=20,
+            time_to_trigger_store_circuit_breaker=soon,
+            time_to_trigger_fetch_circuit_breaker=soon,
+            time_to_trigger_dispatch_circuit_breaker=soon,
+        ),
+        send_only=send_only,
+        on_critical_error=on_critical_error,
+    )
+
+
+async def ignore(endpoint: Endpoint, text: str, error: Exception) -> None:
+    """What to do about a critical error."""
+
+
+async def seconds_of(work: Awaitable[object]) -> tuple[float, BaseException | None]:
+    began = time.monotonic()
+    try:
+        await work
+    except (DelaylineError, TimeoutError) as error:
+        return time.monotonic() - began, error
+    return time.monotonic() - began, None
+
+
+@pytest.mark.parametrize("delay", [None, timedelta(hours=1)])
+async def test_a_send_to_a_silent_server_fails_within_the_limit(
+    server_url: str, frozen: Frozen, delay: timedelta | None
+) -> None:
+    endpoint = endpoint_on(server_url, send_only=True, on_critical_error=ignore)
+    async with endpoint:
+        for _ in range(3):
+            await endpoint.send("error", b"before", delay=delay)
+        frozen.stop()
+        # When several messages are sent at once, then each send fails in time and says what may have happened
+        outcomes = await asyncio.gather(*(seconds_of(endpoint.send("error", b"x", delay=delay)) for _ in range(6)))
+        assert all(isinstance(error, BackendUnavailable) for _, error in outcomes), outcomes
+        assert max(seconds for seconds, _ in outcomes) < LIMIT + MARGIN
+        texts = [str(error) for _, error in outcomes]
+        assert any(f"within {LIMIT:g} s" in text or "timeout" in text for text in texts), texts
+        if delay is not None:  # a single statement; the transaction of the other did not come to its commit
+            assert any("is not known" in text for text in texts), texts
+        # When the server answers again, then so do sends
+        frozen.go_on()
+        deadline = time.monotonic() + 15
+        while (await seconds_of(endpoint.send("error", b"after", delay=delay)))[1] is not None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+
+
+async def test_a_cancelled_send_returns_at_once(server_url: str, frozen: Frozen) -> None:
+    endpoint = endpoint_on(server_url, send_only=True, on_critical_error=ignore)
+    async with endpoint:
+        await endpoint.send("error", b"before")
+        frozen.stop()
+        for delay in (None, timedelta(hours=1)):
+            seconds, error = await seconds_of(asyncio.wait_for(endpoint.send("error", b"x", delay=delay), 0.3))
+            assert isinstance(error, TimeoutError)
+            assert seconds < 0.3 + 0.7
+        frozen.go_on()
+
+
+async def test_a_cancelled_send_is_usually_stored(server_url: str) -> None:
+    endpoint = endpoint_on(server_url, send_only=True)
+    async with endpoint:
+        await endpoint.send("error", b"before", delay=timedelta(hours=1))
+        sending = asyncio.create_task(endpoint.send("error", b"x", delay=timedelta(hours=1)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        async with asyncio.timeout(10):
+            while len(await endpoint.delayed.pending()) < 2:  # noqa: ASYNC110 - nothing else says so
+                await asyncio.sleep(0.01)
+
+
+async def test_silence_becomes_a_critical_error(server_url: str, frozen: Frozen) -> None:
+    raised: list[str] = []
+
+    async def note(endpoint: Endpoint, text: str, error: Exception) -> None:
+        assert isinstance(error, BackendUnavailable)
+        raised.append(text)
+
+    endpoint = endpoint_on(server_url, on_critical_error=note)
+    async with endpoint:
+        await endpoint.send("orders", b"", delay=timedelta(seconds=1))
+        frozen.stop()
+        async with asyncio.timeout(30):
+            while not all(any(text.startswith(start) for text in raised) for start in STORING_AND_POLLING):
+                with contextlib.suppress(BackendUnavailable):
+                    await endpoint.send("orders", b"", delay=timedelta(seconds=1))
+                await asyncio.sleep(0.2)
+        frozen.go_on()
+
+
+@pytest.mark.parametrize("how", ["frozen", "swallowed"])
+async def test_nothing_is_lost_or_doubled_by_silence(
+    server_url: str, frozen: Frozen, swallower: Swallower, how: str
+) -> None:
+    url = swallower.url if how == "swallowed" else server_url
+    endpoint = endpoint_on(url, on_critical_error=ignore)
+    accepted: list[str] = []
+    unknown: list[str] = []
+    done: Counter[str] = Counter()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        await context.send("done", message.id)
+
+    async def send(number: int) -> None:
+        name = f"{number}"
+        try:
+            await endpoint.send("orders", b"", message_id=name, delay=timedelta(milliseconds=number % 7))
+            accepted.append(name)
+        except BackendUnavailable:
+            unknown.append(name)
+
+    await endpoint.transport.setup_infrastructure(["done"])
+    async with endpoint:
+        sending = 0
+        for round_ in range(2):
+            for _ in range(100):
+                await send(sending)
+                sending += 1
+            frozen.stop() if how == "frozen" else setattr(swallower, "swallows", True)
+            for _ in range(4):
+                await asyncio.gather(*(send(sending + one) for one in range(5)))
+                sending += 5
+                await asyncio.sleep(0.3)
+            frozen.go_on() if how == "frozen" else setattr(swallower, "swallows", False)
+            deadline = time.monotonic() + 20
+            while True:
+                sending += 1
+                await send(sending)
+                if accepted[-1] == f"{sending}":
+                    break
+                assert time.monotonic() < deadline, round_
+                await asyncio.sleep(0.1)
+        transport: Any = endpoint.transport
+        deadline = time.monotonic() + 30
+        while not set(accepted) <= set(done):
+            found = await transport.browse("done", 10_000)
+            done = Counter(message.body.decode() for message in found)
+            assert time.monotonic() < deadline, set(accepted) - set(done)
+            await asyncio.sleep(0.2)
+    assert unknown
+    assert max(done.values()) == 1
+    assert set(done) <= set(accepted) | set(unknown)
+
+
+async def test_a_stop_returns_in_time(server_url: str, frozen: Frozen) -> None:
+    endpoint = endpoint_on(server_url, on_critical_error=ignore)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        pass
+
+    await endpoint.start()
+    await endpoint.send("orders", b"", delay=timedelta(hours=1))
+    frozen.stop()
+    seconds, error = await seconds_of(endpoint.stop())
+    assert error is None
+    assert seconds < LIMIT * 2 + MARGIN
+    with pytest.raises(BackendUnavailable):
+        await endpoint.start()
+    frozen.go_on()
+
+
+@pytest.mark.slow
+async def test_a_stop_returns_in_time_with_the_default_limit(postgresql_url: str, postgresql: PostgresqlServer) -> None:
+    frozen = Frozen(int((postgresql.data / "postmaster.pid").read_text().splitlines()[0]))
+    endpoint = Endpoint(
+        "orders",
+        transport=SqlTransport(postgresql_url),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(postgresql_url)),
+        on_critical_error=ignore,
+    )
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        pass
+
+    await endpoint.start()
+    try:
+        frozen.stop()
+        seconds, _ = await seconds_of(endpoint.stop())
+    finally:
+        frozen.go_on()
+    assert seconds < STOP
+
+
+def test_a_sync_endpoint_stops_in_time(server_url: str, frozen: Frozen) -> None:
+    endpoint = SyncEndpoint(endpoint_on(server_url, send_only=True, on_critical_error=ignore))
+    endpoint.start()
+    endpoint.send("error", b"", delay=timedelta(hours=1))
+    frozen.stop()
+    began = time.monotonic()
+    endpoint.stop()
+    assert time.monotonic() - began < LIMIT * 2 + MARGIN
+    frozen.go_on()
+
+
+def test_sigterm_ends_a_process_whose_server_is_silent(server_url: str, frozen: Frozen, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(HOST.format(url=server_url, limit=LIMIT))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "delayline", "run", "shop:endpoint"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert "runs" in process.stdout.readline()
+        frozen.stop()
+        time.sleep(LIMIT / 2)
+        process.terminate()
+        assert process.wait(STOP) == 0
+    finally:
+        frozen.go_on()
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+async def test_a_lock_that_is_waited_for_is_no_silence(server_url: str) -> None:
+    store = SqlDelayedMessageStore(server_url, server_timeout=3)
+    database = Database.at(server_url)
+    await store.setup_infrastructure("orders")
+    await database.open()
+    dialect = database.dialect
+    lock = (
+        'LOCK TABLE "delayline_queues" IN ACCESS EXCLUSIVE MODE'
+        if server_url.startswith("postgresql")
+        else "SELECT * FROM delayline_queues FOR UPDATE"
+    )
+    insert = "INSERT INTO delayline_queues (name) VALUES ('x')"
+    update = insert if server_url.startswith("postgresql") else "UPDATE delayline_queues SET name = 'y'"
+    try:
+        await SqlTransport(server_url).setup_infrastructure(["one"])
+        async with database.transaction() as transaction:
+            await transaction.run(lambda connection: connection.exec_driver_sql(lock).close())
+            seconds, error = await seconds_of(
+                database.write(lambda connection: connection.exec_driver_sql(update).close())
+            )
+        assert isinstance(error, BackendUnavailable)
+        assert "lock" in str(error)
+        assert 1 < seconds < 3
+        assert dialect.server_timeout == 3
+    finally:
+        await database.close()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "3601", "nan", "soon", "inf"])
+def test_a_limit_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="server_timeout"):
+        SqlTransport(f"postgresql://user@host/database?server_timeout={value}")
+    with pytest.raises(ConfigurationError, match="server_timeout"):
+        SqlDelayedMessageStore("sqlite:///file.db", server_timeout=float(value) if value != "soon" else True)
+
+
+def test_the_url_may_name_the_limit() -> None:
+    long = SqlTransport("postgresql://user@host/limits?server_timeout=7.5")
+    short = SqlDelayedMessageStore("postgresql://user@host/limits", server_timeout=2)
+    assert (long.server_timeout, short.server_timeout) == (2, 2)
+    assert long.transaction_domain == short.transaction_domain
