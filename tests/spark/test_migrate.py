@@ -96,7 +96,8 @@ def test_what_cannot_move_stays_with_its_reason_and_the_rest_moves(
     assert not outcome.complete
     assert any_store.ids() == [Timeout(6).id, Timeout(7).id]
     assert legacy.rows(ENDPOINT) == before
-    assert sum(number for _, number in outcome.reasons) == len(bad)
+    assert outcome.not_taken == 1  # the one without a due time
+    assert sum(number for _, number in outcome.reasons) == len(bad) + outcome.not_taken
     assert any("headers are not JSON" in reason for reason, _ in outcome.reasons)
     assert any("destination must be" in reason for reason, _ in outcome.reasons)
     assert target is not None
@@ -119,9 +120,11 @@ def test_a_preview_tells_everything_and_changes_nothing(
     orders, sales = found
     assert (sales.endpoint, sales.rows, sales.first, sales.last) == (ENDPOINT, 3, past, LATER)
     assert (sales.overdue, sales.destinations, sales.problems) == (1, [("billing", 3)], [])
-    assert [(number, key) for _, number, key in sales.unmovable] == [(1, None), (1, Timeout(3).id)]
+    assert [(number, key) for _, number, key in sales.unmovable] == [(1, Timeout(4).id), (1, Timeout(3).id)]
+    assert sales.not_taken == 1
     assert (orders.endpoint, orders.rows) == ("Sales_Orders", 2)
     assert "has no store for endpoint 'Sales_Orders'" in orders.problems[0]
+    assert "--endpoint Sales.Orders if that is the endpoint's own name" in orders.problems[0]
     assert (legacy.everything(), [legacy.rows(one) for one in (ENDPOINT, "Sales.Orders")]) == (tables, rows)
 
 

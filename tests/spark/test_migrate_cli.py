@@ -94,3 +94,46 @@ def test_wrong_usage_is_told_and_ends_with_2(shell: Shell, arguments: list[str],
     output = shell.run("run", *arguments, code=2)
     assert said in output
     assert "hunter2" not in output
+
+
+def test_a_row_without_a_due_time_is_reported_by_every_command(shell: Shell, legacy: Legacy) -> None:
+    # Given a row that no run can take, beside those that it can
+    legacy.add(ENDPOINT, *some(3), Timeout(9, time=None))
+    why = legacy.source.outside
+    assert "3 would move, 0 would be set aside, 1 not taken" in shell.run(
+        "run", "--all-endpoints", "--target", "noop", code=1
+    )
+    # When the others have moved
+    ran = shell.document("run", "--endpoint", ENDPOINT, code=1)
+    # Then run, status and verify say that one stays, why, and which
+    assert (ran["moved"], ran["set_aside"], ran["not_taken"], ran["reasons"]) == (3, 0, 1, {why: 1})
+    assert ran["examples"] == [{"id": Timeout(9).id, "reason": why}]
+    status = shell.document("status")
+    assert (status["moved"], status["set_aside"], status["not_taken"], status["reasons"]) == (3, 0, 1, {why: 1})
+    assert Timeout(9).id in shell.run("status")
+    assert shell.document("verify")["not_taken"] == 1
+    assert "stay in the source: no run takes them" in shell.run("verify")
+    # And also where there is nothing else
+    again = shell.run("run", "--endpoint", ENDPOINT, code=1)
+    assert "0 set aside, 1 not taken" in again
+    assert Timeout(9).id in again
+    assert legacy.ids(ENDPOINT) == [Timeout(9).id]
+
+
+def test_a_run_that_moves_nothing_says_so_and_leaves_no_table(shell: Shell, legacy: Legacy) -> None:
+    # Given rows of which none can move
+    legacy.add(ENDPOINT, *(Timeout(number, destination=None) for number in range(1, 7)))
+    for _ in range(2):
+        # When they are moved, once and again
+        output = shell.run("run", "--endpoint", ENDPOINT, code=1)
+        # Then run and status have the same counts, and name rows
+        assert "0 moved" in output
+        assert "6 set aside" in output
+        assert Timeout(1).id in output
+        status = shell.document("status")
+        assert (status["moved"], status["set_aside"]) == (0, 6)
+        verified = shell.document("verify")
+        assert (verified["ok"], verified["moved"], verified["set_aside"]) == (True, 0, 6)
+        # And nothing is left beside the journal
+        assert [name for name in legacy.everything() if name.startswith("delayline_held")] == []
+        assert len(legacy.ids(ENDPOINT)) == 6

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
 
 from delayline.cli import main
-from delayline.errors import ConfigurationError
+from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.migration import source_at
+from delayline.migration.sources.celery_tasks import NoMessage, task_of
+from delayline.migration.sources.ravendb import _taken
+from delayline.migration.sources.ravendb_file import documents
 from delayline.migration.taken import KEY, Taken, Which, key_of
 from delayline.migration.tally import Bounds, Tally
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NOW = datetime(2026, 5, 6, tzinfo=UTC)
 
@@ -67,3 +74,45 @@ def test_looks_in_several_tasks_add_up() -> None:
     assert sales.destinations == {"billing": 2, None: 1}
     assert {why.partition(" ")[0]: sales.examples[why] for why in sales.reasons} == {"destination": "c", "due": "d"}
     assert total.endpoints["x"].rows == 1
+
+
+def test_hostile_exports_of_ravendb_end_with_a_sentence(tmp_path: Path) -> None:
+    for content in (
+        b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":-60}',
+        b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":' + b"9" * 4500 + b"}",
+        b'{"Docs":[' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"]}",
+    ):
+        export = tmp_path / "x.ravendbdump"
+        export.write_bytes(content)
+        with pytest.raises(BackendUnusable, match="is no whole export of RavenDB's"):
+            list(documents(export))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"@metadata": "x"},
+        {"@metadata": {"@id": ["x"]}},
+        {"OwningTimeoutManager": {"a": 1}},
+        {"Destination": {"Queue": ["x"]}},
+        {"Destination": ["x"]},
+        {"Time": 9**4000},
+        {"Headers": {"a": "\ud800"}},
+        {"State": 5},
+    ],
+)
+def test_a_hostile_document_of_ravendb_is_one_row(changed: dict[str, Any]) -> None:
+    good = {"Destination": "billing", "Time": "2030-01-01T00:00:00Z", "State": "", "Headers": {}, "Id": "a"}
+    one = _taken({**good, "OwningTimeoutManager": "sales", **changed})
+    assert one.key
+    assert one.id == "a"
+
+
+def test_a_hostile_header_of_a_celery_task_is_that_tasks_fault() -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(NoMessage, match="headers cannot be kept"):
+        task_of({"task": "t", "id": "a", "eta": "2030-01-01T00:00:00Z", "x": nested}, "application/json", b"[[],{},{}]")
+    with pytest.raises(NoMessage, match="it expires at"):
+        task_of({"task": "t", "id": "a", "expires": nested}, "application/json", b"[[],{},{}]")

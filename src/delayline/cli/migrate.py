@@ -123,12 +123,13 @@ def abort(screen: Screen, plan: Plan) -> None:
     """
     outcome = _migration(plan, None).abort()
     progress = outcome.progress
-    restored, marked = (progress.restored, progress.marked) if progress is not None else (0, 0)
+    moved = 0 if progress is None else progress.moved
+    restored = 0 if progress is None else progress.restored + progress.marked - moved
     aborted = (
         f"migration {outcome.run} is aborted" if outcome.run else "no migration had begun, and what was taken is back"
     )
-    screen.tell(f"{aborted}: {restored} given back, {marked} had moved", "green")
-    screen.document({"run": outcome.run, "restored": restored, "moved": marked, "left": outcome.left})
+    screen.tell(f"{aborted}: {restored} given back, {moved} had moved", "green")
+    screen.document({"run": outcome.run, "restored": restored, "moved": moved, "left": outcome.left})
     _tell_left(screen, plan, outcome)
 
 
@@ -143,19 +144,23 @@ def abort(screen: Screen, plan: Plan) -> None:
 @json_option
 def status(screen: Screen, source: TableSource, name: str | None) -> None:
     """Tell how far a migration is, and what was set aside and why."""
-    from delayline.migration.verify import details, run_named
+    from delayline.migration.verify import details, left_in, run_named
 
     found = run_named(source, name)
     progress, reasons, aside = details(source, found, SHOWN)
+    not_taken, keys = left_in(source, found)
+    if not_taken:
+        reasons = [*reasons, (source.outside, not_taken)]
+        aside = [*aside, *((key, source.outside) for key in keys)][:SHOWN]
     counts = {
-        "rows": progress.rows, "moved": progress.marked, "on_their_way": progress.delivered,
+        "rows": progress.rows, "moved": progress.moved, "on_their_way": progress.delivered,
         "to_go": progress.staged, "given_back": progress.restored, "set_aside": progress.aside,
+        "not_taken": not_taken,
     }  # fmt: skip
     screen.tell(f"migration {found.name} to {found.parameters['target']}: {found.state}")
     screen.table(("count", "of rows"), [(number, one.replace("_", " ")) for one, number in counts.items()])
     if reasons:
-        screen.table(("count", "set aside because"), [(number, why) for why, number in reasons[:SHOWN]])
-        screen.table(("id", "reason"), aside)
+        _tell_reasons(screen, reasons, aside)
     screen.document({**_run_document(found), **counts, "reasons": dict(reasons)})
 
 
@@ -270,27 +275,37 @@ def _run_document(run: Run) -> dict[str, object]:
 def _tell(screen: Screen, plan: Plan, outcome: Outcome, report: Path | None) -> None:
     progress = outcome.progress
     rows, aside = (0, 0) if progress is None else (progress.rows, progress.aside)
-    moved = 0 if progress is None or plan.target is None else progress.marked - aside
+    moved = 0 if progress is None or plan.target is None else progress.moved
     if outcome.reasons:
-        screen.table(("count", "set aside because"), [(number, why) for why, number in outcome.reasons[:SHOWN]])
+        _tell_reasons(screen, outcome.reasons, outcome.examples)
+    stays = f", {outcome.not_taken} not taken" if outcome.not_taken else ""
     if plan.target is None:
-        screen.tell(f"{rows - aside} would move, {aside} would be set aside; nothing was changed")
+        screen.tell(f"{rows - aside} would move, {aside} would be set aside{stays}; nothing was changed")
     else:
         rate = f" in {outcome.seconds:.1f} s, {moved / outcome.seconds:.0f}/s" if outcome.seconds else ""
-        text = f"{moved} moved to {plan.target}{rate}, {aside} set aside"
-        screen.tell(f"{text} (migration {outcome.run})", "red" if aside else "green")
+        text = f"{moved} moved to {plan.target}{rate}, {aside} set aside{stays}"
+        screen.tell(f"{text} (migration {outcome.run})" if outcome.run else text, "red" if outcome.reasons else "green")
     screen.document(
         {"run": outcome.run, "state": str(outcome.state), "rows": rows, "moved": moved, "set_aside": aside,
-         "seconds": outcome.seconds, "left": outcome.left, "reasons": dict(outcome.reasons)}
+         "seconds": outcome.seconds, "left": outcome.left, "not_taken": outcome.not_taken,
+         "reasons": dict(outcome.reasons),
+         "examples": [{"id": key, "reason": why} for key, why in outcome.examples]}
     )  # fmt: skip
     if report is not None:
         from delayline.migration.report import page
+        from delayline.spark.report import write_whole
 
-        report.write_text(page(plan, outcome), encoding="utf-8")
+        write_whole(report, page(plan, outcome))
         screen.tell(f"the report is in {report}")
     _tell_left(screen, plan, outcome)
     if outcome.reasons:
         click.get_current_context().exit(FAILED)
+
+
+def _tell_reasons(screen: Screen, reasons: Sequence[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> None:
+    screen.table(("count", "not moved because"), [(number, why) for why, number in reasons[:SHOWN]])
+    if examples:
+        screen.table(("id", "reason"), examples[:SHOWN])
 
 
 def _tell_left(screen: Screen, plan: Plan, outcome: Outcome) -> None:
@@ -312,6 +327,8 @@ def _tell_verified(screen: Screen, found: Verified) -> None:
         rows += [(len(found.missing), "should wait there and do not"), (len(found.changed), "wait there otherwise")]
     else:
         screen.tell("the target cannot list what waits: each of these was confirmed by it one by one")
+    if found.not_taken:
+        rows += [(found.not_taken, "stay in the source: no run takes them, as status says")]
     rows += [(len(found.doubled), "moved and are in the source too")]
     rows += [(len(found.repeatable), "may have been delivered more often than once")]
     screen.table(("count", f"messages of migration {found.run.name}"), rows)
@@ -323,7 +340,8 @@ def _tell_verified(screen: Screen, found: Verified) -> None:
     screen.tell("✓ everything adds up" if found.ok else "✗ it does not add up", "green" if found.ok else "red")
     screen.document(
         {"run": found.run.name, "ok": found.ok, "rows": found.rows, "moved": found.moved, "set_aside": found.aside,
-         "given_back": found.restored, "unfinished": found.unfinished, "waiting": found.waiting, "gone": found.gone,
+         "given_back": found.restored, "not_taken": found.not_taken, "unfinished": found.unfinished,
+         "waiting": found.waiting, "gone": found.gone,
          "missing": found.missing, "changed": found.changed, "in_both": found.doubled,
          "possible_duplicates": found.repeatable}
     )  # fmt: skip

@@ -90,7 +90,10 @@ def _rows_of_batches(connection: Connection, held: Table) -> dict[int, int]:
 
 
 def give_back(connection: Connection, source: TableSource, journal: Journal, run: str, held_part: HeldPart) -> int:
-    """Put what is not done, and what was set aside, back into the source's table as it was; return how many rows."""
+    """Put what is not done, and what was set aside, back into the source's table as it was; return how many rows.
+
+    What was set aside leaves the held table, unless `verify` needs it to say what may have been delivered all the same.
+    """
     held = source.held(held_part.held)
     number, batch = held.c[NUMBER], held.c[BATCH]
     open_batches = select(journal.batches.c.batch).where(journal.batches_in(run, held_part.number, UNFINISHED))
@@ -98,7 +101,11 @@ def give_back(connection: Connection, source: TableSource, journal: Journal, run
     aside = select(journal.aside.c.number).where(journal.asides_of(run, held_part.number))
     conditions = (batch.in_(open_batches), and_(batch.in_(marked), number.in_(aside)))
     for_bulk(connection, source)
-    return sum(_put_back(connection, source, held_part, held, condition) for condition in conditions)
+    rows = sum(_put_back(connection, source, held_part, held, condition) for condition in conditions)
+    if not source.doubtful(connection, held_part.held):
+        once = select(journal.batches.c.batch).where(journal.attempted_once(run, held_part.number))
+        connection.execute(delete(held).where(batch.in_(once), number.in_(aside)))
+    return rows
 
 
 def _put_back(

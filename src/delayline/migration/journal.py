@@ -18,6 +18,7 @@ from sqlalchemy import (
     MetaData,
     Table,
     and_,
+    case,
     delete,
     desc,
     func,
@@ -113,6 +114,8 @@ class Progress:
     marked: int
     restored: int
     aside: int
+    moved: int = 0
+    """Those marked that were not set aside: what the target has."""
 
 
 class Journal:
@@ -330,10 +333,11 @@ class Journal:
         columns = self.batches.c
         query = select(columns.state, func.sum(columns.rows)).where(columns.run == run).group_by(columns.state)
         rows = {state: int(number) for state, number in connection.execute(query)}
-        aside = select(func.count()).select_from(self._counted).where(self.aside.c.run == run)
-        number = int(connection.execute(aside).scalar_one())
+        done = case((columns.state == BatchState.MARKED.value, 1))
+        aside = select(func.count(), func.count(done)).select_from(self._counted).where(self.aside.c.run == run)
+        number, of_marked = map(int, connection.execute(aside).one())
         staged, delivered, marked, restored = (rows.get(one.value, 0) for one in BatchState)
-        return Progress(sum(rows.values()), staged, delivered, marked, restored, number)
+        return Progress(sum(rows.values()), staged, delivered, marked, restored, number, marked - of_marked)
 
     def reasons(self, connection: Connection, run: str) -> list[tuple[str, int]]:
         """Return why rows were set aside, the most frequent reason first."""
@@ -347,6 +351,10 @@ class Journal:
         query = select(columns.id, columns.reason).select_from(self._counted).where(columns.run == run)
         rows = connection.execute(query.order_by(columns.part, columns.batch, columns.number).limit(limit))
         return [(bytes(key).decode(), reason) for key, reason in rows]
+
+    def attempted_once(self, run: str, part: int) -> ColumnElement[bool]:
+        """Return the condition on the rows of `batches` that they are the part's, done by their first attempt."""
+        return and_(self.batches_in(run, part, [BatchState.MARKED.value]), self.batches.c.attempts == 1)
 
     def repeated(self, connection: Connection, run: str, part: int) -> list[int]:
         """Return the batches that may have reached the target more often than once, or there and back."""

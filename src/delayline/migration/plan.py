@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import and_, case, func, null, select
@@ -23,7 +24,7 @@ from delayline.spark.session import parallelism
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pyspark.sql import SparkSession
     from sqlalchemy import ColumnElement, Connection
@@ -113,6 +114,8 @@ class EndpointPreview:
     """Why none of it could move."""
     unmovable: list[tuple[str, int, str | None]] = field(default_factory=list)
     """Why some rows could not, how many, and the id of one."""
+    not_taken: int = 0
+    """How many more there are that no run takes, as they have no due time that can be read."""
     unseen: int = 0
     """How many of the rows were counted only: nothing else here tells of them."""
 
@@ -148,7 +151,7 @@ def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodie
             counts.destinations.most_common(), unseen=counts.unseen,
         )  # fmt: skip
         if target is not None:
-            _ask_the_target(target, shown)
+            _ask_the_target(target, shown, lambda _: None)
         if counts.too_far:
             shown.unmovable.append((TOO_FAR.format(target), counts.too_far, None))
         shown.unmovable += [(why, number, counts.examples[why]) for why, number in counts.reasons.most_common()]
@@ -200,26 +203,42 @@ def looked_through(
 
 def _preview(plan: Plan, part: Part, spark: SparkSession, *, bodies: bool) -> EndpointPreview:
     found = blocking(plan.source.database.look(lambda connection: _counted(connection, plan, part)))
-    shown, outside, too_far = found
-    if outside:
-        shown.unmovable.append((plan.source.outside, outside, None))
+    shown, too_far = found
+    table, name = plan.source.table(part.table), partial(_name_of_one, plan, part)
+    if shown.not_taken:
+        shown.unmovable.append((plan.source.outside, shown.not_taken, name(plan.source.unmovable(part))))
     if plan.target is not None:
-        _ask_the_target(plan.target, shown)
+        _ask_the_target(plan.target, shown, lambda one: name(table.c[plan.source.destination or ""] == one))
         if too_far:
-            shown.unmovable.append((TOO_FAR.format(plan.target), too_far, None))
+            latest = table.c[plan.source.due] > plan.source.kept_due(_latest(plan, datetime.now(UTC)))
+            shown.unmovable.append((TOO_FAR.format(plan.target), too_far, name(latest)))
     if shown.rows:
         _, reasons = looked_through(plan, part, spark, bodies=bodies, first=shown.first, last=shown.last)
         shown.unmovable += reasons
     return shown
 
 
-def _counted(connection: Connection, plan: Plan, part: Part) -> tuple[EndpointPreview, int, int]:
-    """Return what there is of the part, how many rows no run takes, and how many the target cannot hold so long."""
+def _latest(plan: Plan, now: datetime) -> datetime:
+    """Return the last due time that the target takes."""
+    longest = None if plan.target is None else plan.target.longest
+    return LATEST if longest is None or longest > LATEST - now else now + longest
+
+
+def _name_of_one(plan: Plan, part: Part, condition: ColumnElement[bool]) -> str | None:
+    """Return the name of one of the part's rows for which the condition holds, None for none."""
+    source = plan.source
+    table = source.table(part.table)
+    query = select(source.name_column(table)).where(source.owned(part), condition).limit(1)
+    found = blocking(source.database.look(lambda connection: connection.execute(query).first()))
+    return None if found is None else source.shown_name(found[0])
+
+
+def _counted(connection: Connection, plan: Plan, part: Part) -> tuple[EndpointPreview, int]:
+    """Return what there is of the part, and how many rows the target cannot hold so long."""
     source, now = plan.source, datetime.now(UTC)
     table = source.table(part.table)
     due, movable = table.c[source.due], source.movable(part, plan.cutoff)
-    longest = None if plan.target is None else plan.target.longest
-    latest = LATEST if longest is None or longest > LATEST - now else now + longest
+    latest = _latest(plan, now)
     group = null() if source.destination is None else table.c[source.destination]
     query = select(
         group, func.count(), _number(source.movable(part, None)), _number(movable),
@@ -235,16 +254,24 @@ def _counted(connection: Connection, plan: Plan, part: Part) -> tuple[EndpointPr
     first, last = ([source.read_due(row[place]) for row in found if row[place] is not None] for place in (6, 7))
     destinations = sorted(((row[0], int(row[3])) for row in found if row[3] and grouped), key=lambda one: -one[1])
     shown = EndpointPreview(
-        part.endpoint, rows, min(first, default=None), max(last, default=None), overdue, everything - rows, destinations
+        part.endpoint,
+        rows,
+        min(first, default=None),
+        max(last, default=None),
+        overdue,
+        everything - rows,
+        destinations,
+        not_taken=mine - everything,
     )
-    return shown, mine - everything, too_far
+    return shown, too_far
 
 
 def _number(condition: ColumnElement[bool]) -> ColumnElement[int]:
     return func.count(case((condition, 1)))
 
 
-def _ask_the_target(target: Target, shown: EndpointPreview) -> None:
+def _ask_the_target(target: Target, shown: EndpointPreview, name: Callable[[str], str | None]) -> None:
+    """Add what the target refuses; name: returns the id of a message for a destination."""
     try:
         target.endpoint_named(shown.endpoint)
     except (BackendUnusable, ConfigurationError) as error:
@@ -256,4 +283,4 @@ def _ask_the_target(target: Target, shown: EndpointPreview) -> None:
     except DelaylineError as error:
         shown.problems.append(str(error))
         return
-    shown.unmovable += [(reason, known[one], None) for one, reason in refused.items()]
+    shown.unmovable += [(reason, known[one], name(one)) for one, reason in refused.items()]

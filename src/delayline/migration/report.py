@@ -27,10 +27,12 @@ def page(plan: Plan, outcome: Outcome) -> str:
     progress = outcome.progress
     counts: list[tuple[str, str]] = []
     if progress is not None:
-        moved = 0 if plan.target is None else progress.marked - progress.aside
+        moved = 0 if plan.target is None else progress.moved
         counts = [("found", str(progress.rows)), ("moved", str(moved)), ("set aside", str(progress.aside))]
     if outcome.seconds:
         counts.append(("seconds", f"{outcome.seconds:.1f}"))
+    if outcome.not_taken:
+        counts.append(("not taken", str(outcome.not_taken)))
     aside = [(reason, str(number)) for reason, number in outcome.reasons]
     verdict = "Everything has moved" if outcome.complete and plan.target is not None else "Not everything has moved"
     return PAGE.format(
@@ -40,7 +42,7 @@ def page(plan: Plan, outcome: Outcome) -> str:
         now=datetime.now(UTC),
         counts=_table(counts),
         parameters=_table(sorted(plan.parameters.items())),
-        aside="<h2>Set aside, and why</h2>" + _table(aside) if aside else "",
+        aside="<h2>Not moved, and why</h2>" + _table(aside) + _table(outcome.examples) if aside else "",
     )
 
 

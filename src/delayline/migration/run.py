@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from delayline.migration.holding import give_back, hold, make_room, remove_room
 from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState, batch_name
 from delayline.migration.plan import WAVE_ROWS, parts_of, preview, waits
 from delayline.migration.slices import slices_of
+from delayline.migration.source import not_taken
 from delayline.migration.taken import TakenSource
 from delayline.migration.target import Staged
 from delayline.migration.work import DONE, Delivery
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 #: What is claimed, of the rows that stand for turns.
 THE_TURN: Final = 1
+#: Rows whose ids an outcome has.
+EXAMPLES: Final = 10
 #: Seconds between two looks at how far a run is.
 TOLD_EVERY: Final = 0.5
 
@@ -54,6 +57,10 @@ class Outcome:
     seconds: float = 0.0
     left: int = 0
     """What was taken from a place that is no table and could not go back to it: it waits beside the journal."""
+    examples: Sequence[tuple[str, str]] = ()
+    """Ids of rows that were set aside, and why: the first ones."""
+    not_taken: int = 0
+    """Rows that no run takes, as they have no due time that can be read: counted in `reasons`, too."""
 
     @property
     def complete(self) -> bool:
@@ -95,7 +102,8 @@ class Migration:
                 slices = self._slices(target)
                 if not slices:
                     self._source.put_back()
-                    return Outcome("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
+                    nothing = Outcome("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
+                    return self._with_not_taken(nothing)
                 self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
                 return self._move(run, target, slices, spark)
             except DelaylineError:
@@ -246,7 +254,8 @@ class Migration:
     def _ended(self, run: Run, state: RunState, seconds: float = 0.0) -> Outcome:
         self._write(lambda connection: self._end(connection, run, state))
         self._remove_rooms(run)
-        return self._outcome(run.name, state, seconds, left=self._source.put_back())
+        ended = self._outcome(run.name, state, seconds, left=self._source.put_back())
+        return self._with_not_taken(ended) if state is RunState.COMPLETED else ended
 
     def _end(self, connection: Connection, run: Run, state: RunState) -> None:
         """Give back what has not moved, and write down the end, in one transaction."""
@@ -264,10 +273,9 @@ class Migration:
         return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
 
     def _remove_rooms(self, run: Run) -> None:
-        """Drop the tables that were made to hold something, and then did not."""
-        holding = {part.held for part in self._parts(run)}
+        """Drop the tables that were made to hold something and hold nothing, or nothing any more."""
         for room in self._read(self._source.table_names):
-            if room.startswith(_rooms(run)) and room not in holding:
+            if room.startswith(_rooms(run)):
                 self._write(partial(remove_room, source=self._source, name=room))
 
     def _nothing_else_open(self) -> None:
@@ -289,8 +297,21 @@ class Migration:
         """Read everything as a run would, and leave everything as it is."""
         looked = preview(self.plan, spark, bodies=True)
         reasons = [(reason, number) for shown in looked for reason, number, _ in shown.unmovable]
-        rows, aside = sum(shown.rows for shown in looked), sum(number for _, number in reasons)
-        return Outcome("", RunState.COMPLETED, Progress(rows, 0, 0, 0, 0, aside), reasons)
+        examples = [(key, why) for shown in looked for why, _, key in shown.unmovable if key is not None]
+        not_taken = sum(shown.not_taken for shown in looked)
+        rows, aside = sum(shown.rows for shown in looked), sum(number for _, number in reasons) - not_taken
+        progress = Progress(rows, 0, 0, 0, 0, aside)
+        return Outcome("", RunState.COMPLETED, progress, reasons, examples=examples[:EXAMPLES], not_taken=not_taken)
+
+    def _with_not_taken(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with what the run has left where it was, and why."""
+        number, keys = self._read(partial(not_taken, source=self._source, endpoints=self.plan.endpoints))
+        if not number:
+            return outcome
+        why = self._source.outside
+        reasons = [*outcome.reasons, (why, number)]
+        examples = [*outcome.examples, *((key, why) for key in keys)][:EXAMPLES]
+        return replace(outcome, reasons=reasons, examples=examples, not_taken=number)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -314,7 +335,9 @@ class Migration:
 
     def _outcome(self, run: str, state: RunState, seconds: float = 0.0, left: int = 0) -> Outcome:
         progress = self._read(partial(self._journal.progress, run=run))
-        return Outcome(run, state, progress, self._read(partial(self._journal.reasons, run=run)), seconds, left)
+        reasons = self._read(partial(self._journal.reasons, run=run))
+        examples = self._read(partial(self._journal.set_aside, run=run, limit=EXAMPLES))
+        return Outcome(run, state, progress, reasons, seconds, left, examples)
 
     @contextlib.contextmanager
     def _telling(self, run: Run) -> Iterator[None]:

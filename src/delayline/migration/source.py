@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, and_, func, inspect
+from sqlalchemy import BigInteger, Column, MetaData, Table, and_, case, func, inspect, select
 from sqlalchemy.sql import quoted_name
 
 from delayline.errors import BackendUnusable, ConfigurationError
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: Columns that a held row has besides its own.
 BATCH: Final = "delayline_batch"
 NUMBER: Final = "delayline_number"
+#: Rows without a due time that are named.
+SHOWN: Final = 10
 #: What every product's times can hold; rows beyond are named by the preview, and left alone.
 EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
 LATEST: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
@@ -170,6 +172,10 @@ class TableSource(ABC):
         times = and_(columns[self.due] >= self.kept_due(first), columns[self.due] <= self.kept_due(LATEST))
         return and_(times, self.owned(part))
 
+    def unmovable(self, part: Part) -> ColumnElement[bool]:
+        """Return which rows of the part no run takes, whatever its cutoff: `outside` says why."""
+        return and_(self.owned(part), case((self.movable(part, None), 1), else_=0) == 0)
+
     def owned(self, part: Part) -> ColumnElement[bool]:
         """Return which rows of the table are the part's."""
         table = self.table(part.table)
@@ -225,3 +231,16 @@ def chosen(
             raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source}; there are: {known}")
         found += [Part(endpoint, part.table, part.owner) for part in mine]
     return found
+
+
+def not_taken(
+    connection: Connection, source: TableSource, endpoints: Sequence[str] | None
+) -> tuple[int, Sequence[str]]:
+    """Return how many rows of these endpoints, of all for None, no run takes, and the names of some."""
+    number, names = 0, list[str]()
+    for part in chosen(source, source.parts(connection), endpoints, each=False):
+        table, mine = source.table(part.table), source.unmovable(part)
+        number += int(connection.execute(select(func.count()).select_from(table).where(mine)).scalar_one())
+        found = connection.execute(select(source.name_column(table)).where(mine).limit(SHOWN)).scalars()
+        names += [source.shown_name(one) for one in found]
+    return number, names[:SHOWN]

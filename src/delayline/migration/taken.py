@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from sqlalchemy import Column, Integer, and_, delete, func, inspect, null, or_, select, update
+from sqlalchemy import Column, Integer, and_, delete, false, func, inspect, null, or_, select, update
 from sqlalchemy.schema import CreateTable
 
 from delayline.migration.bulk import pieces
@@ -94,7 +94,6 @@ class TakenSource(TableSource):
     due: ClassVar[str] = "due"
     body: ClassVar[str] = "body"
     owner: ClassVar[str | None] = "endpoint"
-    outside: ClassVar[str] = "it is due before the cutoff"
 
     def __init__(self, place: str, journal: str, *, schema: str | None = None) -> None:
         super().__init__(journal, schema=schema)
@@ -175,6 +174,11 @@ class TakenSource(TableSource):
         due = self.kept.c.due
         later = and_(True) if cutoff is None else or_(due.is_(None), due >= self.kept_due(cutoff))
         return and_(self.owned(part), later)
+
+    def unmovable(self, part: Part) -> ColumnElement[bool]:
+        """Return that there are none."""
+        del part
+        return false()
 
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
         """Return what the column keeps."""

@@ -15,8 +15,9 @@ from sqlalchemy import select
 from delayline.errors import ConfigurationError
 from delayline.migration.holding import read_batch
 from delayline.migration.journal import BatchState, HeldPart, Journal, Run
+from delayline.migration.plan import ALL
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.source import BATCH, NUMBER
+from delayline.migration.source import BATCH, NUMBER, not_taken
 from delayline.spark.failures import in_plain_words
 from delayline.sql.staging import blocking
 from delayline.sql.store import MICROSECOND
@@ -57,6 +58,8 @@ class Verified:
     """Ids that wait there for another time or destination than they were sent with."""
     doubled: Sequence[str]
     """Ids, a hundred at most, that were moved and are in the source as well."""
+    not_taken: int
+    """Rows of the run's endpoints in the source now that no run takes, as they have no due time that can be read."""
     repeatable: Sequence[str]
     """Every id that may have been delivered more often than once."""
 
@@ -127,28 +130,29 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
     changed: list[str] = []
     doubled: list[str] = []
     repeatable: list[str] = []
-    aside = 0
-    for part in parts:
+    there = set(blocking(source.database.look(source.table_names)))
+    holding = [part for part in parts if part.held in there]  # of the others, every row was set aside and went back
+    for part in holding:
         look = partial(_in_source, source=source, journal=journal, run=found, part=part)
         doubled += blocking(source.database.look(look))
-        aside += blocking(source.database.look(partial(_aside_of_marked, journal=journal, run=found.name, part=part)))
         repeatable += blocking(source.database.look(partial(source.doubtful, name=part.held)))
         if not target.exactly_once:
             repeatable += _ids(source, journal, found, part)
-    for endpoint in dict.fromkeys(part.target for part in parts if part.rows):
-        there = target.waiting(endpoint, spark)
-        if there is not None:
-            mine = [part for part in parts if part.rows and part.target == endpoint]
+    for endpoint in dict.fromkeys(part.target for part in holding if part.rows):
+        waits = target.waiting(endpoint, spark)
+        if waits is not None:
+            mine = [part for part in holding if part.rows and part.target == endpoint]
             with in_plain_words():
                 sent = [_sent(source, found, part, spark, journal) for part in mine]
-                counted = _compared(reduce(DataFrame.unionAll, sent), there, target.grain)
+                counted = _compared(reduce(DataFrame.unionAll, sent), waits, target.grain)
             waiting = (waiting or 0) + counted[0]
             gone += counted[1]
             missing += counted[2]
             changed += counted[3]
     return Verified(
-        found, progress.rows, progress.marked - aside, aside, progress.staged + progress.delivered, progress.restored,
-        waiting, gone, missing[:SHOWN], changed[:SHOWN], doubled[:SHOWN], repeatable,
+        found, progress.rows, progress.moved, progress.marked - progress.moved, progress.staged + progress.delivered,
+        progress.restored, waiting, gone, missing[:SHOWN], changed[:SHOWN], doubled[:SHOWN],
+        left_in(source, found)[0], repeatable,
     )  # fmt: skip
 
 
@@ -196,12 +200,6 @@ def _in_source(connection: Connection, *, source: TableSource, journal: Journal,
     return [source.shown_name(one) for one in connection.execute(query).scalars()]
 
 
-def _aside_of_marked(connection: Connection, *, journal: Journal, run: str, part: HeldPart) -> int:
-    marked = select(journal.batches.c.batch).where(journal.batches_in(run, part.number, [BatchState.MARKED.value]))
-    query = select(journal.aside.c.number).where(journal.asides_of(run, part.number), journal.aside.c.batch.in_(marked))
-    return len(connection.execute(query).fetchall())
-
-
 def _ids(source: TableSource, journal: Journal, run: Run, part: HeldPart) -> list[str]:
     """Return the ids of batches that may have reached the target more often than once."""
     held = source.held(part.held)
@@ -214,6 +212,13 @@ def _ids(source: TableSource, journal: Journal, run: Run, part: HeldPart) -> lis
         return found
 
     return blocking(source.database.look(look))
+
+
+def left_in(source: TableSource, run: Run) -> tuple[int, Sequence[str]]:
+    """Return how many rows of the run's endpoints no run takes, and the names of some."""
+    endpoints = run.parameters.get("endpoints", ALL)
+    chosen = None if endpoints == ALL else endpoints.split(", ")
+    return blocking(source.database.look(partial(not_taken, source=source, endpoints=chosen)))
 
 
 def details(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import secrets
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -36,14 +37,23 @@ svg { width: 100%; height: auto; font: 11px system-ui, sans-serif } svg text { f
 
 def write_report(audit: Audit, path: str | Path, *, title: str = "Delayed messages") -> Totals:
     """Write the page to a file on this machine, whole or not at all, and return the audit's totals; blocks."""
-    path = Path(path)
     with in_plain_words():
         totals = audit.totals()
         page = _page(title, totals, _tables(audit, totals))
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(page, encoding="utf-8")
-    beside.replace(path)
+    write_whole(Path(path), page)
     return totals
+
+
+def write_whole(path: Path, page: str) -> None:
+    """Write the page through a new file of an unpredictable name, so that no link is followed. Raises OSError."""
+    beside = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with beside.open("x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(page)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _tables(audit: Audit, totals: Totals) -> dict[str, list[dict[str, Any]]]:

@@ -83,7 +83,10 @@ def _taken(entry: dict[str, Any], endpoint: str) -> Taken:
     routing_key = place.get("routing_key") if isinstance(place, dict) else None
     name = str(request.get("id") or "") or None
     args, kwargs = request.get("args"), request.get("kwargs")
-    body = json.dumps([args, kwargs, NOTHING_FOLLOWS], ensure_ascii=False).encode("utf-8", "replace")
+    try:
+        body = json.dumps([args, kwargs, NOTHING_FOLLOWS], ensure_ascii=False).encode("utf-8", "replace")
+    except (ValueError, RecursionError):  # nested too deep: no message, as the body says below
+        body = b""
     fields = {"task": request.get("type") or request.get("name"), "id": name, "eta": entry.get("eta")}
     key, destination = key_of(name or json.dumps(entry, sort_keys=True)), None
     try:

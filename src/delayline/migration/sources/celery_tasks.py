@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -45,13 +46,20 @@ def task_of(fields: Mapping[str, Any], content_type: str | None, body: bytes) ->
         raise NoMessage(f"it expires at {_shown(fields['expires'])}, and its message would not: let Celery run it")
     _check_body(fields.get("compression"), content_type, body)
     due = due_of(fields.get("eta"))
-    kept = {
+    try:
+        kept = _headers(fields)
+        text = json.dumps({Headers.MESSAGE_ID: task_id, Headers.CONTENT_TYPE: JSON, **kept}, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise NoMessage(f"its headers cannot be kept: {error}") from error
+    return Task(task_id, due, text)
+
+
+def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {
         f"{PREFIX}{''.join(word.capitalize() for word in key.split('_'))}": _text(value)
         for key, value in fields.items()
         if value is not None and not key.startswith("x-")
     }
-    named = {Headers.MESSAGE_ID: task_id, Headers.CONTENT_TYPE: JSON, **kept}
-    return Task(task_id, due, json.dumps(named, ensure_ascii=False))
 
 
 def due_of(eta: Any) -> datetime:  # noqa: ANN401 - whatever a header holds
@@ -100,4 +108,4 @@ def _text(value: Any) -> str:  # noqa: ANN401 - whatever AMQP has
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - as above
-    return repr(value)[:60]
+    return reprlib.repr(value)[:60]

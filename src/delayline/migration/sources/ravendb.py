@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 import pickle
+import reprlib
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -130,9 +131,9 @@ def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Ta
 
 
 def _taken(document: Mapping[str, Any]) -> Taken:
-    metadata = document.get("@metadata") or {}
-    name = str(metadata.get("@id") or document.get("Id") or "")
-    owner = str(document.get(OWNER) or "")
+    metadata = document.get("@metadata")
+    name = _name(metadata.get("@id") if isinstance(metadata, dict) else None) or _name(document.get("Id"))
+    owner = _name(document.get(OWNER))
     why = None
     if owner.startswith(HIDDEN):
         owner, why = owner.removeprefix(HIDDEN), IN_THE_HAND
@@ -146,16 +147,25 @@ def _taken(document: Mapping[str, Any]) -> Taken:
         why = why or "its State is not base64"
     due = _due(document.get("Time"))
     if due is None:
-        why = why or f"its Time {str(document.get('Time'))[:40]!r} is none"
-    text = None if not headers else json.dumps(headers, ensure_ascii=False)
+        why = why or f"its Time {reprlib.repr(document.get('Time'))} is none"
+    text = None
+    try:
+        text = None if not headers else json.dumps(headers, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        why = why or f"its Headers cannot be kept: {error}"
     return Taken(key_of(name), owner, name, _destination(document.get("Destination")), due, text, body, why)
+
+
+def _name(value: Any) -> str:  # noqa: ANN401 - JSON
+    return str(value) if isinstance(value, str | int) else ""
 
 
 def _destination(value: Any) -> str | None:  # noqa: ANN401 - JSON
     """Return the destination, as version 1 of the persistence wrote it too."""
     if isinstance(value, dict):
-        return f"{value.get('Queue')}@{value.get('Machine')}" if value.get("Machine") else value.get("Queue")
-    return None if value is None else str(value)
+        queue, machine = _name(value.get("Queue")), _name(value.get("Machine"))
+        return f"{queue}@{machine}" if machine else queue or None
+    return _name(value) or None
 
 
 def _due(value: Any) -> datetime | None:  # noqa: ANN401 - JSON

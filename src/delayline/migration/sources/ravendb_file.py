@@ -39,7 +39,7 @@ def documents(path: Path) -> Iterator[dict[str, Any]]:
             raw.seek(0)
             with gzip.open(raw) if gzipped else raw as plain:
                 yield from _Reader(plain).documents()
-    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         text = str(error) or type(error).__name__
         raise BackendUnusable(f"{path} is no whole export of RavenDB's: {text}") from error
     except OSError as error:
@@ -81,8 +81,12 @@ class _Reader:
         value = json.loads(self._value())
         if not isinstance(value, dict):
             raise TypeError("one of its documents is no object")
-        if value.get("@metadata", {}).get("@export-type") == "Attachment":
-            self._skip(int(value["Size"]))
+        metadata = value.get("@metadata")
+        if isinstance(metadata, dict) and metadata.get("@export-type") == "Attachment":
+            size = int(value["Size"])
+            if size < 0:
+                raise ValueError(f"an attachment of {size} bytes")
+            self._skip(size)
         else:
             yield value
 

@@ -117,9 +117,10 @@ class SqlStore:
         stores = [one.removesuffix(SUFFIX) for one in tables if one.endswith(SUFFIX)]
         found = [name] if name in stores else [one for one in stores if table_prefix(one).casefold() == prefix]
         if not found:
-            raise BackendUnusable(
-                f"{dialect} has no store for endpoint {name!r}. Make it with: delayline setup --endpoint {name}"
-            )
+            make = f"Make it with: delayline setup --endpoint {name}"
+            if "_" in name:  # as a table of .NET's is called, which has it for a dot
+                make += f", or --endpoint {name.replace('_', '.')} if that is the endpoint's own name"
+            raise BackendUnusable(f"{dialect} has no store for endpoint {name!r}. {make}")
         if len(found) > 1:
             raise ConfigurationError(
                 f"{name!r} may be any of {', '.join(sorted(found))} at {dialect}: name one with --endpoint"
