@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 from delayline import setting_values
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.host import DISPATCHER, TIMEOUTS
+from delayline.delayed.host import satellite_queues
+from delayline.delayed.timeout_manager import TimeoutManagerDelivery
 from delayline.draining import drained_from, persister_at
 from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoint
 from delayline.errors import ConfigurationError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import DelayedMessageStore
     from delayline.recoverability import Recoverability
+    from delayline.sql import SqlTimeoutPersister, TwoPhaseCommit
     from delayline.transport import Transport
 
 MEMORY: Final = "memory"
@@ -58,6 +60,18 @@ class Settings:
         "With queues on RabbitMQ and a store: delays of so many seconds or more wait in the broker.",
         "60",
     )
+    schema: str | None = _setting(
+        None,
+        setting_values.text,
+        "Schema of the tables in SQL databases; the connection's own, on SQL Server dbo, if left out.",
+        "messaging",
+    )
+    two_phase: bool = _setting(
+        False,
+        setting_values.yes_or_no,
+        "Make transactions of queues and store in two SQL databases one, by a two-phase commit.",
+        "true",
+    )
     table_name: str | None = _setting(
         None, setting_values.text, "Table of the delayed messages; {endpoint}.timeouts if left out.", "sales.timeouts"
     )
@@ -69,6 +83,18 @@ class Settings:
         setting_values.text,
         "Folder or URI of the Parquet files in which far messages wait; needs the extra spark.",
         "s3://bucket/sales",
+    )
+    timeout_manager: bool = _setting(
+        False,
+        setting_values.yes_or_no,
+        "Keep delayed messages in a timeout manager, whose storage is at store_url or url, not in a store.",
+        "true",
+    )
+    timeout_manager_outage_seconds: float = _setting(
+        120.0,
+        setting_values.seconds_or_none,
+        "How long a timeout manager's storage may be out of reach before a critical error.",
+        "120",
     )
     timeouts_url: str | None = _setting(
         None, setting_values.url, "Where an old timeout manager's timeouts are, to be drained.", "sqlite:///my.db"
@@ -84,7 +110,9 @@ class Settings:
     )
     concurrency: int = _setting(DEFAULT_CONCURRENCY, setting_values.whole(1), "Messages handled at once.", "4")
     batch_size: int = _setting(500, setting_values.whole(1), "Due messages forwarded at once.", "500")
-    batch_bytes: int = _setting(16 * 1024 * 1024, setting_values.whole(1), "Bytes forwarded at once.", "16777216")
+    batch_bytes: int = _setting(
+        16 * 1024 * 1024, setting_values.whole(1, 2**63 - 1), "Bytes forwarded at once.", "16777216"
+    )
     maximum_recovery_failures_per_second: int = _setting(
         1, setting_values.whole(1), "Failures to move failed messages before a critical error.", "1"
     )
@@ -186,13 +214,26 @@ def _checked(name: str, value: object, source: Source) -> object:
 def _shown(value: object) -> object:
     if isinstance(value, TransactionMode):
         return value.name
-    return masked(value) if isinstance(value, str) else value
+    shown = masked(value) if isinstance(value, str) else value
+    if isinstance(value, int) and abs(value) > 10**setting_values.SHOWN:
+        return f"{value.bit_length()} bits"  # as text it has thousands of digits
+    return (
+        f"{shown[: setting_values.SHOWN]}..." if isinstance(shown, str) and len(shown) > setting_values.SHOWN else shown
+    )
 
 
-def transport_from(url: str, *, error_queue: str = "error", name: str = "delayline") -> Transport:
+def transport_from(
+    url: str,
+    *,
+    error_queue: str = "error",
+    name: str = "delayline",
+    schema: str | None = None,
+    two_phase: TwoPhaseCommit | None = None,
+) -> Transport:
     """Return a new transport on the queues at `url`; raises ConfigurationError naming the supported schemes.
 
-    On RabbitMQ messages that cannot be read go to `error_queue`, and `name` begins the names of connections.
+    On RabbitMQ messages that cannot be read go to `error_queue`, and `name` begins the names of connections. schema
+    and two_phase are of SQL databases, and of no concern to others.
     """
     if in_memory(url):
         return MemoryTransport()
@@ -207,11 +248,40 @@ def transport_from(url: str, *, error_queue: str = "error", name: str = "delayli
     _must_be_sql(url, "transport", BROKERS)
     from delayline.sql import SqlTransport
 
-    return SqlTransport(url)
+    return SqlTransport(url, schema=schema, two_phase=two_phase)
+
+
+def transport_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> Transport:
+    """Return a new transport on the queues of the settings. Raises ConfigurationError."""
+    return transport_from(
+        settings.where_queues_are,
+        error_queue=settings.error_queue,
+        name=settings.endpoint or "delayline",
+        schema=settings.schema,
+        two_phase=two_phase,
+    )
+
+
+def store_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> DelayedMessageStore:
+    """Return a new delayed message store of the settings. Raises ConfigurationError."""
+    return store_from(
+        settings.where_messages_wait,
+        table_name=settings.table_name,
+        schema=settings.schema,
+        journal=settings.journal,
+        cold_tier=settings.cold_tier,
+        two_phase=two_phase,
+    )
 
 
 def store_from(
-    url: str, *, table_name: str | None = None, journal: bool | None = None, cold_tier: str | None = None
+    url: str,
+    *,
+    table_name: str | None = None,
+    schema: str | None = None,
+    journal: bool | None = None,
+    cold_tier: str | None = None,
+    two_phase: TwoPhaseCommit | None = None,
 ) -> DelayedMessageStore:
     """Return a new delayed message store at `url`; raises ConfigurationError naming the supported schemes."""
     if journal and _scheme_of(url) in {MEMORY, AZURE}:
@@ -222,7 +292,11 @@ def store_from(
         _must_be_sql(url, "store with a cold tier")
         from delayline.sql.cold_store import TwoTierStore
 
-        return TwoTierStore(url, table_name=table_name, journal=journal, cold_tier=cold_tier)
+        if two_phase is not None:
+            raise ConfigurationError(
+                "a store with a cold tier takes part in no two-phase commit: leave out one of them"
+            )
+        return TwoTierStore(url, table_name=table_name, schema=schema, journal=journal, cold_tier=cold_tier)
     if in_memory(url):
         return MemoryDelayedMessageStore()
     if on_rabbitmq(url):
@@ -237,7 +311,41 @@ def store_from(
     _must_be_sql(url, "delayed message store")
     from delayline.sql import SqlDelayedMessageStore
 
-    return SqlDelayedMessageStore(url, table_name=table_name, journal=journal)
+    return SqlDelayedMessageStore(url, table_name=table_name, schema=schema, journal=journal, two_phase=two_phase)
+
+
+def persister_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> SqlTimeoutPersister:
+    """Return where the timeout manager of the settings keeps its timeouts. Raises ConfigurationError."""
+    for name in ("table_name", "journal", "cold_tier", "delay_levels_from_seconds", "timeouts_url"):
+        if getattr(settings, name) is not None:
+            raise ConfigurationError(f"timeout_manager = true and {name} exclude each other: leave out one of them")
+    _must_be_sql(settings.where_messages_wait, "timeout manager's storage")
+    return persister_at(settings.where_messages_wait, schema=settings.schema, two_phase=two_phase)
+
+
+def satellites_of(settings: Settings) -> list[str]:
+    """Return the timeout manager's queues, where the settings have one."""
+    drained = settings.timeouts_url is not None and not settings.disable_timeout_manager
+    if settings.endpoint is None or not (settings.timeout_manager or drained):
+        return []
+    return list(satellite_queues(transport_of(settings), settings.endpoint))
+
+
+def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
+    """Return what makes transactions of queues and store one, None where that is not set."""
+    if not settings.two_phase:
+        return None
+    queues, waiting = settings.where_queues_are, settings.where_messages_wait
+    from delayline.sql.urls import SCHEMES
+
+    if queues == waiting or not {_scheme_of(queues), _scheme_of(waiting)} <= set(SCHEMES):
+        raise ConfigurationError(
+            "two_phase = true needs queues and delayed messages in two SQL databases: give transport_url and "
+            f"store_url, which are {masked(queues)!r} and {masked(waiting)!r}, or leave it out"
+        )
+    from delayline.sql import TwoPhaseCommit
+
+    return TwoPhaseCommit()
 
 
 def must_exist(url: str) -> None:
@@ -251,7 +359,7 @@ def must_exist(url: str) -> None:
 
 
 async def examine(
-    url: str, *, delay_levels: bool = True, endpoint: str | None = None
+    url: str, *, delay_levels: bool = True, endpoint: str | None = None, schema: str | None = None
 ) -> Sequence[tuple[str, bool, str]]:
     """Return what was looked at in the back end at `url`, whether it is good, and what it is; levels where used."""
     if on_rabbitmq(url):
@@ -265,7 +373,7 @@ async def examine(
     _must_be_sql(url, "database")
     from delayline.sql import urls
 
-    return await urls.examine(url)
+    return await urls.examine(url, schema=schema)
 
 
 async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
@@ -296,20 +404,23 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
     _must_be_sql(settings.where_messages_wait, "delayed message store")
     from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
-    names = list(queues)
+    names, schema = list(queues), settings.schema
     planned: dict[str, Sequence[str]] = {}
     if settings.endpoint is not None:
-        names = [settings.endpoint, settings.error_queue, *names]
-        store = SqlDelayedMessageStore(
-            settings.where_messages_wait, table_name=settings.table_name, journal=settings.journal
+        names = [settings.endpoint, settings.error_queue, *names, *satellites_of(settings)]
+        kept = (
+            persister_of(settings)
+            if settings.timeout_manager
+            else SqlDelayedMessageStore(
+                settings.where_messages_wait, table_name=settings.table_name, schema=schema, journal=settings.journal
+            )
         )
-        planned[settings.where_messages_wait] = await store.planned_infrastructure(settings.endpoint)
+        planned[settings.where_messages_wait] = await kept.planned_infrastructure(settings.endpoint)
         drained = None if settings.disable_timeout_manager else settings.timeouts_url
         if drained is not None:
-            names += [f"{settings.endpoint}.{qualifier}" for qualifier in (TIMEOUTS, DISPATCHER)]
-            statements = await persister_at(drained).planned_infrastructure(settings.endpoint)
+            statements = await persister_at(drained, schema=schema).planned_infrastructure(settings.endpoint)
             planned[drained] = list(dict.fromkeys([*planned.get(drained, ()), *statements]))
-    statements = await SqlTransport(settings.where_queues_are).planned_infrastructure(names)
+    statements = await SqlTransport(settings.where_queues_are, schema=schema).planned_infrastructure(names)
     both = [*planned.get(settings.where_queues_are, ()), *statements]
     return planned | {settings.where_queues_are: list(dict.fromkeys(both))}
 
@@ -335,11 +446,20 @@ def _must_be_sql(url: str, what: str, besides: tuple[str, ...] = ()) -> None:
 
 def _scheme_of(url: str) -> str:
     """Return the URL's technology: `postgresql` of `postgresql+psycopg://...`."""
-    return url.partition(":")[0].partition("+")[0].lower()
+    return setting_values.full_scheme(url).partition(":")[0].partition("+")[0].lower()
 
 
-def delivery_from(settings: Settings, *, polling: bool = True) -> DelayedDelivery:
+def delivery_from(
+    settings: Settings, *, polling: bool = True, two_phase: TwoPhaseCommit | None = None
+) -> DelayedDelivery:
     """Return the delayed delivery that the settings describe; without polling its store, if any, is only stored in."""
+    if settings.timeout_manager:
+        return TimeoutManagerDelivery(
+            persister_of(settings, two_phase=two_phase),
+            time_to_wait_before_triggering_critical_error=timedelta(seconds=settings.timeout_manager_outage_seconds),
+            batch_size=settings.batch_size,
+            polling=polling,
+        )
     levels_from = settings.delay_levels_from_seconds
     if levels_from is not None and not on_rabbitmq(settings.where_queues_are):
         raise ConfigurationError(
@@ -350,7 +470,7 @@ def delivery_from(settings: Settings, *, polling: bool = True) -> DelayedDeliver
         from delayline.rabbitmq import DelayLevelDelivery
 
         return DelayLevelDelivery()
-    stored = _stored_delivery(settings, polling=polling)
+    stored = _stored_delivery(settings, polling=polling, two_phase=two_phase)
     if levels_from is None:
         return stored
     from delayline.rabbitmq import DelayLevelDelivery
@@ -358,14 +478,9 @@ def delivery_from(settings: Settings, *, polling: bool = True) -> DelayedDeliver
     return DelayLevelDelivery(stored=stored, stored_below=timedelta(seconds=levels_from) if levels_from else None)
 
 
-def _stored_delivery(settings: Settings, *, polling: bool) -> StoredDelivery:
+def _stored_delivery(settings: Settings, *, polling: bool, two_phase: TwoPhaseCommit | None) -> StoredDelivery:
     return StoredDelivery(
-        store_from(
-            settings.where_messages_wait,
-            table_name=settings.table_name,
-            journal=settings.journal,
-            cold_tier=settings.cold_tier,
-        ),
+        store_of(settings, two_phase=two_phase),
         number_of_retries=settings.number_of_retries,
         time_to_trigger_store_circuit_breaker=timedelta(seconds=settings.store_circuit_breaker_seconds),
         time_to_trigger_fetch_circuit_breaker=timedelta(seconds=settings.fetch_circuit_breaker_seconds),
@@ -389,16 +504,20 @@ class EndpointOverrides(TypedDict, total=False):
 
 def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpack[EndpointOverrides]) -> Endpoint:
     """Return the endpoint that the settings describe, not started yet. Raises ConfigurationError."""
+    name, two_phase = settings.named_endpoint, two_phase_of(settings)
     return Endpoint(
-        settings.named_endpoint,
-        transport=transport_from(
-            settings.where_queues_are, error_queue=settings.error_queue, name=settings.named_endpoint
-        ),
-        delayed_delivery=delivery_from(settings, polling=polling),
+        name,
+        transport=transport_of(settings, two_phase=two_phase),
+        delayed_delivery=delivery_from(settings, polling=polling, two_phase=two_phase),
         transaction_mode=settings.transaction_mode,
         error_queue=settings.error_queue,
         concurrency=settings.concurrency,
-        draining=drained_from(settings.timeouts_url, polling=polling),
+        draining=drained_from(
+            settings.timeouts_url,
+            polling=polling,
+            schema=settings.schema,
+            outage=timedelta(seconds=settings.timeout_manager_outage_seconds),
+        ),
         disable_timeout_manager=settings.disable_timeout_manager,
         **overrides,
     )

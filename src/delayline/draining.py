@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from delayline.delayed.host import satellite_queues
-from delayline.delayed.timeout_manager import TimeoutManagerDelivery
+from delayline.delayed.timeout_manager import TWO_MINUTES, TimeoutManagerDelivery
 from delayline.errors import QueueNotFound
 from delayline.transport import ManagedQueues
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from delayline.delayed.timeout_persister import TimeoutCount
-    from delayline.sql import SqlTimeoutPersister
+    from delayline.sql import SqlTimeoutPersister, TwoPhaseCommit
     from delayline.transport import Transport
 
 
@@ -36,24 +37,34 @@ class Remains:
         return self.queued == 0 and (self.timeouts is None or self.timeouts.number == 0)
 
 
-def drained_from(url: str | None, *, polling: bool = True) -> TimeoutManagerDelivery | None:
-    """Return the timeout manager whose timeouts are at the URL; None for none. Raises ConfigurationError."""
-    return None if url is None else TimeoutManagerDelivery(persister_at(url), polling=polling)
+def drained_from(
+    url: str | None, *, polling: bool = True, schema: str | None = None, outage: timedelta = TWO_MINUTES
+) -> TimeoutManagerDelivery | None:
+    """Return the timeout manager whose timeouts are at the URL; None for none. Raises ConfigurationError.
+
+    outage: how long its storage may be out of reach before a critical error.
+    """
+    if url is None:
+        return None
+    persister = persister_at(url, schema=schema)
+    return TimeoutManagerDelivery(persister, polling=polling, time_to_wait_before_triggering_critical_error=outage)
 
 
-def persister_at(url: str) -> SqlTimeoutPersister:
+def persister_at(
+    url: str, *, schema: str | None = None, two_phase: TwoPhaseCommit | None = None
+) -> SqlTimeoutPersister:
     """Return the timeout persister on that database; only here SQLAlchemy is loaded, which is slow."""
     from delayline.sql import SqlTimeoutPersister
 
-    return SqlTimeoutPersister(url)
+    return SqlTimeoutPersister(url, schema=schema, two_phase=two_phase)
 
 
-async def remains_of(url: str, endpoint_name: str, transport: Transport) -> Remains:
+async def remains_of(url: str, endpoint_name: str, transport: Transport, *, schema: str | None = None) -> Remains:
     """Return what is left of the endpoint's timeout manager; the transport is started.
 
     Raises BackendUnusable for a table that is there and cannot be used, as one of .NET's before `delayline setup`.
     """
-    persister = persister_at(url)
+    persister = persister_at(url, schema=schema)
     table = persister.table_of(endpoint_name)
     queues, queued = [], 0
     for queue in satellite_queues(transport, endpoint_name):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import ConfigurationError
-from delayline.setting_values import did_you_mean
+from delayline.setting_values import SHOWN, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,12 +40,14 @@ def from_file(config: Path | str | None, known: Mapping[str, object]) -> Sourced
             table = tomllib.load(file)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}. Check --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of an integer with thousands of digits, and of nested arrays
         raise ConfigurationError(f"{path} is not TOML: {error}. Write lines such as: batch_size = 500") from error
     for name in table:
         if name not in known:
             names = f"The settings are: {', '.join(known)}"
-            raise ConfigurationError(f"{path} has an unknown setting {name!r}{did_you_mean(name, known)}. {names}")
+            raise ConfigurationError(
+                f"{path} has an unknown setting {name[:SHOWN]!r}{did_you_mean(name, known)}. {names}"
+            )
     return {name: (value, Source(str(path), "{name} = {example}")) for name, value in table.items()}
 
 

@@ -8,23 +8,30 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+from delayline.message import UNUSABLE_IN_IDS
 from delayline.outgoing import check_endpoint_name
 from delayline.transaction import TransactionMode
 
 Read = Callable[[Any], Any]
 """Returns the value as its setting has it; raises ValueError, saying what it must be."""
 
+#: The largest whole number that every server and driver takes as a limit.
+LARGEST: Final = 2**31 - 1
+#: Characters of a value that is shown, or looked up.
+SHOWN: Final = 200
 MODES: Final = tuple(TransactionMode.__members__)
 
 
-def whole(at_least: int) -> Read:
+def whole(at_least: int, at_most: int = LARGEST) -> Read:
     """Read a whole number."""
 
     def read(value: object) -> int:
-        if isinstance(value, str) and value.strip().isascii() and value.strip().isdecimal():
+        if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,19}\s*", value):
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
             raise ValueError(f"must be a whole number of {at_least} or more")
+        if value > at_most:
+            raise ValueError(f"must be a whole number of {at_least} to {at_most}")
         return value
 
     return read
@@ -59,7 +66,7 @@ def yes_or_no(value: object) -> bool:
 def _number(value: object) -> float:
     try:
         return float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
-    except ValueError:
+    except (ValueError, OverflowError):
         return -1.0
 
 
@@ -74,22 +81,29 @@ def text(value: object) -> str:
     """Read any text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError("must be a text that is not empty")
+    if UNUSABLE_IN_IDS.search(value) is not None:
+        raise ValueError("must be UTF-8 text without NUL")
     return value
 
 
 def url(value: object) -> str:
-    """Read a URL; its scheme is looked at when something is opened there."""
-    read = text(value)
+    """Read a URL; its scheme is looked at when something is opened there. `postgres:` is `postgresql:`."""
+    read = full_scheme(text(value))
     if re.match(r"[A-Za-z][\w+.-]*:", read) is None:
         raise ValueError("must be a URL")
     return read
+
+
+def full_scheme(url: str) -> str:
+    """Return the URL with `postgresql` for `postgres`, as hosting services write it."""
+    return re.sub(r"(?i)\Apostgres(?=[:+])", "postgresql", url)
 
 
 def mode(value: object) -> TransactionMode:
     """Read a transaction mode, however it is spelt."""
     if isinstance(value, TransactionMode):
         return value
-    word = str(value).strip().upper().replace("-", "_").replace(" ", "_")
+    word = str(value)[:SHOWN].strip().upper().replace("-", "_").replace(" ", "_")
     if word not in TransactionMode.__members__:
         raise ValueError(f"must be one of {', '.join(MODES)}{did_you_mean(word, MODES)}")
     return TransactionMode[word]
@@ -97,7 +111,7 @@ def mode(value: object) -> TransactionMode:
 
 def did_you_mean(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     """Return a hint where a known word is close."""
-    close = difflib.get_close_matches(word, known, 1)
+    close = difflib.get_close_matches(word[:SHOWN], known, 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

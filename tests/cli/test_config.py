@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, StoredDelivery, TransactionMode
+from delayline import (
+    ConfigurationError,
+    Endpoint,
+    MemoryTransport,
+    SqlTimeoutPersister,
+    SqlTransport,
+    StoredDelivery,
+    TimeoutManagerDelivery,
+    TransactionMode,
+)
 from delayline.config import (
     Settings,
     endpoint_from,
@@ -192,6 +201,117 @@ def test_an_endpoint_needs_a_name() -> None:
 def test_every_setting_can_come_from_a_variable() -> None:
     values = {"URL": "memory:", "TRANSACTION_MODE": "NONE", "STORE_URL": "memory:", "TRANSPORT_URL": "memory:"}
     values |= {"TIMEOUTS_URL": "sqlite:///my.db", "DISABLE_TIMEOUT_MANAGER": "True", "JOURNAL": "True"}
+    values |= {"TWO_PHASE": "True", "TIMEOUT_MANAGER": "True"}
     for name in setting_names():
         value = values.get(name.upper(), "7")
         assert str(getattr(loaded(environ={f"DELAYLINE_{name.upper()}": value}), name)) in {value, "7.0", "0"}
+
+
+@pytest.mark.parametrize("toml", [f"batch_size = {'9' * 5000}", f"endpoint = {'[' * 100_000}", f"{'[a.' * 50_000}"])
+def test_a_hostile_file_is_refused_in_one_sentence(toml: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"delayline.toml is not TOML"):
+        loaded(toml)
+
+
+@pytest.mark.parametrize(
+    ("toml", "what"),
+    [
+        (f"batch_size = {'9' * 4000}", "batch_size = '13288 bits'.* must be a whole number of 1 to 2147483647"),
+        (f"store_circuit_breaker_seconds = {'9' * 4000}", "must be a number of seconds above 0"),
+        ("store_circuit_breaker_seconds = nan", "must be a number of seconds above 0"),
+        (f"transaction_mode = '{'x' * 100_000}'", "must be one of"),
+        ('url = "sqlite:///a\\u0000b"', "must be UTF-8 text without NUL"),
+        (f"{'x' * 100_000} = 1", "unknown setting 'xxx"),
+    ],
+)
+def test_a_hostile_value_is_refused_in_a_sentence_of_bounded_length(toml: str, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what) as refused:
+        loaded(toml)
+    assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize("name", ["url", "store_url", "cold_tier", "schema", "table_name", "endpoint"])
+def test_a_value_that_is_not_utf8_is_refused(name: str) -> None:
+    variable = f"DELAYLINE_{name.upper()}"
+    with pytest.raises(ConfigurationError, match=rf"{name} = .*variable {variable}"):
+        loaded(environ={variable: "sqlite:///\udcff.db"})
+
+
+def test_a_database_url_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the database URL cannot be read"):
+        SqlTransport("sqlite:///\udcff.db")
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "9" * 20])
+def test_a_number_of_many_digits_in_a_variable_is_refused(digits: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be a whole number of 1") as refused:
+        loaded(environ={"DELAYLINE_BATCH_SIZE": digits})
+    assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("postgres://me:secret@host/db", "postgresql://me:secret@host/db"),
+        ("postgres+psycopg://host/db", "postgresql+psycopg://host/db"),
+        ("POSTGRES://host/db", "postgresql://host/db"),
+        ("sqlite:///postgres:x.db", "sqlite:///postgres:x.db"),
+    ],
+)
+def test_a_url_of_postgres_is_one_of_postgresql(given: str, taken: str) -> None:
+    assert Settings(url=given).url == taken
+    assert loaded(environ={"DELAYLINE_STORE_URL": given}).store_url == taken
+
+
+def test_a_program_may_write_postgres_as_well() -> None:
+    pytest.importorskip("psycopg")
+    long, short = (SqlTransport(f"{scheme}://me@host/db") for scheme in ("postgresql", "postgres"))
+    assert long.transaction_domain == short.transaction_domain
+    assert isinstance(transport_from("postgres://me@host/db"), SqlTransport)
+
+
+def test_a_timeout_manager_is_composed_from_settings() -> None:
+    settings = loaded('endpoint = "sales"\ntimeout_manager = true\ntimeout_manager_outage_seconds = 0\nbatch_size = 7')
+    delivery = endpoint_from(settings).delayed_delivery
+    assert isinstance(delivery, TimeoutManagerDelivery)
+    assert isinstance(delivery.persister, SqlTimeoutPersister)
+    assert (delivery.time_to_wait_before_triggering_critical_error, delivery.batch_size) == (timedelta(0), 7)
+
+
+def test_the_outage_of_a_drained_timeout_manager_can_be_set() -> None:
+    settings = loaded(
+        endpoint="sales", url="sqlite:///q.db", timeouts_url="sqlite:///t.db", timeout_manager_outage_seconds="5"
+    )
+    draining = endpoint_from(settings).draining
+    assert isinstance(draining, TimeoutManagerDelivery)
+    assert draining.time_to_wait_before_triggering_critical_error == timedelta(seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("table_name", "x"), ("journal", "yes"), ("cold_tier", "x"), ("timeouts_url", "sqlite:///t.db")],
+)
+def test_a_timeout_manager_excludes_what_is_of_a_store(name: str, value: str) -> None:
+    given: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigurationError, match=f"timeout_manager = true and {name} exclude each other"):
+        endpoint_from(loaded(endpoint="sales", timeout_manager="yes", **given))
+
+
+def test_two_phases_need_two_databases() -> None:
+    with pytest.raises(ConfigurationError, match="two_phase = true needs queues and delayed messages in two SQL"):
+        endpoint_from(loaded(endpoint="sales", two_phase="yes"))
+    with pytest.raises(ConfigurationError, match="two SQL databases"):
+        endpoint_from(loaded(endpoint="sales", two_phase="yes", transport_url=BROKER))
+
+
+def test_two_phases_are_composed_from_settings() -> None:
+    pytest.importorskip("psycopg")
+    pytest.importorskip("pymysql")
+    endpoint = endpoint_from(
+        loaded(
+            endpoint="sales", two_phase="yes", store_url="postgresql://me@host/db", url="postgresql://me@host/queues"
+        )
+    )
+    assert endpoint.transaction_mode is TransactionMode.TRANSACTION_SCOPE
+    assert endpoint.delayed_delivery is not None
+    assert endpoint.delayed_delivery.transaction_domain == endpoint.transport.transaction_domain

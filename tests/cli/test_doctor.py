@@ -194,3 +194,30 @@ def test_a_table_that_was_not_taken_over_yet_is_not_called_empty(
     ok, text = findings(ready("doctor", "--json"))["timeout manager"]
     assert not ok
     assert "run `delayline setup`" in text
+
+
+def test_a_timeout_manager_is_set_up_examined_and_looked_into(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an endpoint whose delayed messages are kept by a timeout manager
+    monkeypatch.setenv("DELAYLINE_TIMEOUT_MANAGER", "true")
+    planned = run("setup", "--dry-run").out
+    assert "sales_TimeoutData" in planned
+    assert "sales.Timeouts" in planned
+    assert '"sales.timeouts"' not in planned
+    # When it is set up
+    created = run("setup", "--json").document["queues"]
+    assert created == ["sales", "error", "sales.Timeouts", "sales.TimeoutsDispatcher"]
+    assert run("setup", "--dry-run").out == "nothing to do\n"
+    # Then doctor is satisfied, and says nothing of a store
+    ran = run("doctor", "--json")
+    found = findings(ran)
+    assert ran.code == 0, found
+    assert "a timeout manager" in found["guarantee"][1]
+    assert found["queue sales.Timeouts"] == (True, "0 messages")
+    assert found["queue sales.TimeoutsDispatcher"] == (True, "0 messages")
+    assert found["pending"] == (True, "0 messages wait")
+    # And what is stored can be listed, cancelled and moved, as in a store
+    assert run("send", "sales", "x", "--delay", "1h", "--id", "a").code == 0
+    assert findings(run("doctor", "--json"))["queue sales.Timeouts"] == (True, "1 messages")
+    assert run("pending", "--json").document["pending"] == []

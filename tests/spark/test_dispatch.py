@@ -175,8 +175,9 @@ def test_a_stream_dispatches_where_only_streams_run(spark: SparkSession, store: 
         query.stop()
 
 
-def test_a_session_that_runs_tasks_twice_is_refused(store: StoreAt) -> None:
-    session = cast("SparkSession", SimpleNamespace(conf={"spark.speculation": "true"}))
+@pytest.mark.parametrize("written", ["true", "TRUE", " True "])
+def test_a_session_that_runs_tasks_twice_is_refused(store: StoreAt, written: str) -> None:
+    session = cast("SparkSession", SimpleNamespace(conf={"spark.speculation": written}))
     with pytest.raises(ConfigurationError, match=r"spark\.speculation is on"):
         Dispatcher(settings(store), spark=session).run()
 

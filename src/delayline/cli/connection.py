@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from delayline.clock import SystemClock, latest_of
-from delayline.config import endpoint_from, in_memory, must_exist, store_from, transport_from
+from delayline.config import endpoint_from, in_memory, must_exist, persister_of, store_of, transport_of
 from delayline.delayed.store import ClosableStore, managed
 from delayline.draining import persister_at
 from delayline.errors import ConfigurationError
@@ -38,7 +38,7 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     """Open the endpoint's delayed message store."""
     refuse_memory(settings)
     name = settings.named_endpoint
-    store = store_from(settings.where_messages_wait, table_name=settings.table_name, cold_tier=settings.cold_tier)
+    store = store_of(settings)
     must_exist(settings.where_messages_wait)
     await store.initialize(name, TransactionMode.RECEIVE_ONLY)
     try:
@@ -50,15 +50,19 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
 
 @contextlib.asynccontextmanager
 async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[ManagedStore]:
-    """Open what keeps the endpoint's waiting messages: its store, or the old timeout manager's table."""
-    if not timeouts:
+    """Open what keeps the endpoint's waiting messages: its store, or a timeout manager's table."""
+    if not timeouts and not settings.timeout_manager:
         async with open_store(settings) as store:
             yield managed(store)
         return
-    if settings.timeouts_url is None:
+    if settings.timeout_manager:
+        refuse_memory(settings)
+        url, persister = settings.where_messages_wait, persister_of(settings)
+    elif settings.timeouts_url is None:
         raise ConfigurationError("no timeouts_url is set: say where the old timeout manager's timeouts are")
-    must_exist(settings.timeouts_url)
-    persister = persister_at(settings.timeouts_url)
+    else:
+        url, persister = settings.timeouts_url, persister_at(settings.timeouts_url, schema=settings.schema)
+    must_exist(url)
     await persister.open(settings.named_endpoint)
     try:
         yield persister
@@ -75,7 +79,7 @@ def start_of_delay(clock: Clock | None) -> datetime:
 async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
     """Open the transport."""
     refuse_memory(settings)
-    transport = transport_from(settings.where_queues_are)
+    transport = transport_of(settings)
     must_exist(settings.where_queues_are)
     await transport.start()
     try:

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import managed_queues, open_store, open_transport, refuse_memory
+from delayline.cli.connection import managed_queues, open_transport, open_waiting, refuse_memory
 from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
-from delayline.config import endpoint_from, examine, must_exist, on_rabbitmq, store_from, transport_from
+from delayline.config import (
+    endpoint_from,
+    examine,
+    must_exist,
+    on_rabbitmq,
+    persister_of,
+    satellites_of,
+    store_of,
+    transport_of,
+)
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.store import NeedsRights, managed
+from delayline.delayed.store import NeedsRights
 from delayline.draining import remains_of
 from delayline.errors import DelaylineError, QueueNotFound
 from delayline.setting_values import masked
@@ -63,9 +72,11 @@ def doctor(settings: Settings, screen: Screen) -> None:
 def _check_urls(settings: Settings) -> None:
     """Raise ConfigurationError for settings there is nothing to look at with."""
     _ = settings.named_endpoint
-    transport_from(settings.where_queues_are)
-    if not on_rabbitmq(settings.where_messages_wait):
-        store_from(settings.where_messages_wait)
+    transport_of(settings)
+    if settings.timeout_manager:
+        persister_of(settings)
+    elif not on_rabbitmq(settings.where_messages_wait):
+        store_of(settings)
 
 
 async def _examine(settings: Settings) -> list[Finding]:
@@ -92,7 +103,11 @@ def _guarantee(settings: Settings) -> Finding:
         endpoint = endpoint_from(settings)
     except DelaylineError as error:
         return Finding("guarantee", ok=False, text=str(error))
-    waiting = "stored delayed delivery" if isinstance(endpoint.delayed_delivery, StoredDelivery) else "delay levels"
+    waiting = "delay levels"
+    if isinstance(endpoint.delayed_delivery, StoredDelivery):
+        waiting = "stored delayed delivery"
+    elif settings.timeout_manager:
+        waiting = "a timeout manager"
     parts = f"{type(endpoint.transport).__name__} with {waiting} in {endpoint.transaction_mode.name}"
     return Finding("guarantee", ok=True, text=f"{endpoint.guarantee}: {parts}")
 
@@ -120,7 +135,9 @@ async def _database(settings: Settings) -> AsyncIterator[Finding]:
         places.append(settings.where_queues_are)
     levels = on_rabbitmq(settings.where_messages_wait) or settings.delay_levels_from_seconds is not None
     for place in dict.fromkeys(places):
-        for what, ok, text in await examine(place, delay_levels=levels, endpoint=settings.endpoint):
+        for what, ok, text in await examine(
+            place, delay_levels=levels, endpoint=settings.endpoint, schema=settings.schema
+        ):
             yield Finding(what, ok, text)
 
 
@@ -129,7 +146,7 @@ async def _queues(settings: Settings) -> AsyncIterator[Finding]:
     async with open_transport(settings) as transport:
         queues = managed_queues(transport)
         listed: Sequence[str] = await transport.queues() if hasattr(transport, "queues") else ()
-        for name in dict.fromkeys([endpoint, settings.error_queue, *listed]):
+        for name in dict.fromkeys([endpoint, settings.error_queue, *satellites_of(settings), *listed]):
             try:
                 number = await queues.count(name)
             except QueueNotFound:
@@ -141,11 +158,10 @@ async def _queues(settings: Settings) -> AsyncIterator[Finding]:
 
 
 async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
-    if on_rabbitmq(settings.where_messages_wait):
+    if on_rabbitmq(settings.where_messages_wait) and not settings.timeout_manager:
         yield Finding("pending", ok=True, text="in delay levels. Count it with: delayline rabbitmq pending")
         return
-    async with open_store(settings) as opened:
-        store = managed(opened)
+    async with open_waiting(settings, timeouts=False) as store:
         waiting = sum(one.count for one in await store.count_by_due(ALL_TIME))
         yield Finding("pending", ok=True, text=f"{waiting} messages wait")
         yield await _overdue(store)
@@ -169,7 +185,10 @@ async def _timeouts(settings: Settings) -> AsyncIterator[Finding]:
         return
     must_exist(settings.timeouts_url)
     async with open_transport(settings) as transport:
-        yield _drained(await remains_of(settings.timeouts_url, settings.named_endpoint, transport), settings)
+        yield _drained(
+            await remains_of(settings.timeouts_url, settings.named_endpoint, transport, schema=settings.schema),
+            settings,
+        )
 
 
 def _drained(remains: Remains, settings: Settings) -> Finding:

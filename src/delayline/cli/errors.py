@@ -36,7 +36,9 @@ def errors() -> None:
 
 
 @errors.command("list", epilog=examples("delayline errors list --limit 20", "delayline errors list --json"))
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many to list at most.")
+@click.option(
+    "--limit", type=click.IntRange(1, 2**31 - 1), default=50, show_default=True, help="How many to list at most."
+)
 @settings_options(*PLACES)
 @json_option
 def list_errors(settings: Settings, screen: Screen, limit: int) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 timeouts_option = click.option(
     "--timeouts", is_flag=True, help="Of the old timeout manager at timeouts_url, not of the store."
 )
+MOST = 2**31 - 1
+"""Rows that every database takes as a limit."""
+WIDEST = timedelta(days=365_000)
 MEANING = {
     Outcome.DONE: "done",
     Outcome.DISPATCHING: "too late: it is being sent now",
@@ -40,7 +43,7 @@ MEANING = {
     )
 )
 @click.option("--destination", metavar="QUEUE", help="Only messages to this queue.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many to list at most.")
+@click.option("--limit", type=click.IntRange(1, MOST), default=50, show_default=True, help="How many to list at most.")
 @click.option("--count", "counting", is_flag=True, help="Count by due time and destination instead.")
 @click.option("--bucket", callback=delay_given, default="1h", show_default=True, help="Width of a due time bucket.")
 @timeouts_option
@@ -57,8 +60,8 @@ def pending(
 ) -> None:
     """List the messages that wait, earliest due first."""
     if counting:
-        if bucket <= timedelta(0):
-            raise click.BadParameter("must be longer than zero", param_hint="--bucket")
+        if not timedelta(0) < bucket <= WIDEST:
+            raise click.BadParameter("must be longer than zero, and 1000 years at most", param_hint="--bucket")
         _show_counts(screen, asyncio.run(_counts(settings, bucket, timeouts=timeouts)), destination)
     else:
         _show_messages(screen, asyncio.run(_messages(settings, destination, limit, timeouts=timeouts)), limit)

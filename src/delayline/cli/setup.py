@@ -9,7 +9,7 @@ import click
 
 from delayline.cli.connection import refuse_memory
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
-from delayline.config import after_setup, endpoint_from, planned_setup, transport_from
+from delayline.config import after_setup, endpoint_from, planned_setup, satellites_of, transport_of
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: 
     asyncio.run(_setup(settings, queues))
     created = list(queues)
     if settings.endpoint is not None:
-        created = [settings.endpoint, settings.error_queue, *created]
+        created = [settings.endpoint, settings.error_queue, *satellites_of(settings), *created]
         screen.tell(f"delayed messages of {settings.endpoint} wait at {masked(settings.where_messages_wait)}")
     screen.tell(f"queues at {masked(settings.where_queues_are)}: {', '.join(created)}")
     undone = [text for _, ok, text in asyncio.run(after_setup(settings)) if not ok]
@@ -72,4 +72,4 @@ async def _setup(settings: Settings, queues: tuple[str, ...]) -> None:
     if settings.endpoint is not None:
         await endpoint_from(settings).setup()
     if queues:
-        await transport_from(settings.where_queues_are).setup_infrastructure(queues)
+        await transport_of(settings).setup_infrastructure(queues)

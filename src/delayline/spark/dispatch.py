@@ -121,7 +121,7 @@ class Dispatcher:
 
     def _prepared(self) -> SparkSession:
         spark = self._spark or spark_session()
-        if spark.conf.get(TWICE, "false") == "true":
+        if str(spark.conf.get(TWICE, "false")).strip().lower() == "true":  # as Spark reads it
             raise ConfigurationError(f"{TWICE} is on: Spark would run resident tasks twice. Set it to false")
         self._told.clear()
         self._control.create()

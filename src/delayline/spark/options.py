@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -87,10 +88,11 @@ class StoreOptions:
         elif self.password_file is not None:
             try:
                 password = Path(self.password_file).read_text().strip()
-            except OSError as error:
+            except (OSError, ValueError) as error:
+                why = error.strerror if isinstance(error, OSError) else "it is not text"
                 raise ConfigurationError(
-                    f"passwordFile={self.password_file!r} cannot be read on this machine: {error.strerror}"
-                ) from error
+                    f"passwordFile={self.password_file!r} cannot be read on this machine: {why}"
+                ) from None  # the cause may have a part of the password
         if password is None:
             return self.url
         try:
@@ -125,8 +127,8 @@ def check_columns(schema: StructType) -> None:
 def whole(options: Mapping[str, str], name: str, default: int) -> int:
     """Return an option that is a whole number of 1 or more. Raises ConfigurationError."""
     given = options.get(name, str(default))
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigurationError(f"{name}={given!r} must be a whole number of 1 or more")
+    if re.fullmatch("[0-9]{1,9}", given) is None or int(given) < 1:
+        raise ConfigurationError(f"{name}={given[:80]!r} must be a whole number of 1 to 999999999")
     return int(given)
 
 

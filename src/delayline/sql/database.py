@@ -16,6 +16,7 @@ from sqlalchemy.exc import ArgumentError
 
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
+from delayline.setting_values import full_scheme
 from delayline.sql.callers import hold_of
 from delayline.sql.setup import texts
 from delayline.sql.silence import checked_timeout
@@ -68,7 +69,8 @@ class Database(ABC):
         several that are named for one database the shortest holds.
         """
         try:
-            parsed = make_url(url)
+            url.encode()  # fails for a part that is not UTF-8
+            parsed = make_url(full_scheme(url))
         except (ArgumentError, ValueError):
             raise ConfigurationError(
                 "the database URL cannot be read; write it like sqlite:///file.db or "

@@ -25,12 +25,12 @@ def must_exist(url: str) -> None:
     Database.at(url).dialect.must_exist()
 
 
-async def examine(url: str) -> Sequence[Finding]:
+async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
     """Return what can be told of the database itself. Raises BackendUnusable or BackendUnavailable."""
     database = Database.at(url)
     await database.open()
     try:
-        tables = queue_tables(database.dialect.schema_of(None))
+        tables = queue_tables(database.dialect.schema_of(schema))
         return [
             *await database.read(lambda connection: _schema(connection, tables)),
             *await database.read(database.dialect.findings),
