@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 
 from delayline.errors import ConfigurationError, NotStarted
@@ -49,3 +50,8 @@ class HomeProcess:
                 f"{what} was started before this process was forked, and its threads and connections are its parent's: "
                 "make and start another one after the server has forked its workers"
             )
+
+
+def full_scheme(url: str) -> str:
+    """Return the URL with `postgresql` for `postgres`, as hosting services write it."""
+    return re.sub(r"(?i)\Apostgres(?=[:+])", "postgresql", url)

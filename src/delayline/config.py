@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 from delayline import setting_values
+from delayline.checks import full_scheme
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.host import satellite_queues
 from delayline.delayed.timeout_manager import TimeoutManagerDelivery
@@ -446,7 +447,7 @@ def _must_be_sql(url: str, what: str, besides: tuple[str, ...] = ()) -> None:
 
 def _scheme_of(url: str) -> str:
     """Return the URL's technology: `postgresql` of `postgresql+psycopg://...`."""
-    return setting_values.full_scheme(url).partition(":")[0].partition("+")[0].lower()
+    return full_scheme(url).partition(":")[0].partition("+")[0].lower()
 
 
 def delivery_from(

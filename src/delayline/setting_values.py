@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+from delayline.checks import full_scheme
 from delayline.message import UNUSABLE_IN_IDS
 from delayline.outgoing import check_endpoint_name
 from delayline.transaction import TransactionMode
@@ -92,11 +93,6 @@ def url(value: object) -> str:
     if re.match(r"[A-Za-z][\w+.-]*:", read) is None:
         raise ValueError("must be a URL")
     return read
-
-
-def full_scheme(url: str) -> str:
-    """Return the URL with `postgresql` for `postgres`, as hosting services write it."""
-    return re.sub(r"(?i)\Apostgres(?=[:+])", "postgresql", url)
 
 
 def mode(value: object) -> TransactionMode:

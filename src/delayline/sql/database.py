@@ -14,9 +14,9 @@ from weakref import WeakValueDictionary
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from delayline.checks import full_scheme
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
-from delayline.setting_values import full_scheme
 from delayline.sql.callers import hold_of
 from delayline.sql.setup import texts
 from delayline.sql.silence import checked_timeout
