@@ -315,3 +315,11 @@ def test_two_phases_are_composed_from_settings() -> None:
     assert endpoint.transaction_mode is TransactionMode.TRANSACTION_SCOPE
     assert endpoint.delayed_delivery is not None
     assert endpoint.delayed_delivery.transaction_domain == endpoint.transport.transaction_domain
+
+
+def test_the_limit_of_a_wait_on_a_server_comes_with_its_url() -> None:
+    pytest.importorskip("psycopg")
+    settings = loaded(endpoint="sales", url="postgres://me@limited/db?server_timeout=5")
+    transport = endpoint_from(settings).transport
+    assert isinstance(transport, SqlTransport)
+    assert transport.server_timeout == 5
