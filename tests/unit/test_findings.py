@@ -67,6 +67,32 @@ def test_sqlite_without_file_locks_is_refused_in_one_sentence() -> None:
     assert "WSL" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["postgresql://me:%ff@db/shop", "postgresql://me@db/sh\udcffop", "sqlite:///a%00b.db", "sqlite:///a\0b.db"],
+)
+def test_a_url_that_is_not_utf_8_or_has_nul_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read") as refused:
+        SqlTransport(url)
+    assert "%ff" not in str(refused.value), "it may be part of the password"
+
+
+async def test_names_that_sqlite_reserves_are_refused(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    for name in ("sqlite_shop", "SQLite_shop"):
+        endpoint = Endpoint(
+            name, transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))
+        )
+        with pytest.raises(ConfigurationError, match="reserves names that begin with 'sqlite_'"):
+            await endpoint.start()
+
+
+@pytest.mark.parametrize("kind", [SqlTransport, SqlDelayedMessageStore])
+def test_sqlite_has_no_schemas(kind: type[SqlTransport | SqlDelayedMessageStore], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="schema='my': SQLite has no schemas"):
+        kind(f"sqlite:///{tmp_path}/a.db", schema="my")
+
+
 #: Every table that delayline declares, in whichever module.
 DECLARED = sorted(
     name

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from sqlalchemy.engine import make_url
@@ -69,12 +70,12 @@ class Database(ABC):
         several that are named for one database the shortest holds.
         """
         try:
-            url.encode()  # fails for a part that is not UTF-8
+            unquote(url, errors="strict").replace("\0", "\udc00").encode()  # fails for NUL and what is not UTF-8
             parsed = make_url(full_scheme(url))
         except (ArgumentError, ValueError):
             raise ConfigurationError(
                 "the database URL cannot be read; write it like sqlite:///file.db or "
-                "postgresql://user:password@host/database, with special characters in the password as %XX"
+                "postgresql://user:password@host/database, with special characters in the password as %XX, in UTF-8"
             ) from None  # its text may have a part of the password
         named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
         database = _new(parsed.difference_update_query(["server_timeout"]))

@@ -252,10 +252,19 @@ class Sqlite:
     def kept_name(self, table: str) -> str:
         """Return the name as it is."""
         must_fit(table, len(table.encode()), LONGEST_NAME, "bytes", self)
+        if table.casefold().startswith("sqlite_"):  # https://sqlite.org/lang_createtable.html
+            raise ConfigurationError(
+                f"SQLite reserves names that begin with 'sqlite_', and the table would be {table!r}: "
+                "name the endpoint, or table_name=, otherwise"
+            )
         return table
 
     def schema_of(self, schema: str | None) -> str | None:
-        """Return the schema: a database attached under that name."""
+        """Return the schema, which can only be the file itself: delayline attaches no other."""
+        if schema not in (None, "main"):
+            raise ConfigurationError(
+                f"schema={schema!r}: SQLite has no schemas. Leave it out, or give these tables a file of their own"
+            )
         return schema
 
     def timeouts_table(self, name: str, schema: str | None) -> Table:

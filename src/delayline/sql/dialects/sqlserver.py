@@ -72,7 +72,8 @@ CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
 }
 NO_LIBRARY: Final = "Failed to load the driver"  # in what mssql-python says where a library is missing
 NOT_LOADED: Final = (
-    "mssql-python cannot be loaded: {error} On Debian run: apt-get install libltdl7 libodbc2; "
+    "mssql-python cannot be loaded: {error} On Debian run: "
+    "apt-get install libltdl7 libodbc2 libkrb5-3 libgssapi-krb5-2; "
     "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
 )
 HAS_RIGHT: Final = "SELECT HAS_PERMS_BY_NAME({mark}, N'OBJECT', {mark})"  # NULL for what the user cannot see
