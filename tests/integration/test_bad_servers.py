@@ -99,7 +99,7 @@ BAD_URLS: list[tuple[str, type[DelaylineError], str]] = [
     ("postgresql://{user}:{secret}@127.0.0.1:port/x", ConfigurationError, "cannot be read"),
     ("postgresql://{user}:a@{secret}/b@{database}", ConfigurationError, "more than one '@'.*%40"),
     ("postgresql:/{user}:{secret}@{database}", ConfigurationError, "cannot be read"),
-    ("postgres://{user}:{secret}@{database}", ConfigurationError, "postgres.*supported.*postgresql://"),
+    ("oracle://{user}:{secret}@{database}", ConfigurationError, "oracle.*supported.*postgresql://"),
     ("postgresq://{user}:{secret}@{database}", ConfigurationError, "postgresq.*supported.*postgresql://"),
 ]
 
