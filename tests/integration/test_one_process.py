@@ -44,6 +44,7 @@ def sleeping(began: threading.Event, end: threading.Event) -> Callable[[Connecti
 
 async def test_several_threads_with_loops_of_their_own(make_endpoint: Callable[..., Endpoint]) -> None:
     # Given four synchronous endpoints and an asynchronous one, all on one file
+    before = set(threading.enumerate())
     number, handled = 25, Counter[str]()
     enough = threading.Event()
 
@@ -69,7 +70,8 @@ async def test_several_threads_with_loops_of_their_own(make_endpoint: Callable[.
         await asyncio.gather(*sending, *working)
     # Then everything is handled once, and no thread is left
     assert handled.total() == len(handled) == 5 * number
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("delayline")] == []
+    left = set(threading.enumerate()) - before
+    assert [thread.name for thread in left if thread.name.startswith("delayline")] == []
 
 
 async def test_a_transaction_cancelled_twice_while_it_begins(file: Path) -> None:

@@ -90,7 +90,7 @@ def test_timeouts_arrive_at_an_endpoint_on_azure_when_they_are_due(
         reasons = sorted(reason for reason, _ in Migration(plan).run(spark).reasons)
         assert [why in reason for why, reason in zip(
             ["message with this id waits", "headers and body have more", "headers are not JSON",
-             "no queue 'gone'", "no queue 'never_a_queue'"], reasons, strict=True)] == [True] * 5  # fmt: skip
+             "it has no due time", "no queue 'gone'", "no queue 'never_a_queue'"], reasons, strict=True)] == [True] * 6  # fmt: skip
         assert legacy.ids(ENDPOINT) == [Timeout(number).id for number in range(5, 11)]
         verified = verify(legacy.source, target, spark)
         assert (verified.ok, verified.moved, verified.waiting, verified.repeatable) == (True, 4, 4, [])

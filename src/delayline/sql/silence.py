@@ -140,9 +140,12 @@ class Watchdog:
         """Look at it no more."""
         with self._lock:
             self._watches.discard(watch)
+            if not self._watches:
+                self._changed.set()  # the thread ends
 
     def _run(self) -> None:
         while True:
+            self._changed.clear()
             with self._lock:
                 watches = list(self._watches)
                 if not watches:
@@ -150,7 +153,6 @@ class Watchdog:
                     return
             tick = min(LONGEST_TICK, min(watch.limit for watch in watches) / 10)
             asleep = time.monotonic()
-            self._changed.clear()
             self._changed.wait(tick)
             now = time.monotonic()
             if now - asleep > 2 * tick + 1:  # this process was stopped itself: answers may be there, unread
