@@ -88,9 +88,10 @@ def test_timeouts_arrive_at_an_endpoint_on_azure_when_they_are_due(
         assert set(waiting(azure_url)) == {Timeout(8).id}
         # and when they are moved, those that cannot go are back
         reasons = sorted(reason for reason, _ in Migration(plan).run(spark).reasons)
-        assert [why in reason for why, reason in zip(
-            ["message with this id waits", "headers and body have more", "headers are not JSON",
-             "it has no due time", "no queue 'gone'", "no queue 'never_a_queue'"], reasons, strict=True)] == [True] * 6  # fmt: skip
+        expected = ["message with this id waits", "headers and body have more", "headers are not JSON"]
+        expected += ["it has no due time", "no queue 'gone'", "no queue 'never_a_queue'"]
+        assert len(reasons) == len(expected)
+        assert [why for why, reason in zip(expected, reasons, strict=True) if why not in reason] == []
         assert legacy.ids(ENDPOINT) == [Timeout(number).id for number in range(5, 11)]
         verified = verify(legacy.source, target, spark)
         assert (verified.ok, verified.moved, verified.waiting, verified.repeatable) == (True, 4, 4, [])
