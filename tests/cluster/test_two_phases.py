@@ -181,7 +181,7 @@ async def test_killed_at_every_step(two: Two, role: str, queues_in: str, request
     """Given messages, when a process is killed at a step of a transaction, then an endpoint's start mends it."""
     if queues_in == "MariaDB":
         two.queues = request.getfixturevalue("mariadb_url")
-    await two.send(MESSAGES, timedelta(milliseconds=1) if role == "poller" else None)
+    await two.send(MESSAGES, timedelta(seconds=1) if role == "poller" else None)
     everybody = sorted(f"{number}" for number in range(MESSAGES))
     for step, doubtful in STEPS.items():
         killed = two.start(role, step)
@@ -202,7 +202,7 @@ async def test_killed_at_every_step(two: Two, role: str, queues_in: str, request
 
 async def test_a_running_endpoint_mends_what_another_process_leaves(two: Two) -> None:
     """Given a running endpoint, when another process is killed with a transaction prepared, then it is settled soon."""
-    await two.send(MESSAGES, timedelta(milliseconds=1))
+    await two.send(MESSAGES, timedelta(seconds=1))
     async with two.endpoint():
         with Signals() as signals:
             assert await asyncio.to_thread(two.start("poller", "after the decision").wait, PATIENCE)
@@ -215,7 +215,7 @@ async def test_a_running_endpoint_mends_what_another_process_leaves(two: Two) ->
 async def test_killed_at_random(two: Two) -> None:
     """Given pollers and receivers, when they are killed again and again, then each message has its effect once."""
     chance = random.Random(new_seed())  # noqa: S311 - no secret
-    await two.send(MESSAGES * 5, timedelta(milliseconds=1))
+    await two.send(MESSAGES * 5, timedelta(seconds=1))
     posts = [(role, two.start(role)) for role in ("poller", "poller", "receiver", "receiver")]
     deadline = time.monotonic() + 12
     while time.monotonic() < deadline and (two.stored() or two.queued()):
@@ -241,7 +241,7 @@ async def test_a_server_crashes_between_the_steps(
 ) -> None:
     """Given a poller at work, when one server crashes after a step, then all is settled once it is back."""
     server = servers[0 if crashes == "queues" else 1]
-    await two.send(MESSAGES, timedelta(milliseconds=1))
+    await two.send(MESSAGES, timedelta(seconds=1))
     original, calls = getattr(PostgresqlTwoPhase, step), []
 
     def crashing(self: PostgresqlTwoPhase, connection: Connection, name: str) -> None:
