@@ -184,6 +184,7 @@ class DeliveryBreakers(DeliveryRoom):
                 while not parts.critical:
                     with pytest.raises(BackendUnavailable):
                         await endpoint.send(ENDPOINT, b"", delay=SECOND)
+                    await parts.clock.sleep(0.1)  # time stands still while the store is at work
 
             sending = asyncio.create_task(keep_sending())
             await self.critical(parts, "Failed to store delayed message")
