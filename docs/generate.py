@@ -293,6 +293,7 @@ EVENT_MEANING: Final = {
     Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and holds up nobody.",
     Event.WAVE_FAILED: "A job of a Spark dispatcher failed; it is begun again after a pause.",
     Event.LISTENING_LOST: "The server's notifications do not come; until they do, the poller looks every second.",
+    Event.LISTENING_RESUMED: "The server's notifications come again.",
     Event.PUBLISHING_BLOCKED: "The broker is short of memory or disk and takes no messages; sends wait.",
     Event.PUBLISHING_UNBLOCKED: "The broker takes messages again.",
     Event.BREAKER_ARMED: "A fault began; it becomes a critical error if it lasts.",
@@ -303,11 +304,13 @@ EVENT_MEANING: Final = {
 
 
 def emitted() -> dict[str, tuple[set[str], set[str]]]:
-    """Return the levels and facts of each event, read from every call of `emit` in the package."""
+    """Return the levels and facts of each event, read from every call of `emit` and `log_failure`."""
     found: dict[str, tuple[set[str], set[str]]] = {event.name: (set(), set()) for event in Event}
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "emit":
+            called = getattr(node, "func", None)
+            name = getattr(called, "id", None) or getattr(called, "attr", None)
+            if isinstance(node, ast.Call) and name in {"emit", "log_failure"} and len(node.args) > 2:
                 level, event = node.args[1], node.args[2]
                 if isinstance(level, ast.Attribute) and isinstance(event, ast.Attribute):
                     levels, facts = found[event.attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,7 @@ from delayline.events import Event, emit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from datetime import datetime
 
     from delayline.clock import Clock
 
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 DELAY_WHEN_ARMED: Final = timedelta(seconds=1)
 DELAY_WHEN_TRIGGERED: Final = timedelta(seconds=10)
 FAILURE_RATE_WINDOW: Final = timedelta(seconds=30)
+FIRST_INTERVAL: Final = timedelta(seconds=1)
+LONGEST_INTERVAL: Final = timedelta(seconds=60)
 
 
 class BreakerState(Enum):
@@ -30,13 +34,76 @@ class BreakerState(Enum):
     TRIGGERED = auto()
 
 
-class RepeatedFailuresOverTime:
+@dataclass
+class _Repeats:
+    began: datetime
+    logged: datetime
+    interval: timedelta = FIRST_INTERVAL
+    failures: int = 1
+
+
+class FailureLog:
+    """Logs a failure that repeats: the first time in full, then a count after 1, 2, 4 ... 60 seconds.
+
+    The failures between are logged at DEBUG, so that each of them remains an event. Events are counted apart; only the
+    first failure of all has a traceback.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._repeats: dict[Event, _Repeats] = {}
+
+    def log_failure(
+        self,
+        logger: logging.Logger,
+        level: int,
+        event: Event,
+        text: str,
+        *args: object,
+        exception: BaseException | None = None,
+        **facts: object,
+    ) -> None:
+        """Log `text % args` as `emit` does, or less of it when the same event was logged a moment ago.
+
+        Args:
+            logger: The caller's logger.
+            level: The level of the first line and of the counted ones.
+            event: What the record is about; also what is counted.
+            text: The text, with the marks of `%` formatting.
+            args: The values for the marks.
+            exception: The error whose traceback is logged with the first failure.
+            facts: The facts of the record.
+        """
+        now = self._clock.now()
+        repeats = self._repeats.get(event)
+        if repeats is None:
+            shown = None if self._repeats else exception
+            self._repeats[event] = _Repeats(now, now)
+            emit(logger, level, event, text, *args, exception=shown, **facts)
+            return
+        repeats.failures += 1
+        if abs(now - repeats.logged) < repeats.interval:  # the wall clock may be set back
+            emit(logger, logging.DEBUG, event, text, *args, exception=None, **facts)
+            return
+        repeats.logged, repeats.interval = now, min(repeats.interval * 2, LONGEST_INTERVAL)
+        seconds = (now - repeats.began).total_seconds()
+        counted = f"Still failing, %d attempts in %.0f s: {text}"
+        emit(logger, level, event, counted, repeats.failures, seconds, *args, exception=None, **facts)
+
+    def over(self) -> bool:
+        """Begin anew with the next failure; return whether there were any."""
+        failed = bool(self._repeats)
+        self._repeats.clear()
+        return failed
+
+
+class RepeatedFailuresOverTime(FailureLog):
     """Triggers once when failures go on for `time_to_trigger` with no success between.
 
     Disarmed → armed at the first failure → triggered by the first failure at or after the time; any success disarms.
     Unlike the reference's, the end of the time alone triggers nothing: silence after a failure is no lasting fault.
-    While armed each failure waits 1 s, while triggered 10 s, so that a dead back end is not hammered. Belongs to one
-    event loop.
+    While armed each failure waits 1 s, while triggered 10 s, so that a dead back end is not hammered. What fails is
+    logged with `log_failure`, which starts anew when the breaker is disarmed. Belongs to one event loop.
     """
 
     def __init__(
@@ -49,13 +116,15 @@ class RepeatedFailuresOverTime:
         arm: Callable[[], None] = lambda: None,
         disarm: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(clock)
         self.name = name
         self.state = BreakerState.DISARMED
         self._time_to_trigger = time_to_trigger
         self._trigger = trigger
         self._arm = arm
         self._disarm = disarm
-        self._clock = clock
+        self._armed_at = clock.now()
+        self._failures = 0
         self._timer: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -65,7 +134,10 @@ class RepeatedFailuresOverTime:
             return
         self.state = BreakerState.DISARMED
         self._stop_timer()
-        emit(logger, logging.INFO, Event.BREAKER_DISARMED, "The circuit breaker for '%s' is now disarmed.", self.name)
+        self.over()
+        seconds = (self._clock.now() - self._armed_at).total_seconds()
+        text = "The circuit breaker for '%s' is now disarmed, after %d failures in %.0f s."
+        emit(logger, logging.INFO, Event.BREAKER_DISARMED, text, self.name, self._failures, seconds)
         self._run(self._disarm, "disarm")
 
     async def failure(self, error: Exception) -> None:
@@ -78,7 +150,9 @@ class RepeatedFailuresOverTime:
         """Note a failure without waiting."""
         if self._closed:
             return
+        self._failures += 1
         if self.state is BreakerState.DISARMED:
+            self._failures, self._armed_at = 1, self._clock.now()
             self._arm_for(error)
         elif self.state is BreakerState.ARMED and self._timer is not None and self._timer.done():
             self._trigger_for(error)

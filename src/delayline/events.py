@@ -46,6 +46,7 @@ class Event(StrEnum):
     DESTINATIONS_CROSS = "delayed.destinations_cross"
     UNDELIVERABLE_CAUGHT = "delayed.undeliverable_caught"
     LISTENING_LOST = "delayed.listening_lost"
+    LISTENING_RESUMED = "delayed.listening_resumed"
     LEASE_LOST = "delayed.lease_lost"
     FOREIGN_ROW = "delayed.foreign_row"
     INDEX_MISSING = "delayed.index_missing"

@@ -241,7 +241,10 @@ class Pipeline:
             try:
                 batch = await self._next_batch(free)
             except Exception as error:
-                emit(logger, logging.ERROR, Event.RECEIVE_FAILED, "Failed to receive from %s: %s", self.queue, error)
+                text = "Failed to receive from %s: %s"
+                self._breaker.log_failure(
+                    logger, logging.ERROR, Event.RECEIVE_FAILED, text, self.queue, error, exception=error
+                )
                 await self._pause(error)
                 continue
             self._breaker.success()

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline.circuit_breaker import BreakerState, FailureRate, RepeatedFailuresOverTime, first_of
+from delayline.circuit_breaker import BreakerState, FailureLog, FailureRate, RepeatedFailuresOverTime, first_of
+from delayline.events import Event
+from delayline.testing import Signals
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:
@@ -259,3 +261,61 @@ async def test_first_of_cancels_the_losers(clock: ManualClock) -> None:
     await clock.advance(1)
     await racing
     assert lost.is_set()
+
+
+def loud(signals: Signals, event: Event) -> list[logging.LogRecord]:
+    return [record for record in signals.records(event) if record.levelno >= logging.WARNING]
+
+
+def log(failures: FailureLog, event: Event = Event.FETCH_FAILED) -> None:
+    logger = logging.getLogger("delayline.test")
+    failures.log_failure(logger, logging.ERROR, event, "no answer: %s", "gone", exception=BOOM)
+
+
+async def test_a_failure_that_repeats_is_counted_at_growing_intervals(clock: ManualClock) -> None:
+    failures = FailureLog(clock)
+    at: list[int] = []
+    with Signals() as signals:
+        for second in range(301):
+            before = len(loud(signals, Event.FETCH_FAILED))
+            log(failures)
+            if len(loud(signals, Event.FETCH_FAILED)) > before:
+                at.append(second)
+            await clock.advance(1)
+    assert at == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
+    lines = loud(signals, Event.FETCH_FAILED)
+    assert lines[2].getMessage() == "Still failing, 4 attempts in 3 s: no answer: gone"
+    assert [bool(line.exc_info) for line in lines] == [True] + [False] * 9
+    assert signals.count(Event.FETCH_FAILED) == 301  # each stays an event
+
+
+async def test_another_event_of_the_same_outage_is_logged_without_a_traceback(clock: ManualClock) -> None:
+    failures = FailureLog(clock)
+    with Signals() as signals:
+        log(failures)
+        log(failures, Event.REMOVE_FAILED)
+    assert [bool(line.exc_info) for line in loud(signals, Event.REMOVE_FAILED)] == [False]
+
+
+async def test_a_wall_clock_that_is_set_back_silences_nothing(clock: ManualClock) -> None:
+    failures = FailureLog(clock)
+    with Signals() as signals:
+        log(failures)
+        clock.set(clock.now() - timedelta(hours=1))
+        log(failures)
+    assert len(loud(signals, Event.FETCH_FAILED)) == 2
+
+
+async def test_a_breaker_that_disarms_logs_how_long_it_was_and_begins_anew(clock: ManualClock) -> None:
+    breaker = Probe(clock).breaker
+    with Signals() as signals:
+        for _ in range(3):
+            log(breaker)
+            breaker.note(BOOM)
+            await clock.advance(1)
+        breaker.success()
+        log(breaker)
+    (over,) = signals.records(Event.BREAKER_DISARMED)
+    assert over.getMessage().endswith("is now disarmed, after 3 failures in 3 s.")
+    assert [bool(line.exc_info) for line in loud(signals, Event.FETCH_FAILED)] == [True, False, True]
+    breaker.close()

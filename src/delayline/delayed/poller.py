@@ -194,11 +194,14 @@ class Poller:
     def _remove_failed(self, error: Exception) -> None:
         sent = tuple(self._mover.unremoved)
         text = "Failed to remove %d dispatched messages: %s"
-        emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, len(sent), error, exception=error, messages=sent)
+        self._dispatch_breaker.log_failure(
+            logger, logging.ERROR, Event.REMOVE_FAILED, text, len(sent), error, exception=error, messages=sent
+        )
 
     def _outage(self, error: BackendUnavailable, size: int) -> None:
         """Count nobody; where space is short go on in small steps, as far as it reaches."""
-        emit(logger, logging.ERROR, Event.DISPATCH_FAILED, "Failure during polling: %s", error, exception=error)
+        text = "Failure during polling: %s"
+        self._dispatch_breaker.log_failure(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
         if isinstance(error, StorageFull):
             self._isolating = size
 
@@ -217,7 +220,7 @@ class Poller:
             await self._fetch_failed(error)
 
     async def _fetch_failed(self, error: Exception) -> None:
-        emit(
+        self._fetch_breaker.log_failure(
             logger,
             logging.ERROR,
             Event.FETCH_FAILED,

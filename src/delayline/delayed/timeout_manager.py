@@ -26,7 +26,7 @@ from delayline.delayed.timeout_poll import ExpiredTimeouts
 from delayline.delayed.timeout_routing import joined, send, to_clear, to_timeouts_queue
 from delayline.delayed.timeout_satellites import DispatchingSatellite, StoringSatellite
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
-from delayline.events import Event, emit
+from delayline.events import Event
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.transaction import strongest_mode
 from delayline.transport import TransportOperation
@@ -206,7 +206,7 @@ class TimeoutManagerDelivery:
         try:
             while True:
                 text = "Failed to fetch timeouts from the timeout storage: %s"
-                emit(logger, logging.WARNING, Event.FETCH_FAILED, text, error, exception=error)
+                fetching.log_failure(logger, logging.WARNING, Event.FETCH_FAILED, text, error, exception=error)
                 await first_of(self._stopping.wait(), fetching.failure(error))
                 try:
                     await self._begin(fetching)

@@ -14,7 +14,8 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from delayline.clock import from_microseconds
+from delayline.circuit_breaker import FailureLog
+from delayline.clock import SystemClock, from_microseconds
 from delayline.delayed.poller import MAXIMUM_SLEEP
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
@@ -77,6 +78,7 @@ class Notifications:
         self._sleeping: dict[str, str] = {}
         self._said: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
+        self._failures = FailureLog(SystemClock())
         self.wake, self._woken = os.pipe()
         self.closing = False
 
@@ -206,10 +208,15 @@ class Notifications:
                     Listening(self, connection).run()
             except Exception as error:  # without this thread nobody here would be woken any more
                 text = "Notifications do not come any more, looking every %g s instead: %s"
-                emit(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
+                self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
             if not self.closing:
                 self.listeners.tell_all()
                 self._pause(POLL_EVERY)
+
+    def listens(self) -> None:
+        """Log that notifications come again, if they did not."""
+        if self._failures.over():
+            emit(logger, logging.INFO, Event.LISTENING_RESUMED, "Notifications come again")
 
     def _pause(self, seconds: float) -> None:
         with selectors.DefaultSelector() as selector:
@@ -239,6 +246,7 @@ class Listening:
             selector.register(self._driver.fileno(), selectors.EVENT_READ)
             self._ask(f'LISTEN "{channel_name(owner.me)}"')
             self._join()
+            owner.listens()
             while not owner.closing:
                 ready = {key.fd for key, _ in selector.select(self._patience())}
                 if owner.wake in ready:
