@@ -23,6 +23,8 @@ from delayline.sql.journal import Journal
 from delayline.sql.locked_rows import LockStatements
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
+from delayline.sql.server import IN_SESSION
+from delayline.sql.silence import FACTOR
 from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.sql.taken import NAMES
 from delayline.sql.taken import tables as tables_taken
@@ -262,6 +264,47 @@ def test_the_declaring_connection_is_the_drivers_own(monkeypatch: pytest.MonkeyP
     made = server()._connect_driver(None, None, ("Server=host",), {"timeout": 3})
     assert type(made) is DeclaringConnection
     assert given == [(("Server=host",), {"timeout": 3})]
+
+
+def limits_given(url: str, seconds: float) -> dict[str, Any]:
+    """Return what the driver would be given to connect."""
+    one = server(url)
+    options: dict[str, Any] = {}
+    one.server_timeout = seconds
+    one._limits(None, None, (), options)
+    return options
+
+
+def test_the_drivers_are_given_limits() -> None:
+    assert limits_given("mssql://sa:s3cret@host/db", 15) == {"timeout": 10}
+    assert limits_given("mssql://sa:s3cret@host/db", 2.5) == {"timeout": 3}
+    assert limits_given("mssql://sa:s3cret@host/db?timeout=7", 2.5) == {}
+    assert limits_given("mssql+pymssql://sa:p@host/db", 15) == {"login_timeout": 10, "timeout": 3600}
+    assert limits_given("mssql+pymssql://sa:p@host/db", 0.2) == {"login_timeout": 1, "timeout": 48}
+
+
+def test_the_urls_own_limits_win_over_those_of_pymssql() -> None:
+    one = server("mssql+pymssql://sa:p@host/db?timeout=7&login_timeout=4")
+    _, options = one.sql.create_connect_args(one.url)
+    given = dict(options)
+    one.limit_connect(given)
+    assert (given["timeout"], given["login_timeout"]) == ("7", "4")
+
+
+@pytest.mark.parametrize(("in_session", "factor", "seconds"), [(True, 1, 3), (True, 10, 25), (False, 1, 25)])
+def test_each_cursor_of_microsofts_driver_has_the_limit_of_the_work(
+    binary: Binary, *, in_session: bool, factor: int, seconds: int
+) -> None:
+    del binary
+    one = server()
+    one.server_timeout = 2.5
+    record = SimpleNamespace(info={IN_SESSION: in_session})
+    connection = one._connect_driver(None, record, ("Server=host;Database=db;UID=sa;PWD=s3cret",), {})
+    token = FACTOR.set(factor)
+    try:
+        assert connection.cursor()._timeout == seconds
+    finally:
+        FACTOR.reset(token)
 
 
 def test_pymssql_is_given_bytes_that_are_no_text() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -45,6 +46,8 @@ from delayline.sql.dialects.sqlserver_sql import (
 from delayline.sql.local_wake_ups import LocalWakeUps
 from delayline.sql.names import must_fit
 from delayline.sql.schema import BINARY, CONTENT
+from delayline.sql.server import IN_SESSION
+from delayline.sql.silence import FACTOR, JOB_WORK, LONG_WORK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -63,12 +66,11 @@ OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
 BOXED: Final = "Microsoft SQL Server"
 DEFAULT_SCHEMA: Final = "dbo"
 LONGEST_NAME: Final = 128  # UTF-16 units
-CONNECT_TIMEOUT: Final = 10  # seconds
 MICROSOFT, PYMSSQL = "mssql+mssqlpython", "mssql+pymssql"
 MICROSOFT_DIALECT: Final = "sqlalchemy.dialects.mssql.mssqlpython"  # SQLAlchemy 2.1 brought it
 CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
-    MICROSOFT: {"timeout": CONNECT_TIMEOUT},
-    PYMSSQL: {"login_timeout": CONNECT_TIMEOUT, "appname": "delayline"},
+    MICROSOFT: {},
+    PYMSSQL: {"appname": "delayline"},
 }
 NO_LIBRARY: Final = "Failed to load the driver"  # in what mssql-python says where a library is missing
 NOT_LOADED: Final = (
@@ -208,12 +210,27 @@ class SqlServer(ServerDialect):
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
-    def _connect_driver(self, _: object, __: object, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
+    def limit_connect(self, arguments: dict[str, Any]) -> None:
+        """Limit connecting and, with pymssql, whose limit is the whole process's, statements by the longest limit."""
+        login = max(1, math.ceil(self.connect_timeout))
+        if self._pymssql:
+            arguments.setdefault("login_timeout", login)
+            arguments.setdefault("timeout", math.ceil(self.server_timeout * JOB_WORK))
+        elif "timeout" not in self.url.query:
+            arguments.setdefault("timeout", login)
+
+    def _connect_driver(self, _: object, record: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
         if self._pymssql:
             return BinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))
         from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
 
-        return DeclaringConnection(*arguments, **options)
+        def seconds() -> int:
+            factor = FACTOR.get() if record.info.get(IN_SESSION) else LONG_WORK
+            return math.ceil(self.server_timeout * factor)
+
+        connection = DeclaringConnection(*arguments, **options)
+        connection.limit = seconds
+        return connection
 
     def schema_of(self, schema: str | None) -> str:
         """Return the schema, `dbo` where none is named; quoted, as a dot in it means nothing."""

@@ -16,7 +16,7 @@ from mssql_python import ddbc_bindings
 from mssql_python.cursor import Cursor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     #: What `setinputsizes` takes for one parameter: the ODBC type, its size and its digits.
     Declared = tuple[int, int, int]
@@ -110,8 +110,13 @@ class DeclaringCursor(Cursor):
 class DeclaringConnection(mssql_python.Connection):
     """Gives cursors that declare every parameter."""
 
+    limit: Callable[[], int] | None = None
+    """Returns the seconds that a statement of the next cursor may take; None is no limit."""
+
     def cursor(self) -> Cursor:
         """Return a new cursor, made by the driver, which closes it with the connection."""
+        if self.limit is not None:
+            self.timeout = self.limit()
         cursor = super().cursor()
         cursor.__class__ = DeclaringCursor
         return cursor
