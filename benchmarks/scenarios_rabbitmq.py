@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from delayline import DelayedDelivery
+    from delayline.spi import DelayedDelivery
 
 BATCH = 500
 PUBLISHED = scaled(20_000)

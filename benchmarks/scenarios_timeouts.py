@@ -14,23 +14,15 @@ from benchmarks.bare import BODY
 from benchmarks.handled import Handled
 from benchmarks.house import NAME, Figures
 from benchmarks.servers import postgresql
-from delayline import (
-    Endpoint,
-    Headers,
-    Message,
-    SqlDelayedMessageStore,
-    SqlTimeoutPersister,
-    SqlTransport,
-    StoredDelivery,
-    Timeout,
-    TimeoutManagerDelivery,
-)
+from delayline import Endpoint, Headers, Message, SqlDelayedMessageStore, SqlTransport, StoredDelivery
 from delayline.message import to_wire_time
+from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from delayline import DelayedDelivery, MessageContext
+    from delayline import MessageContext
+    from delayline.spi import DelayedDelivery
 
 RATE = 200  # messages a second
 SECONDS = 20

@@ -30,10 +30,8 @@ from delayline import (
     MemoryTransport,
     Recoverability,
     SqlDelayedMessageStore,
-    SqlTimeoutPersister,
     SqlTransport,
     StoredDelivery,
-    TimeoutManagerDelivery,
     TransactionMode,
     TwoPhaseCommit,
     UnsupportedTransactionMode,
@@ -48,13 +46,14 @@ from delayline.events import Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema
 from delayline.sql.dialects.sqlserver import SqlServer
+from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sqlalchemy import Dialect, Table
 
-    from delayline import DelayedMessageStore, Transport
+    from delayline.spi import DelayedMessageStore, Transport
 
 ROOT: Final = Path(__file__).parents[1]
 SOURCE: Final = ROOT / "src" / "delayline"

@@ -32,7 +32,7 @@ from delayline import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from delayline import Transaction
+    from delayline.spi import Transaction
 
 Result = TypeVar("Result")
 

@@ -1,41 +1,11 @@
-"""Durable delayed message delivery: sent now, delivered when due, never lost, never early."""
+"""Durable delayed message delivery: sent now, delivered when due, never lost, never early.
+
+Authors of stores and transports find their protocols in `delayline.spi`; the timeout manager is `delayline.timeouts`.
+"""
 
 import typing
 
-from delayline.callers import Caller, JoinsCallers
-from delayline.clock import Clock, SystemClock
-from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
-from delayline.delayed.host import DeliveryHost
-from delayline.delayed.store import (
-    BatchStore,
-    ClosableStore,
-    DelayedMessageStore,
-    DueCount,
-    Forwarded,
-    ForwardingStore,
-    JournaledStore,
-    ManagedStore,
-    Outcome,
-    StoreClock,
-    StoreInfrastructure,
-    StoreTransactions,
-    StoreWakeUps,
-)
-from delayline.delayed.timeout_headers import TimeoutHeaders
-from delayline.delayed.timeout_manager import TimeoutManagerDelivery
-from delayline.delayed.timeout_persister import (
-    CountedTimeouts,
-    DueTimeout,
-    LockedTimeouts,
-    LocksTimeouts,
-    TakesTimeouts,
-    Timeout,
-    TimeoutCount,
-    TimeoutPersister,
-    TimeoutsChunk,
-    TimeoutStorage,
-)
-from delayline.delayed.timeout_routing import ExternalTimeoutManager
+from delayline.delayed.delivery import StoredDelivery
 from delayline.endpoint import Endpoint
 from delayline.errors import (
     BackendUnavailable,
@@ -57,83 +27,60 @@ from delayline.errors import (
     UnsupportedTransactionMode,
 )
 from delayline.events import Event
-from delayline.memory import MemoryDelayedMessageStore, MemoryTimeoutPersister, MemoryTransport
+from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.pipeline import MessageContext
 from delayline.recoverability import Recoverability
 from delayline.sync import SyncEndpoint
-from delayline.transaction import Guarantee, Savepoints, Transaction, TransactionMode, guarantee
-from delayline.transport import (
-    FindsQueues,
-    ManagedQueues,
-    QualifiedQueues,
-    ReceivedMessage,
-    Receiver,
-    Transport,
-    TransportOperation,
-    TransportTransactions,
-)
+from delayline.transaction import Guarantee, TransactionMode, guarantee
 
 if typing.TYPE_CHECKING:
-    from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport, TwoPhaseCommit
+    from delayline.azure import AzureStorageQueueTransport as AzureStorageQueueTransport
+    from delayline.azure import DelayedTableDelivery as DelayedTableDelivery
+    from delayline.rabbitmq import DelayLevelDelivery as DelayLevelDelivery
+    from delayline.rabbitmq import RabbitMQTransport as RabbitMQTransport
+    from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 else:
-    #: What is loaded when it is asked for: it needs SQLAlchemy and takes longer than all the rest.
-    _ROOMS = {
+    #: Imported on first use: their libraries take longer to load than all the rest. Names that need an extra are not
+    #: in `__all__`, so that `from delayline import *` works without it.
+    _LAZY = {
+        "AzureStorageQueueTransport": "delayline.azure",
+        "DelayLevelDelivery": "delayline.rabbitmq",
+        "DelayedTableDelivery": "delayline.azure",
+        "RabbitMQTransport": "delayline.rabbitmq",
         "SqlDelayedMessageStore": "delayline.sql",
-        "SqlTimeoutPersister": "delayline.sql",
         "SqlTransport": "delayline.sql",
         "TwoPhaseCommit": "delayline.sql",
     }
 
     def __getattr__(name: str) -> object:
-        if name not in _ROOMS:
+        if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
 
-        return getattr(importlib.import_module(_ROOMS[name]), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *_LAZY})
 
 
 __all__ = [
     "BackendUnavailable",
     "BackendUnusable",
-    "BatchStore",
-    "Caller",
-    "Clock",
-    "ClosableStore",
     "ConfigurationError",
     "CorruptBody",
     "CorruptHeaders",
-    "CountedTimeouts",
-    "DelayedDelivery",
     "DelayedMessage",
-    "DelayedMessageStore",
     "DelaylineError",
-    "DeliveryHost",
     "DispatchFailed",
-    "DueCount",
-    "DueTimeout",
     "DuplicateMessage",
     "Endpoint",
     "Event",
-    "ExternalTimeoutManager",
-    "FindsQueues",
-    "Forwarded",
-    "ForwardingStore",
     "Guarantee",
     "Headers",
     "InvalidDueTime",
     "InvalidMessage",
-    "JoinsCallers",
-    "JournaledStore",
-    "LockedTimeouts",
-    "LocksTimeouts",
-    "ManagedQueues",
-    "ManagedStore",
     "MemoryDelayedMessageStore",
-    "MemoryTimeoutPersister",
     "MemoryTransport",
     "Message",
     "MessageContext",
@@ -141,37 +88,14 @@ __all__ = [
     "MissingExtra",
     "NewerSchema",
     "NotStarted",
-    "Outcome",
-    "QualifiedQueues",
     "QueueNotFound",
-    "ReceivedMessage",
-    "Receiver",
     "Recoverability",
-    "Savepoints",
     "SqlDelayedMessageStore",
-    "SqlTimeoutPersister",
     "SqlTransport",
     "StorageFull",
-    "StoreClock",
-    "StoreInfrastructure",
-    "StoreTransactions",
-    "StoreWakeUps",
     "StoredDelivery",
     "SyncEndpoint",
-    "SystemClock",
-    "TakesTimeouts",
-    "Timeout",
-    "TimeoutCount",
-    "TimeoutHeaders",
-    "TimeoutManagerDelivery",
-    "TimeoutPersister",
-    "TimeoutStorage",
-    "TimeoutsChunk",
-    "Transaction",
     "TransactionMode",
-    "Transport",
-    "TransportOperation",
-    "TransportTransactions",
     "TwoPhaseCommit",
     "UnsupportedTransactionMode",
     "guarantee",

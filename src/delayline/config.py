@@ -12,13 +12,13 @@ from delayline import setting_values
 from delayline.checks import full_scheme
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.host import satellite_queues
-from delayline.delayed.timeout_manager import TimeoutManagerDelivery
-from delayline.draining import drained_from, persister_at
 from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoint
 from delayline.errors import ConfigurationError
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.setting_sources import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags
 from delayline.setting_values import masked
+from delayline.timeouts.draining import drained_from, persister_at
+from delayline.timeouts.manager import TimeoutManagerDelivery
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import DelayedMessageStore
     from delayline.recoverability import Recoverability
-    from delayline.sql import SqlTimeoutPersister, TwoPhaseCommit
+    from delayline.sql import TwoPhaseCommit
+    from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
 
 MEMORY: Final = "memory"

@@ -70,6 +70,24 @@ class Headers:
     EXCEPTION_STACK_TRACE: Final = "NServiceBus.ExceptionInfo.StackTrace"
 
 
+class TimeoutHeaders:
+    """Header names of the timeout manager, as NServiceBus writes them."""
+
+    EXPIRE: Final = "NServiceBus.Timeout.Expire"
+    DESTINATION: Final = "NServiceBus.Timeout.RouteExpiredTimeoutTo"
+    CLEAR: Final = "NServiceBus.ClearTimeouts"
+    SAGA_ID: Final = "NServiceBus.SagaId"
+    TIMEOUT_ID: Final = "Timeout.Id"
+    RELATED_TIMEOUT: Final = "NServiceBus.RelatedToTimeoutId"
+    CONTROL_MESSAGE: Final = "NServiceBus.ControlMessage"
+    #: Before version 5: the id on a request to dispatch.
+    OLD_TIMEOUT_ID: Final = "NServiceBus.Timeout.TimeoutIdToDispatch"
+    #: Version 5: the reply address of a message in the timeouts table.
+    OLD_REPLY_TO: Final = "NServiceBus.Timeout.ReplyToAddress"
+    #: The value of a header that is a flag.
+    TRUE: Final = "True"
+
+
 class Message:
     """An id, headers (str to str) and a body (bytes); immutable.
 

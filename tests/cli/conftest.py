@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
-from delayline import Message, SqlTransport, TransportOperation
+from delayline import Message, SqlTransport
 from delayline.cli import main
+from delayline.spi import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

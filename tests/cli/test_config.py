@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 
-from delayline import (
-    ConfigurationError,
-    Endpoint,
-    MemoryTransport,
-    SqlTimeoutPersister,
-    SqlTransport,
-    StoredDelivery,
-    TimeoutManagerDelivery,
-    TransactionMode,
-)
+from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, StoredDelivery, TransactionMode
 from delayline.config import (
     Settings,
     endpoint_from,
@@ -26,6 +17,7 @@ from delayline.config import (
 )
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.setting_values import masked
+from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 
 def loaded(toml: str = "", *, environ: dict[str, str] | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - wrong ones too

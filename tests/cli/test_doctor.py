@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.cli.conftest import Ran
 
-from delayline import Message, SqlTimeoutPersister, SqlTransport, Timeout, TimeoutManagerDelivery
+from delayline import Message, SqlTransport
 from delayline.clock import to_microseconds
 from delayline.config import endpoint_from, load_settings
+from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable

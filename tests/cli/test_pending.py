@@ -10,8 +10,9 @@ import pytest
 from tests.cli.conftest import URL, Ran
 from tests.integration.cold_rows import hold
 
-from delayline import Message, Timeout, TransactionMode
-from delayline.sql import SqlTimeoutPersister, TwoTierStore
+from delayline import Message, TransactionMode
+from delayline.sql import TwoTierStore
+from delayline.timeouts import SqlTimeoutPersister, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

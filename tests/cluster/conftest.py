@@ -13,8 +13,10 @@ sys.path.append(str(Path(__file__).parents[2]))  # for `tests.cluster.harness`, 
 
 from tests.cluster.harness import Cluster, Nursery
 
-from delayline import DelayedDelivery, Endpoint, StoredDelivery, TimeoutManagerDelivery
-from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport
+from delayline import Endpoint, StoredDelivery
+from delayline.spi import DelayedDelivery
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline import Outcome, TransactionMode
+from delayline import TransactionMode
+from delayline.spi import Outcome
 from delayline.sql import SqlDelayedMessageStore
 
 if TYPE_CHECKING:

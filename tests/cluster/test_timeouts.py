@@ -13,9 +13,10 @@ import pytest
 from tests.cluster.harness import PATIENCE, eventually, new_seed
 from tests.cluster.test_steps import name_of, steps
 
-from delayline import Guarantee, Headers, Message, Timeout, TimeoutManagerDelivery, TransactionMode, guarantee
+from delayline import Guarantee, Headers, Message, TransactionMode, guarantee
 from delayline.message import to_wire_time
-from delayline.sql import SqlTimeoutPersister, SqlTransport
+from delayline.sql import SqlTransport
+from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -19,14 +19,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delayline import Endpoint, Event, StoredDelivery, TimeoutManagerDelivery, TransactionMode
+from delayline import Endpoint, Event, StoredDelivery, TransactionMode
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
-from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
 from delayline.sql.forwarding import FileForwarding, LockedForwarding, Moved
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 from delayline.testing.faults import Faulty
+from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline import DelayedDelivery, DelayedMessageStore, Timeout, TimeoutsChunk, Transaction, Transport
     from delayline.delayed.store import Forwarded
-    from delayline.delayed.timeout_persister import LockedTimeouts
     from delayline.pipeline import Handler, MessageContext
+    from delayline.spi import DelayedDelivery, DelayedMessageStore, Transaction, Transport
+    from delayline.timeouts import Timeout, TimeoutsChunk
+    from delayline.timeouts.persister import LockedTimeouts
 
 Settings = dict[str, Any]
 PR_SET_PDEATHSIG = 1

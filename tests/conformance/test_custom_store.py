@@ -6,7 +6,8 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
-from delayline import DelayedMessageStore, MemoryTransport, TransactionMode, Transport
+from delayline import MemoryTransport, TransactionMode
+from delayline.spi import DelayedMessageStore, Transport
 from delayline.testing import DeliveryConformance, StoreConformance
 from delayline.testing.conformance.messages import AT, delayed, same
 

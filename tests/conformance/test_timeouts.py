@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from delayline.memory import MemoryTimeoutPersister
-from delayline.sql import SqlTimeoutPersister
 from delayline.testing import TimeoutPersisterConformance
+from delayline.timeouts import MemoryTimeoutPersister, SqlTimeoutPersister
 
 
 class TestMemoryTimeouts(TimeoutPersisterConformance):

@@ -18,23 +18,14 @@ from azure.storage.blob.aio import BlobLeaseClient, ContainerClient
 from azure.storage.queue.aio import QueueClient
 from tests.integration.azure_parts import PATIENCE, SECOND, Noted, connection, endpoint_at
 
-from delayline import (
-    Endpoint,
-    Event,
-    Headers,
-    InvalidMessage,
-    Message,
-    MessageContext,
-    TimeoutManagerDelivery,
-    TransactionMode,
-)
+from delayline import Endpoint, Event, Headers, InvalidMessage, Message, MessageContext, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery
 from delayline.azure.envelope import unwrap, wrap
 from delayline.azure.names import delays_name, place_key
 from delayline.delayed.store import Outcome
-from delayline.sql import SqlTimeoutPersister
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import delayed
+from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from delayline import (
     SqlTransport,
     StoredDelivery,
     TransactionMode,
-    TransportOperation,
 )
 from delayline.callers import Caller
 from delayline.cli import main
+from delayline.spi import TransportOperation
 from delayline.sql.dialects import postgresql as dialect
 from delayline.testing.conformance.messages import delayed, operation
 

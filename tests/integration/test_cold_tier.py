@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.integration.cold_rows import hold, rows
 
-from delayline import BackendUnusable, ConfigurationError, DelayedMessage, DueCount, Message, Outcome, TransactionMode
+from delayline import BackendUnusable, ConfigurationError, DelayedMessage, Message, TransactionMode
 from delayline.clock import to_microseconds
+from delayline.spi import DueCount, Outcome
 from delayline.sql import TwoTierStore
 from delayline.sql.cold_files import ColdFile, State, hour_of
 from delayline.sql.cold_folder import ColdFolder, HourWriter

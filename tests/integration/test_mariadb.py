@@ -24,9 +24,9 @@ from delayline import (
     MessageContext,
     StoredDelivery,
     TransactionMode,
-    TransportOperation,
 )
 from delayline.events import Event
+from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.database import Database
 from delayline.sql.dialects.mariadb import HEADROOM, Mariadb
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from tests.servers.mariadb import MariadbServer
 
-    from delayline import Transaction
+    from delayline.spi import Transaction
 
 PATIENCE = 20.0
 SECONDS = 3.0

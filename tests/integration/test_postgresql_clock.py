@@ -15,20 +15,22 @@ import pytest
 from click.testing import CliRunner
 from sqlalchemy.engine import make_url
 
-from delayline import Endpoint, StoredDelivery, TimeoutManagerDelivery
+from delayline import Endpoint, StoredDelivery
 from delayline.cli import main
 from delayline.clock import SystemClock
 from delayline.events import Event
-from delayline.sql import SqlDelayedMessageStore, SqlTimeoutPersister, SqlTransport
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.server_clock import DRIFT, STALE_AFTER, ServerClock, steady
 from delayline.testing import Signals
+from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from datetime import tzinfo
     from pathlib import Path
 
-    from delayline import DelayedDelivery, Message, MessageContext
+    from delayline import Message, MessageContext
+    from delayline.spi import DelayedDelivery
 
 HOUR = timedelta(hours=1)
 PATIENCE = 20.0

@@ -23,11 +23,11 @@ from delayline import (
     SqlDelayedMessageStore,
     SqlTransport,
     StoredDelivery,
-    TransportOperation,
 )
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY
 from delayline.rabbitmq.front import held
+from delayline.spi import TransportOperation
 from delayline.testing import NativeDeliveryConformance, Signals
 from delayline.testing.conformance.native_delivery import Arrivals
 from delayline.testing.conformance.transport_room import received

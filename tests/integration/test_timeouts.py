@@ -15,28 +15,23 @@ from tests.cluster.harness import mariadb_at
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline import (
-    DelayedDelivery,
     Endpoint,
     Guarantee,
     Headers,
     Message,
     MessageContext,
-    Outcome,
-    SqlTimeoutPersister,
     SqlTransport,
     StoredDelivery,
-    TimeoutHeaders,
-    TimeoutManagerDelivery,
-    Transport,
-    TransportOperation,
     TwoPhaseCommit,
 )
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.events import Event
 from delayline.message import from_wire_time
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.spi import DelayedDelivery, Outcome, Transport, TransportOperation
 from delayline.sql import SqlDelayedMessageStore
 from delayline.testing import Signals
+from delayline.timeouts import SqlTimeoutPersister, TimeoutHeaders, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

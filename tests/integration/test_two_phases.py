@@ -24,9 +24,9 @@ from delayline import (
     Message,
     StoredDelivery,
     TransactionMode,
-    TransportOperation,
     UnsupportedTransactionMode,
 )
+from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from delayline import DelayedMessage, Outcome
+    from delayline import DelayedMessage
     from delayline.spark import Compacted, Scheduled
+    from delayline.spi import Outcome
 
 #: When the first of `many` is due.
 FIRST: Final = datetime.fromtimestamp(1_900_000_000, UTC)

@@ -23,7 +23,7 @@ from delayline.testing.clock import ManualClock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from delayline import Transaction, TransportOperation
+    from delayline.spi import Transaction, TransportOperation
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

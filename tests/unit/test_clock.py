@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayline import SystemClock
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
+from delayline.spi import SystemClock
 
 
 def test_the_system_clock_is_aware_and_in_utc() -> None:

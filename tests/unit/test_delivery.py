@@ -15,9 +15,9 @@ from delayline import (
     MemoryDelayedMessageStore,
     MemoryTransport,
     NotStarted,
-    SystemClock,
 )
 from delayline.delayed.delivery import StoredDelivery
+from delayline.spi import SystemClock
 from delayline.testing.clock import ManualClock, settle
 from delayline.transport import TransportOperation
 

@@ -16,11 +16,10 @@ from delayline import (
     MemoryDelayedMessageStore,
     MemoryTransport,
     StoredDelivery,
-    TimeoutManagerDelivery,
     TransactionMode,
 )
-from delayline.memory import MemoryTimeoutPersister
 from delayline.testing.clock import settle
+from delayline.timeouts import MemoryTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock

@@ -23,10 +23,10 @@ from delayline import (
     Recoverability,
     StoredDelivery,
     TransactionMode,
-    TransportOperation,
     UnsupportedTransactionMode,
 )
 from delayline.events import Event
+from delayline.spi import TransportOperation
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import delayline
-from delayline import Endpoint, Event, MemoryTransport, Message, MessageContext, Recoverability, TransportOperation
+from delayline import Endpoint, Event, MemoryTransport, Message, MessageContext, Recoverability
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
+from delayline.spi import TransportOperation
 from delayline.testing import Fault, FaultyTransport, Signals
 from delayline.testing.clock import settle
 

@@ -17,7 +17,8 @@ from delayline.testing.clock import settle
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from delayline import DelayedMessage, Transaction
+    from delayline import DelayedMessage
+    from delayline.spi import Transaction
     from delayline.testing.clock import ManualClock
 
 

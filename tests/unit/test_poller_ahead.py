@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.unit.conftest import House
 
-    from delayline import Transaction, TransportOperation
+    from delayline.spi import Transaction, TransportOperation
     from delayline.testing.clock import ManualClock
 
 DOWN = BackendUnavailable("the server does not answer")

@@ -9,7 +9,8 @@ import pytest
 from tests.unit.conftest import FaultyStore, build, delayed
 from tests.unit.test_poller import start
 
-from delayline import Forwarded, MemoryDelayedMessageStore, MemoryTransport, TransportOperation
+from delayline import MemoryDelayedMessageStore, MemoryTransport
+from delayline.spi import Forwarded, TransportOperation
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from delayline import ConfigurationError, Headers, Message, Recoverability, TransportOperation
+from delayline import ConfigurationError, Headers, Message, Recoverability
 from delayline.message import to_wire_time
 from delayline.recoverability import MoveToError, RetryLater, RetryNow, brief, cut, error_operations, failure_headers
+from delayline.spi import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

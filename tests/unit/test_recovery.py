@@ -17,7 +17,7 @@ from delayline.testing.clock import settle
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from delayline import Transaction, TransportOperation
+    from delayline.spi import Transaction, TransportOperation
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")

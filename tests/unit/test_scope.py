@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from datetime import datetime
 
-    from delayline import DelayedMessage, Transaction, TransportOperation
+    from delayline import DelayedMessage
+    from delayline.spi import Transaction, TransportOperation
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")

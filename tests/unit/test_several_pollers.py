@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from delayline import DelayedMessage, Transaction
+    from delayline import DelayedMessage
+    from delayline.spi import Transaction
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")

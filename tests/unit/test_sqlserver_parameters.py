@@ -13,7 +13,6 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 
-from delayline.delayed.timeout_persister import Timeout
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
 from delayline.sql.dialects.sqlserver import SqlServer
@@ -28,9 +27,10 @@ from delayline.sql.silence import FACTOR
 from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.sql.taken import NAMES
 from delayline.sql.taken import tables as tables_taken
-from delayline.sql.timeout_management import TimeoutManagement
-from delayline.sql.timeout_statements import TimeoutStatements
-from delayline.sql.timeout_tables import timeout_table
+from delayline.timeouts.management import TimeoutManagement
+from delayline.timeouts.nservicebus import timeout_table
+from delayline.timeouts.persister import Timeout
+from delayline.timeouts.statements import TimeoutStatements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

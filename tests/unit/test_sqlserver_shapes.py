@@ -16,8 +16,8 @@ from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
 from delayline.sql.runs import runs_table
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 from delayline.sql.store import SqlDelayedMessageStore
-from delayline.sql.timeout_tables import timeout_table
 from delayline.sql.transport import SqlTransport
+from delayline.timeouts.nservicebus import timeout_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Sequence
     from datetime import datetime
 
-    from delayline import DeliveryHost, Transaction, TransportOperation
+    from delayline.spi import DeliveryHost, Transaction, TransportOperation
 
 BOOM = RuntimeError("boom")
 UNDONE = {

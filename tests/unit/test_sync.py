@@ -14,7 +14,8 @@ from delayline import ConfigurationError, Endpoint, MemoryTransport, NotStarted,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from delayline import Message, MessageContext, Transaction, TransportOperation
+    from delayline import Message, MessageContext
+    from delayline.spi import Transaction, TransportOperation
 
 
 @pytest.fixture

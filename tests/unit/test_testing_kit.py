@@ -10,22 +10,24 @@ import pytest
 import delayline.testing
 from delayline import (
     BackendUnavailable,
-    BatchStore,
     DelayedMessage,
-    ManagedQueues,
-    ManagedStore,
     MemoryDelayedMessageStore,
     MemoryTransport,
     Message,
     StoredDelivery,
-    StoreTransactions,
-    StoreWakeUps,
     TransactionMode,
-    TransportOperation,
-    TransportTransactions,
     guarantee,
 )
 from delayline.events import LOGGER_NAME, Event, emit
+from delayline.spi import (
+    BatchStore,
+    ManagedQueues,
+    ManagedStore,
+    StoreTransactions,
+    StoreWakeUps,
+    TransportOperation,
+    TransportTransactions,
+)
 from delayline.testing import Fault, FaultyStore, FaultyTransport, ManualClock, Signals
 from delayline.testing.clock import settle
 from delayline.transaction import Guarantee

@@ -11,8 +11,8 @@ from tests.unit.conftest import START, FaultyTransport
 from tests.unit.timeout_house import ASKING, DISPATCHER, PAIRS, TIMEOUTS, TimeoutHouse, build_timeouts
 
 from delayline import BackendUnavailable, ConfigurationError, Headers, Message, QueueNotFound, TransactionMode
-from delayline.delayed.timeout_headers import TimeoutHeaders
 from delayline.events import Event
+from delayline.message import TimeoutHeaders
 from delayline.testing import Signals
 from delayline.testing.clock import settle
 

@@ -13,7 +13,6 @@ from tests.unit.timeout_house import DISPATCHER, PAIRS, TIMEOUTS, TimeoutHouse, 
 from delayline import (
     ConfigurationError,
     Endpoint,
-    ExternalTimeoutManager,
     Guarantee,
     Headers,
     InvalidMessage,
@@ -21,14 +20,13 @@ from delayline import (
     NotStarted,
     QueueNotFound,
     Recoverability,
-    TimeoutManagerDelivery,
     TransactionMode,
     UnsupportedTransactionMode,
 )
-from delayline.delayed.timeout_headers import TimeoutHeaders
-from delayline.memory import MemoryTimeoutPersister, MemoryTransport
-from delayline.message import to_wire_time
+from delayline.memory import MemoryTransport
+from delayline.message import TimeoutHeaders, to_wire_time
 from delayline.testing.clock import settle
+from delayline.timeouts import ExternalTimeoutManager, MemoryTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock

@@ -8,11 +8,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy.schema import CreateTable
 
-from delayline import ConfigurationError, SqlTimeoutPersister
+from delayline import ConfigurationError
 from delayline.sql.database import Database
 from delayline.sql.schema import queue_tables
-from delayline.sql.timeout_statements import TimeoutStatements
-from delayline.sql.timeout_tables import TimeoutTimes, table_prefix, timeout_table
+from delayline.timeouts import SqlTimeoutPersister
+from delayline.timeouts.nservicebus import TimeoutTimes, table_prefix, timeout_table
+from delayline.timeouts.statements import TimeoutStatements
 
 URLS = {
     "postgresql": "postgresql://server/shop",

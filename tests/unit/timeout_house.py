@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from tests.unit.conftest import START, Faults, FaultyTransaction, FaultyTransport
 
-from delayline import Endpoint, MemoryTransport, Message, TimeoutManagerDelivery
-from delayline.delayed.timeout_headers import TimeoutHeaders
-from delayline.memory import MemoryTimeoutPersister
-from delayline.message import to_wire_time
+from delayline import Endpoint, MemoryTransport, Message
+from delayline.message import TimeoutHeaders, to_wire_time
 from delayline.testing.clock import settle
+from delayline.timeouts import MemoryTimeoutPersister, TimeoutManagerDelivery
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from delayline import Transaction
-    from delayline.delayed.timeout_persister import LockedTimeouts, Timeout, TimeoutsChunk
     from delayline.memory.transaction import MemoryTransaction
     from delayline.pipeline import MessageContext
+    from delayline.spi import Transaction
     from delayline.testing.clock import ManualClock
+    from delayline.timeouts.persister import LockedTimeouts, Timeout, TimeoutsChunk
 
 TIMEOUTS, DISPATCHER = "sales.Timeouts", "sales.TimeoutsDispatcher"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from delayline.clock import SystemClock, latest_of
 from delayline.config import endpoint_from, in_memory, must_exist, persister_of, store_of, transport_of
 from delayline.delayed.store import ClosableStore, managed
-from delayline.draining import persister_at
 from delayline.errors import ConfigurationError
+from delayline.timeouts.draining import persister_at
 from delayline.transaction import TransactionMode
 from delayline.transport import ManagedQueues
 

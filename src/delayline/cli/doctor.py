@@ -24,9 +24,9 @@ from delayline.config import (
 )
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.store import NeedsRights
-from delayline.draining import remains_of
 from delayline.errors import DelaylineError, QueueNotFound
 from delayline.setting_values import masked
+from delayline.timeouts.draining import remains_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from delayline.cli.screen import Screen
     from delayline.config import Settings
     from delayline.delayed.store import ManagedStore
-    from delayline.draining import Remains
+    from delayline.timeouts.draining import Remains
 
 #: Longer overdue than this means that nobody dispatches.
 STALE: Final = timedelta(seconds=10)

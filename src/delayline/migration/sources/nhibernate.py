@@ -8,7 +8,7 @@ from sqlalchemy import Column, String, select
 
 from delayline.migration.source import Part
 from delayline.migration.sources.nservicebus_sql import NServiceBusSql
-from delayline.sql.timeout_tables import timeout_table
+from delayline.timeouts.nservicebus import timeout_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

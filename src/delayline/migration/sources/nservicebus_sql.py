@@ -10,7 +10,7 @@ from sqlalchemy import Column, Text, cast, null, type_coerce
 
 from delayline.migration.rows import MESSAGE, from_columns
 from delayline.migration.source import Part, TableSource
-from delayline.sql.timeout_tables import TimeoutTimes, table_prefix, timeout_table
+from delayline.timeouts.nservicebus import TimeoutTimes, table_prefix, timeout_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

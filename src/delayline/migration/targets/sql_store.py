@@ -21,7 +21,7 @@ from delayline.sql.runs import CLOSED
 from delayline.sql.schema import queue_tables
 from delayline.sql.staging import blocking
 from delayline.sql.store import MICROSECOND
-from delayline.sql.timeout_tables import table_prefix
+from delayline.timeouts.nservicebus import table_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

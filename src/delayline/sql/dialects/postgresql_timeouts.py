@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from delayline.delayed.timeout_headers import TimeoutHeaders
-from delayline.message import Headers
+from delayline.message import Headers, TimeoutHeaders
 from delayline.sql.dialects.server import run
 from delayline.sql.forwarding import Moved
 

@@ -11,7 +11,9 @@ import pytest
 import pytest_asyncio
 
 from delayline.delayed.store import StoreInfrastructure, StoreTransactions
-from delayline.delayed.timeout_persister import (
+from delayline.message import Message
+from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT
+from delayline.timeouts.persister import (
     NO_SAGA,
     CountedTimeouts,
     LocksTimeouts,
@@ -21,8 +23,6 @@ from delayline.delayed.timeout_persister import (
     TimeoutPersister,
     TimeoutStorage,
 )
-from delayline.message import Message
-from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.delayed.store import ForwardingStore
-from delayline.delayed.timeout_persister import LocksTimeouts, TimeoutPersister
-from delayline.delayed.timeout_poll import HELD_FOR, LookAhead, as_sent, request_for
 from delayline.errors import CorruptHeaders
 from delayline.message import DelayedMessage
+from delayline.timeouts.persister import LocksTimeouts, TimeoutPersister
+from delayline.timeouts.poll import HELD_FOR, LookAhead, as_sent, request_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.delayed.store import Forwarded
-    from delayline.delayed.timeout_persister import Timeout
+    from delayline.timeouts.persister import Timeout
     from delayline.transaction import Transaction
 
 #: Failures of so many timeouts are remembered; older ones begin to count anew (reference 1.7).

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delayline.callers import JoinsCallers
-from delayline.delayed.timeout_headers import TRUE, TimeoutHeaders
-from delayline.delayed.timeout_poll import control_message
 from delayline.errors import ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, to_wire_time
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders, to_wire_time
+from delayline.timeouts.poll import control_message
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def to_timeouts_queue(message: Message, destination: str, due: datetime, queue: 
 
 def to_clear(saga_id: uuid.UUID, now: datetime, queue: str) -> TransportOperation:
     """Return the request to delete a saga's timeouts."""
-    headers = {TimeoutHeaders.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TRUE}
+    headers = {TimeoutHeaders.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TimeoutHeaders.TRUE}
     return TransportOperation(control_message(now, headers), queue)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.delayed.timeout_persister import DueTimeout, LockedTimeouts, TimeoutCount, TimeoutsChunk
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
+from delayline.timeouts.persister import DueTimeout, LockedTimeouts, TimeoutCount, TimeoutsChunk
 
 if TYPE_CHECKING:
     import uuid
     from collections.abc import Hashable, Sequence
     from datetime import datetime
 
-    from delayline.delayed.timeout_persister import Timeout
+    from delayline.timeouts.persister import Timeout
     from delayline.transaction import Transaction
 
 

@@ -6,15 +6,14 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from delayline.delayed.timeout_headers import TRUE, TimeoutHeaders
-from delayline.message import DelayedMessage, Headers, Message, new_message_id, to_wire_time
+from delayline.message import DelayedMessage, Headers, Message, TimeoutHeaders, new_message_id, to_wire_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import datetime
 
     from delayline.clock import Clock
-    from delayline.delayed.timeout_persister import Timeout, TimeoutPersister
+    from delayline.timeouts.persister import Timeout, TimeoutPersister
     from delayline.transaction import Transaction
 
 #: How long a timeout is the dispatcher's alone; then it is asked for again, in case the request was lost.
@@ -30,7 +29,7 @@ def control_message(now: datetime, headers: dict[str, str]) -> Message:
         Headers.MESSAGE_ID: message_id,
         Headers.INTENT: "Send",
         Headers.TIME_SENT: to_wire_time(now),
-        TimeoutHeaders.CONTROL_MESSAGE: TRUE,
+        TimeoutHeaders.CONTROL_MESSAGE: TimeoutHeaders.TRUE,
     }
     return Message(message_id, fixed | headers, b"")
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection
 
-    from delayline.delayed.timeout_persister import Timeout
     from delayline.message import Message
     from delayline.sql.dialect import Dialect
-    from delayline.sql.timeout_statements import TimeoutStatements
+    from delayline.timeouts.persister import Timeout
+    from delayline.timeouts.statements import TimeoutStatements
 
 MICROSECOND: Final = timedelta(microseconds=1)
 #: Where headers are in a column that is no text to compare with.

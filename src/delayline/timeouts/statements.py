@@ -11,7 +11,10 @@ from sqlalchemy import bindparam, delete, func, insert, literal_column, select, 
 from sqlalchemy.dialects import postgresql, sqlite
 
 from delayline.clock import EPOCH
-from delayline.delayed.timeout_persister import (
+from delayline.message import Message, to_wire_time
+from delayline.sql.prepared import Prepared
+from delayline.timeouts.nservicebus import TimeoutTimes
+from delayline.timeouts.persister import (
     NO_SAGA,
     DueTimeout,
     LockedTimeouts,
@@ -19,9 +22,6 @@ from delayline.delayed.timeout_persister import (
     TimeoutCount,
     TimeoutsChunk,
 )
-from delayline.message import Message, to_wire_time
-from delayline.sql.prepared import Prepared
-from delayline.sql.timeout_tables import TimeoutTimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

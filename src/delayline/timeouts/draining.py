@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from delayline.delayed.host import satellite_queues
-from delayline.delayed.timeout_manager import TWO_MINUTES, TimeoutManagerDelivery
 from delayline.errors import QueueNotFound
+from delayline.timeouts.manager import TWO_MINUTES, TimeoutManagerDelivery
 from delayline.transport import ManagedQueues
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
-    from delayline.delayed.timeout_persister import TimeoutCount
-    from delayline.sql import SqlTimeoutPersister, TwoPhaseCommit
+    from delayline.sql import TwoPhaseCommit
+    from delayline.timeouts import SqlTimeoutPersister
+    from delayline.timeouts.persister import TimeoutCount
     from delayline.transport import Transport
 
 
@@ -54,7 +55,7 @@ def persister_at(
     url: str, *, schema: str | None = None, two_phase: TwoPhaseCommit | None = None
 ) -> SqlTimeoutPersister:
     """Return the timeout persister on that database; only here SQLAlchemy is loaded, which is slow."""
-    from delayline.sql import SqlTimeoutPersister
+    from delayline.timeouts import SqlTimeoutPersister
 
     return SqlTimeoutPersister(url, schema=schema, two_phase=two_phase)
 

@@ -19,10 +19,10 @@ from delayline.sql import setup
 from delayline.sql.part import StorePart
 from delayline.sql.silence import long_work
 from delayline.sql.statements import check_size, queue_channel, store_channel
-from delayline.sql.timeout_management import TimeoutManagement
-from delayline.sql.timeout_statements import TimeoutStatements
-from delayline.sql.timeout_tables import table_prefix, timeout_table
 from delayline.sql.transport import SqlTransport
+from delayline.timeouts.management import TimeoutManagement
+from delayline.timeouts.nservicebus import table_prefix, timeout_table
+from delayline.timeouts.statements import TimeoutStatements
 
 if TYPE_CHECKING:
     import uuid
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Table
 
     from delayline.delayed.store import DueCount
-    from delayline.delayed.timeout_persister import LockedTimeouts, Timeout, TimeoutCount, TimeoutsChunk
     from delayline.message import DelayedMessage
     from delayline.sql.two_phase import TwoPhaseCommit
+    from delayline.timeouts.persister import LockedTimeouts, Timeout, TimeoutCount, TimeoutsChunk
     from delayline.transaction import Transaction
 
 logger = logging.getLogger(__name__)

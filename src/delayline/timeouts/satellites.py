@@ -9,13 +9,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import first_of
-from delayline.delayed.timeout_headers import TimeoutHeaders
-from delayline.delayed.timeout_persister import NO_SAGA, TakesTimeouts, Timeout
-from delayline.delayed.timeout_poll import as_sent, timeout_of
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
-from delayline.message import DelayedMessage, Headers, from_wire_time, id_from, to_wire_time
+from delayline.message import DelayedMessage, Headers, TimeoutHeaders, from_wire_time, id_from, to_wire_time
 from delayline.recoverability import error_operations
+from delayline.timeouts.persister import NO_SAGA, TakesTimeouts, Timeout
+from delayline.timeouts.poll import as_sent, timeout_of
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.scope import Scope
-    from delayline.delayed.timeout_persister import TimeoutPersister
     from delayline.message import Message
+    from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction
 
 logger = logging.getLogger(__name__)

@@ -20,14 +20,14 @@ from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.scope import scope_of
 from delayline.delayed.store import StoreClock, StoreInfrastructure, StoreTransactions, StoreWakeUps
-from delayline.delayed.timeout_direct import DirectTimeouts
-from delayline.delayed.timeout_persister import LocksTimeouts, TimeoutStorage
-from delayline.delayed.timeout_poll import ExpiredTimeouts
-from delayline.delayed.timeout_routing import joined, send, to_clear, to_timeouts_queue
-from delayline.delayed.timeout_satellites import DispatchingSatellite, StoringSatellite
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.events import Event
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
+from delayline.timeouts.direct import DirectTimeouts
+from delayline.timeouts.persister import LocksTimeouts, TimeoutStorage
+from delayline.timeouts.poll import ExpiredTimeouts
+from delayline.timeouts.routing import joined, send, to_clear, to_timeouts_queue
+from delayline.timeouts.satellites import DispatchingSatellite, StoringSatellite
 from delayline.transaction import strongest_mode
 from delayline.transport import TransportOperation
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost, Receiving
-    from delayline.delayed.timeout_persister import TimeoutPersister
+    from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction
 
 logger = logging.getLogger(__name__)

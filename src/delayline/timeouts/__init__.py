@@ -1,0 +1,52 @@
+"""The timeout manager: delayed messages wait in the timeouts table of an NServiceBus endpoint, or in memory."""
+
+from __future__ import annotations
+
+import typing
+
+from delayline.message import TimeoutHeaders
+from delayline.timeouts.manager import TimeoutManagerDelivery
+from delayline.timeouts.memory import MemoryTimeoutPersister
+from delayline.timeouts.persister import (
+    CountedTimeouts,
+    DueTimeout,
+    LockedTimeouts,
+    LocksTimeouts,
+    TakesTimeouts,
+    Timeout,
+    TimeoutCount,
+    TimeoutPersister,
+    TimeoutsChunk,
+    TimeoutStorage,
+)
+from delayline.timeouts.routing import ExternalTimeoutManager
+
+if typing.TYPE_CHECKING:
+    from delayline.timeouts.sql import SqlTimeoutPersister
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "SqlTimeoutPersister":  # imported on first use: it needs SQLAlchemy
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from delayline.timeouts.sql import SqlTimeoutPersister
+
+        return SqlTimeoutPersister
+
+
+__all__ = [
+    "CountedTimeouts",
+    "DueTimeout",
+    "ExternalTimeoutManager",
+    "LockedTimeouts",
+    "LocksTimeouts",
+    "MemoryTimeoutPersister",
+    "SqlTimeoutPersister",
+    "TakesTimeouts",
+    "Timeout",
+    "TimeoutCount",
+    "TimeoutHeaders",
+    "TimeoutManagerDelivery",
+    "TimeoutPersister",
+    "TimeoutStorage",
+    "TimeoutsChunk",
+]
