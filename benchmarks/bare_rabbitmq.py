@@ -19,8 +19,8 @@ from pamqp import commands, frame, header
 from benchmarks.bare import BODY
 from delayline import Message
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.delay_levels import V2_PREFIX, route
-from delayline.rabbitmq.wire import Publication, PublishFrames
+from delayline.rabbitmq.amqp.wire import Publication, PublishFrames
+from delayline.rabbitmq.levels import V2_PREFIX, route
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

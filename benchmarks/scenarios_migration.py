@@ -142,7 +142,7 @@ def _copied(source: str, target: str, *, taken_aside: bool = False) -> float:
 
 async def _levels(url: str) -> None:
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.administration import create
+    from delayline.rabbitmq.admin.operations import create
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
     await create(BrokerAddress.parse(url), DelayInfrastructure.v2())

@@ -29,7 +29,7 @@ from delayline import DelayedMessage, Endpoint, Headers, Message, SqlDelayedMess
 from delayline.message import encode_headers, to_wire_time
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

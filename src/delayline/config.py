@@ -365,9 +365,9 @@ async def examine(
 ) -> Sequence[tuple[str, bool, str]]:
     """Return what was looked at in the back end at `url`, whether it is good, and what it is; levels where used."""
     if on_rabbitmq(url):
-        from delayline.rabbitmq import examination
+        from delayline.rabbitmq.admin.doctor import examine as examine_broker
 
-        return await examination.examine(url, delay_levels=delay_levels, endpoint=endpoint)
+        return await examine_broker(url, delay_levels=delay_levels, endpoint=endpoint)
     if _scheme_of(url) == AZURE:
         from delayline.azure.examination import examine as examine_account
 
@@ -384,7 +384,7 @@ async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
     if settings.endpoint is None or not on_rabbitmq(place):
         return []
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.administration import catch_undeliverable
+    from delayline.rabbitmq.admin.operations import catch_undeliverable
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
     address = BrokerAddress.parse(place)

@@ -15,8 +15,8 @@ from tests.integration.test_rabbitmq_migration import V1, V2, conventional, put,
 from delayline.clock import SystemClock
 from delayline.message import to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.administration import create, pending
-from delayline.rabbitmq.migration import BATCH
+from delayline.rabbitmq.admin.move import BATCH
+from delayline.rabbitmq.admin.operations import create, pending
 
 if TYPE_CHECKING:
     from aiormq.channel import Channel

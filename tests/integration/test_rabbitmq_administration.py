@@ -10,7 +10,8 @@ from tests.integration.test_rabbitmq_infrastructure import a_channel
 
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.administration import (
+from delayline.rabbitmq.admin.management_api import ManagementApi, Policy
+from delayline.rabbitmq.admin.operations import (
     WINDOWS,
     Window,
     catch_all_off,
@@ -19,9 +20,8 @@ from delayline.rabbitmq.administration import (
     pending,
     windows,
 )
+from delayline.rabbitmq.admin.verification import examine, verify
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.management import ManagementApi, Policy
-from delayline.rabbitmq.verification import examine, verify
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -25,8 +25,8 @@ from delayline import (
     StoredDelivery,
 )
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
-from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY
-from delayline.rabbitmq.front import held
+from delayline.rabbitmq.levels import MAXIMUM_DELAY
+from delayline.rabbitmq.overflow_store import held
 from delayline.spi import TransportOperation
 from delayline.testing import NativeDeliveryConformance, Signals
 from delayline.testing.conformance.native_delivery import Arrivals

@@ -13,14 +13,13 @@ from tests.integration.test_rabbitmq_infrastructure import a_channel
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.message import Headers, Message, from_wire_time, to_wire_time
-from delayline.rabbitmq import migration
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.admin.move import Levels, Move, Report
+from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.delay_levels import DELAY_HEADER, parse
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.migration import Levels, Move, Report
-from delayline.rabbitmq.properties import unchanged
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.levels import DELAY_HEADER, parse
 from delayline.testing import ManualClock
 
 if TYPE_CHECKING:
@@ -264,7 +263,7 @@ async def test_a_move_that_is_cut_off_is_finished_by_the_next(
     await conventional(channel, "sales")
     for delay in range(4096, 4096 + 300):
         await put(channel, delay)
-    monkeypatch.setattr(migration, "BATCH", 10)
+    monkeypatch.setattr(move, "BATCH", 10)
     cut_at: list[int] = []
 
     def cut_after_50(level: int, done: int, found: int) -> None:

@@ -18,7 +18,7 @@ from tests.integration.rabbitmq_queues import (
 
 from delayline import Headers, Message
 from delayline.message import encode_headers
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer

@@ -14,7 +14,7 @@ from tests.servers.rabbitmq import RabbitmqServer
 from delayline import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.publisher import Publisher
+from delayline.rabbitmq.amqp.publisher import Publisher
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.transport_room import received
 

@@ -12,7 +12,7 @@ from tests.integration.rabbitmq_queues import a_message, declare, drain, opened,
 from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, Event
-from delayline.rabbitmq.publisher import Publisher
+from delayline.rabbitmq.amqp.publisher import Publisher
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
@@ -121,7 +121,7 @@ async def test_closing_gives_up_on_a_broker_that_does_not_confirm(
     rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a broker that falls silent, when the publisher is closed, then it waits so long and then tells."""
-    monkeypatch.setattr("delayline.rabbitmq.publisher.CLOSING_PATIENCE", 0.2)
+    monkeypatch.setattr("delayline.rabbitmq.amqp.publisher.CLOSING_PATIENCE", 0.2)
     async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
         wire.hold_answers()
         sending = asyncio.ensure_future(publisher.publish([to_queue("there")]))

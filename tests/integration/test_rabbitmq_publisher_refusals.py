@@ -22,7 +22,7 @@ from delayline import (
     QueueNotFound,
 )
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer

@@ -10,8 +10,8 @@ import pytest
 from delayline import BackendUnusable, Endpoint, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import Headers
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
-from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.levels import MAXIMUM_DELAY
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer

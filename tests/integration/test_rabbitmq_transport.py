@@ -25,7 +25,7 @@ from delayline import (
     UnsupportedTransactionMode,
 )
 from delayline.rabbitmq import RabbitMQTransport
-from delayline.rabbitmq.publisher import Publication
+from delayline.rabbitmq.amqp.publisher import Publication
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.native_delivery import Arrivals

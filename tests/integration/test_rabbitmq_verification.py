@@ -13,9 +13,9 @@ from tests.servers.rabbitmq import RabbitmqServer
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, version_of
+from delayline.rabbitmq.admin.verification import Check, check_version, destinations, examine, verify
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.management import ManagementApi, Policy, version_of
-from delayline.rabbitmq.verification import Check, check_version, destinations, examine, verify
 from delayline.testing import ManualClock
 
 if TYPE_CHECKING:

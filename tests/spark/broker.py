@@ -9,7 +9,7 @@ from tests.integration.test_rabbitmq_infrastructure import a_channel
 from tests.integration.test_rabbitmq_migration import conventional, taken
 
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.administration import create, pending
+from delayline.rabbitmq.admin.operations import create, pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable

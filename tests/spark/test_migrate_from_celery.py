@@ -31,7 +31,7 @@ from delayline.migration.sources import rabbitmq_levels
 from delayline.migration.sources.celery_levels import CeleryLevels, KombuDelays
 from delayline.migration.verify import verify
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.administration import create
+from delayline.rabbitmq.admin.operations import create
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from delayline.migration.sources import rabbitmq_levels
 from delayline.migration.sources.rabbitmq_levels import RabbitmqLevels
 from delayline.migration.verify import verify
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.delay_levels import DELAY_HEADER, MAXIMUM_DELAY, parse
-from delayline.rabbitmq.properties import unchanged
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
+from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, parse
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from delayline.migration import Migration, Plan, preview, target_at
 from delayline.migration.targets.rabbitmq_levels import LevelsWave, RabbitmqLevels
 from delayline.migration.verify import verify
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
-from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY, parse
+from delayline.rabbitmq.levels import MAXIMUM_DELAY, parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import from_time_span
-from delayline.rabbitmq import delay_levels as levels
+from delayline.rabbitmq import levels
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DELAYS = st.integers(0, levels.MAXIMUM_DELAY)

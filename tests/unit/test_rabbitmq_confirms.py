@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from delayline import BackendUnavailable, Message, MessageRejected
-from delayline.rabbitmq.confirms import Batch, Confirms, Unroutable
-from delayline.rabbitmq.wire import Publication
+from delayline.rabbitmq.amqp.confirms import Batch, Confirms, Unroutable
+from delayline.rabbitmq.amqp.wire import Publication
 
 
 def batch_of(number: int, *, prefix: str = "m") -> Batch:

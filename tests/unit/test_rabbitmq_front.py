@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from delayline import Message
-from delayline.rabbitmq.front import held, released
+from delayline.rabbitmq.overflow_store import held, released
 from delayline.transport import TransportOperation
 
 MESSAGE = Message("id", {}, b"")

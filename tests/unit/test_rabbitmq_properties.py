@@ -9,8 +9,8 @@ from aiormq.abc import DeliveredMessage
 from tests.unit.amqp_fields import delivered, long_string, read, short, table, table_of, taken_apart
 
 from delayline import Headers, InvalidMessage, Message
-from delayline.rabbitmq.properties import delivery_count, encode_table, message_from, unchanged
-from delayline.rabbitmq.wire import DAMAGED_HEADERS, Publication, PublishFrames
+from delayline.rabbitmq.amqp.properties import delivery_count, encode_table, message_from, unchanged
+from delayline.rabbitmq.amqp.wire import DAMAGED_HEADERS, Publication, PublishFrames
 
 CONTENT_TYPE, HEADERS, MODE, CORRELATION, REPLY_TO, ID, TYPE = (1 << bit for bit in (15, 13, 12, 10, 9, 7, 5))
 DELAY = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pamqp import commands, frame, header
 from tests.unit.amqp_fields import long_string, short, table_of
 
-from delayline.rabbitmq.properties import unchanged
-from delayline.rabbitmq.stream import message_id_in, readable, unreadable
+from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.stream import message_id_in, readable, unreadable
 
 HEADERS, ID = 1 << 13, 1 << 7
 PLAIN = struct.pack(">H", HEADERS | ID) + table_of({"größe": long_string("ä")}) + short("id")

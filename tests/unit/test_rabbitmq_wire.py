@@ -12,9 +12,9 @@ from tests.unit.amqp_fields import delivered, read
 
 from delayline import Headers, InvalidMessage, Message
 from delayline.message import encode_headers
-from delayline.rabbitmq.delay_levels import DELAY_HEADER
-from delayline.rabbitmq.properties import message_from
-from delayline.rabbitmq.wire import DAMAGED_HEADERS, NOT_SENT, Publication, PublishFrames
+from delayline.rabbitmq.amqp.properties import message_from
+from delayline.rabbitmq.amqp.wire import DAMAGED_HEADERS, NOT_SENT, Publication, PublishFrames
+from delayline.rabbitmq.levels import DELAY_HEADER
 
 FRAME_MAX = 4096
 NON_PERSISTENT = "NServiceBus.Transport.RabbitMQ.UseNonPersistentDelivery"

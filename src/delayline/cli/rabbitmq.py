@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from delayline.cli.screen import Screen
     from delayline.config import Settings
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.administration import HeldUp, Window
+    from delayline.rabbitmq.admin.move import Levels, Report
+    from delayline.rabbitmq.admin.operations import HeldUp, Window
+    from delayline.rabbitmq.admin.verification import Check
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
-    from delayline.rabbitmq.migration import Levels, Report
-    from delayline.rabbitmq.verification import Check
 
 SCHEMES: Final = ("amqp://", "amqps://")
 SHOWN: Final = 10
@@ -93,10 +93,10 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) 
 
     Levels that somebody made otherwise are left as they are; which argument differs is told, with exit code 1.
     """
-    from delayline.rabbitmq import administration
+    from delayline.rabbitmq.admin import operations
 
-    asyncio.run(administration.create(address, levels))
-    caught = asyncio.run(administration.catch_undeliverable(address, levels))
+    asyncio.run(operations.create(address, levels))
+    caught = asyncio.run(operations.catch_undeliverable(address, levels))
     made = {"exchanges": len(levels.exchanges), "queues": len(levels.queues), "bindings": len(levels.bindings)}
     numbers = ", ".join(f"{number} {what}" for what, number in made.items())
     screen.tell(f"✓ delay levels {levels.prefix}.* are at {address}: {numbers}", "green")
@@ -136,8 +136,8 @@ def verify(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, 
 
 
 async def _verify(address: BrokerAddress, levels: DelayInfrastructure, url: str | None) -> Sequence[Check]:
-    from delayline.rabbitmq import verification
-    from delayline.rabbitmq.management import ManagementApi
+    from delayline.rabbitmq.admin import verification
+    from delayline.rabbitmq.admin.management_api import ManagementApi
 
     async with ManagementApi(address, url) as api:
         return [*await verification.verify(api, levels), *await verification.examine(api, levels)]
@@ -157,7 +157,7 @@ def migrate(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
     twice, with the same message id. What cannot be moved is kept apart in the queue delays-migrate-poison-messages,
     with the reason; a missing destination is tried again with the next run. Exit code 1 when any was kept apart.
     """
-    from delayline.rabbitmq.migration import Levels
+    from delayline.rabbitmq.admin.move import Levels
 
     _move(screen, Levels(address, _levels_named(source)), Levels(address, levels), "migrate", dry_run=dry_run)
 
@@ -177,14 +177,14 @@ def transfer(screen: Screen, source: str, target: str, dry_run: bool) -> None:
 
     As migrate does; what cannot be moved stays on the source, in the queue delays-transfer-poison-messages.
     """
-    from delayline.rabbitmq.migration import Levels
+    from delayline.rabbitmq.admin.move import Levels
 
     ends = [Levels(address, _levels_named(address.delays)) for address in (broker(source), broker(target))]
     _move(screen, ends[0], ends[1], "transfer", dry_run=dry_run)
 
 
 def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run: bool) -> None:
-    from delayline.rabbitmq.migration import Move
+    from delayline.rabbitmq.admin.move import Move
 
     with screen.progress() as bars:
         task = bars.add_task("", total=None)
@@ -262,11 +262,11 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
     What is in a level is known, not how long it has been there: so much is surely due by then, and so much probably.
     Due messages without a destination are counted apart: exit code 1 when there are any.
     """
-    from delayline.rabbitmq import administration
+    from delayline.rabbitmq.admin import operations
 
-    counts = asyncio.run(administration.pending(address, levels))
-    held_up = asyncio.run(administration.overdue(address, levels))
-    windows = administration.windows(counts)
+    counts = asyncio.run(operations.pending(address, levels))
+    held_up = asyncio.run(operations.overdue(address, levels))
+    windows = operations.windows(counts)
     total, largest = sum(counts), max(counts)
     used = [(level, number) for level, number in enumerate(counts) if number]
     if used:
@@ -324,10 +324,10 @@ def catch_all(
 async def _switch(
     address: BrokerAddress, levels: DelayInfrastructure, url: str | None, *, on: bool
 ) -> tuple[str, bool]:
-    from delayline.rabbitmq import administration, verification
-    from delayline.rabbitmq.management import ManagementApi
+    from delayline.rabbitmq.admin import operations, verification
+    from delayline.rabbitmq.admin.management_api import ManagementApi
 
     async with ManagementApi(address, url) as api:
         if on:
-            return await administration.catch_all_on(address, levels, api), True
-        return verification.catch_all_name(levels), await administration.catch_all_off(levels, api)
+            return await operations.catch_all_on(address, levels, api), True
+        return verification.catch_all_name(levels), await operations.catch_all_off(levels, api)

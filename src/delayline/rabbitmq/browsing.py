@@ -13,8 +13,8 @@ from pamqp import commands
 
 from delayline.errors import InvalidMessage
 from delayline.message import Message
-from delayline.rabbitmq.frames import Get, QueueDeclare, QueuePurge, ask
-from delayline.rabbitmq.properties import message_from
+from delayline.rabbitmq.amqp.methods import Get, QueueDeclare, QueuePurge, ask
+from delayline.rabbitmq.amqp.properties import message_from
 
 if TYPE_CHECKING:
     from aiormq.abc import DeliveredMessage

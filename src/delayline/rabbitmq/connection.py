@@ -16,10 +16,10 @@ from aio_pika.connection import make_url
 
 from delayline.checks import HomeProcess
 from delayline.errors import BackendUnusable
-from delayline.rabbitmq.confirms import Closed
-from delayline.rabbitmq.frames import PermissionMissing
-from delayline.rabbitmq.refusals import ACCESS_REFUSED, not_connected, refused_connection
-from delayline.rabbitmq.stream import Streams
+from delayline.rabbitmq.amqp.confirms import Closed
+from delayline.rabbitmq.amqp.errors import ACCESS_REFUSED, not_connected, refused_connection
+from delayline.rabbitmq.amqp.methods import PermissionMissing
+from delayline.rabbitmq.amqp.stream import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Final
 from delayline.checks import time_span
 from delayline.errors import BackendUnusable, ConfigurationError, NotStarted, QueueNotFound
 from delayline.events import Event, emit
+from delayline.rabbitmq.amqp.methods import ExchangeDeclare
+from delayline.rabbitmq.amqp.publisher import Publication, Unroutable
+from delayline.rabbitmq.binding_overlap import CrossingNames
 from delayline.rabbitmq.connection import NothingThere
-from delayline.rabbitmq.crossing_names import CrossingNames
-from delayline.rabbitmq.delay_levels import (
+from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.levels import (
     MAXIMUM_DELAY,
     check_destination,
     checked_until,
     seconds_until,
 )
-from delayline.rabbitmq.frames import ExchangeDeclare
-from delayline.rabbitmq.front import LevelsBehind, held
-from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.publisher import Publication, Unroutable
+from delayline.rabbitmq.overflow_store import LevelsBehind, held
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from delayline.delayed.delivery import StoredDelivery
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.store import DelayedMessageStore
-    from delayline.rabbitmq.front import Deferred
+    from delayline.rabbitmq.overflow_store import Deferred
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -127,7 +127,7 @@ class DelayLevelDelivery:
             await self.stored.setup_infrastructure()
 
     async def _catch_undeliverable(self, transport: RabbitMQTransport) -> None:
-        from delayline.rabbitmq.administration import catch_undeliverable
+        from delayline.rabbitmq.admin.operations import catch_undeliverable
 
         _, good, text = await catch_undeliverable(transport.address, self._levels)
         level = logging.INFO if good else logging.WARNING

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 from aio_pika.exceptions import ChannelPreconditionFailed
 
 from delayline.errors import BackendUnusable, ConfigurationError
-from delayline.rabbitmq.delay_levels import (
+from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
+from delayline.rabbitmq.levels import (
     LEVELS,
     V1_PREFIX,
     V2_PREFIX,
@@ -21,7 +22,6 @@ from delayline.rabbitmq.delay_levels import (
     route,
     waiting_key,
 )
-from delayline.rabbitmq.frames import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,11 +14,11 @@ from pamqp import commands
 
 from delayline.errors import QueueNotFound
 from delayline.events import Event, emit
+from delayline.rabbitmq.amqp.methods import Consume, ask
+from delayline.rabbitmq.amqp.properties import message_from
 from delayline.rabbitmq.connection import LOST, NothingThere
-from delayline.rabbitmq.delay_levels import parse
-from delayline.rabbitmq.frames import Consume, ask
-from delayline.rabbitmq.properties import message_from
-from delayline.rabbitmq.reach import Reach
+from delayline.rabbitmq.levels import parse
+from delayline.rabbitmq.routability import Reach
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from delayline.rabbitmq.frames import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
+from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
 
 if TYPE_CHECKING:
     from aiormq.channel import Channel

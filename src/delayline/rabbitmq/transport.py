@@ -16,12 +16,12 @@ from delayline.message import Message
 from delayline.rabbitmq import browsing
 from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
 from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
+from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
+from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
 from delayline.rabbitmq.connection import BrokerConnection, Differs, NothingThere
-from delayline.rabbitmq.properties import unchanged
-from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES
-from delayline.rabbitmq.wire import LONGEST_SHORT_STRING
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from delayline.clock import SystemClock
 from delayline.errors import BackendUnusable, InvalidMessage
 from delayline.message import Headers, Message, to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.amqp.methods import ExchangeDeclare
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.connection import BrokerConnection, NothingThere
-from delayline.rabbitmq.delay_levels import MAXIMUM_DELAY, check_destination, checked_until
-from delayline.rabbitmq.frames import ExchangeDeclare
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.publisher import Publication, Publisher
-from delayline.rabbitmq.reach import Reach
+from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until
+from delayline.rabbitmq.routability import Reach
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:

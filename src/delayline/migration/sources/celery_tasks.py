@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.message import Headers
-from delayline.rabbitmq.delay_levels import parse
+from delayline.rabbitmq.levels import parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

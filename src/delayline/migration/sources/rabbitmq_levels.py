@@ -19,15 +19,15 @@ from delayline.message import Headers, Message
 from delayline.migration.taken import IN_DOUBT, SURE, Taken, TakenSource, Which
 from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.admin.drain import ADVICE, batches, channel_of, must_have_levels
+from delayline.rabbitmq.admin.due_times import Unmovable, waiting
+from delayline.rabbitmq.admin.poison import carried, headers_of
+from delayline.rabbitmq.amqp.properties import message_from, unchanged
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
-from delayline.rabbitmq.delay_levels import LEVELS, parse, remaining, seconds_until
-from delayline.rabbitmq.due_times import Unmovable, waiting
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.kept_apart import carried, headers_of
-from delayline.rabbitmq.level_reading import ADVICE, batches, channel_of, must_have_levels
-from delayline.rabbitmq.properties import message_from, unchanged
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.levels import LEVELS, parse, remaining, seconds_until
 from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from pamqp import commands, header
 
 from delayline.errors import InvalidMessage
-from delayline.rabbitmq.wire import (
+from delayline.rabbitmq.amqp.wire import (
     BASIC,
     FRAME_END,
     FRAME_HEADER,

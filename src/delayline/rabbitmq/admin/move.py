@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, InvalidMessage
-from delayline.rabbitmq.administration import HeldUp, overdue
+from delayline.rabbitmq.admin.drain import batches, channel_of, must_have_levels
+from delayline.rabbitmq.admin.due_times import Unmovable, Waiting, waiting
+from delayline.rabbitmq.admin.operations import HeldUp, overdue
+from delayline.rabbitmq.admin.poison import KeptApart, Unmoved, carried, content, headers_of
+from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
-from delayline.rabbitmq.delay_levels import LEVELS, seconds_until
-from delayline.rabbitmq.due_times import Unmovable, Waiting, waiting
-from delayline.rabbitmq.kept_apart import KeptApart, Unmoved, carried, content, headers_of
-from delayline.rabbitmq.level_reading import batches, channel_of, must_have_levels
-from delayline.rabbitmq.properties import unchanged
-from delayline.rabbitmq.publisher import Publication, Publisher
-from delayline.rabbitmq.reach import Reach
+from delayline.rabbitmq.levels import LEVELS, seconds_until
+from delayline.rabbitmq.routability import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

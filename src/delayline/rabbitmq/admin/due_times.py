@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import InvalidMessage
 from delayline.message import Headers, from_wire_time
-from delayline.rabbitmq.delay_levels import DELAY_HEADER, MAXIMUM_DELAY, check_destination, parse, remaining
+from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, check_destination, parse, remaining
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,16 +6,16 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.clock import SystemClock
-from delayline.rabbitmq.delay_levels import crossings
+from delayline.rabbitmq.admin.management_api import effective, version_of
 from delayline.rabbitmq.infrastructure import Difference
-from delayline.rabbitmq.management import effective, version_of
+from delayline.rabbitmq.levels import crossings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from delayline.clock import Clock
+    from delayline.rabbitmq.admin.management_api import ExchangeFacts, ManagementApi, Policy, QueueFacts
     from delayline.rabbitmq.infrastructure import Binding, DelayInfrastructure
-    from delayline.rabbitmq.management import ExchangeFacts, ManagementApi, Policy, QueueFacts
 
 OLDEST: Final = (3, 10, 0)
 #: From here on the flag is part of the broker.

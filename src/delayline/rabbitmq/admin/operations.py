@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
+from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective
+from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, catch_all_name, held_up
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection, NothingThere
-from delayline.rabbitmq.delay_levels import LEVELS, MAXIMUM_DELAY
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.management import ManagementApi, Policy, effective
-from delayline.rabbitmq.verification import CATCH_ALL, Check, catch_all_name, held_up
+from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import CorruptHeaders, InvalidMessage
 from delayline.message import UNUSABLE_IDS, Headers, Message, encode_headers, id_from
-from delayline.rabbitmq.delay_levels import DELAY_HEADER, MAXIMUM_DELAY
+from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

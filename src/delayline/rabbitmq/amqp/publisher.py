@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import HomeProcess
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
-from delayline.rabbitmq.confirms import Batch, Unroutable
-from delayline.rabbitmq.publishing import PublishingConnection
-from delayline.rabbitmq.refusals import NOT_FOUND, refused_publication, size_limit, too_large
-from delayline.rabbitmq.wire import Publication
+from delayline.rabbitmq.amqp.confirms import Batch, Unroutable
+from delayline.rabbitmq.amqp.connection import PublishingConnection
+from delayline.rabbitmq.amqp.errors import NOT_FOUND, refused_publication, size_limit, too_large
+from delayline.rabbitmq.amqp.wire import Publication
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.channel import Channel, Closed
+    from delayline.rabbitmq.amqp.channel import Channel, Closed
 
 __all__ = ["Publication", "Publisher", "Unroutable"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from delayline.errors import DelaylineError
 from delayline.events import Event, emit
-from delayline.rabbitmq.delay_levels import crossings, endings
-from delayline.rabbitmq.reach import Reach
+from delayline.rabbitmq.levels import crossings, endings
+from delayline.rabbitmq.routability import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,8 +64,8 @@ class CrossingNames:
                 self._tell(IS_THERE, receiver, name)
 
     async def _look_at_all(self, name: str) -> None:
-        from delayline.rabbitmq.management import ManagementApi
-        from delayline.rabbitmq.verification import destinations
+        from delayline.rabbitmq.admin.management_api import ManagementApi
+        from delayline.rabbitmq.admin.verification import destinations
 
         async with ManagementApi(self._transport.address) as api:
             self.among(name, destinations(self._levels, await api.bindings()))

@@ -6,12 +6,12 @@ import copy
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.message import Message, from_wire_time, to_wire_time
+from delayline.rabbitmq.admin.due_times import Waiting
+from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection, NothingThere
-from delayline.rabbitmq.delay_levels import parse
-from delayline.rabbitmq.due_times import Waiting
-from delayline.rabbitmq.properties import unchanged
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.levels import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -10,8 +10,8 @@ from pamqp import encode
 
 from delayline.errors import InvalidMessage
 from delayline.message import Headers, Message, in_utc, to_wire_time
-from delayline.rabbitmq.stream import sent_on, unreadable
-from delayline.rabbitmq.wire import (
+from delayline.rabbitmq.amqp.stream import sent_on, unreadable
+from delayline.rabbitmq.amqp.wire import (
     DAMAGED_HEADERS,
     ENCLOSED_TYPES,
     HEADERS_IN_BODY,

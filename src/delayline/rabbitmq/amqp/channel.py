@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pamqp import commands, frame
 
-from delayline.rabbitmq.confirms import Batch, Closed, Confirms
-from delayline.rabbitmq.stream import message_id_in
-from delayline.rabbitmq.wire import (
+from delayline.rabbitmq.amqp.confirms import Batch, Closed, Confirms
+from delayline.rabbitmq.amqp.stream import message_id_in
+from delayline.rabbitmq.amqp.wire import (
     BASIC,
     FRAME_BODY,
     FRAME_END,

@@ -14,9 +14,9 @@ from pamqp.exceptions import PAMQPException
 
 from delayline.errors import BackendUnavailable
 from delayline.events import Event, emit
-from delayline.rabbitmq.channel import Channel, Closed, read_frames
-from delayline.rabbitmq.refusals import not_connected, refused_connection
-from delayline.rabbitmq.wire import passive_declare
+from delayline.rabbitmq.amqp.channel import Channel, Closed, read_frames
+from delayline.rabbitmq.amqp.errors import not_connected, refused_connection
+from delayline.rabbitmq.amqp.wire import passive_declare
 
 if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.rabbitmq import verification
-from delayline.rabbitmq.administration import NOT_CAUGHT
+from delayline.rabbitmq.admin import verification
+from delayline.rabbitmq.admin.management_api import ManagementApi
+from delayline.rabbitmq.admin.operations import NOT_CAUGHT
+from delayline.rabbitmq.admin.verification import CATCH_ALL, Check
+from delayline.rabbitmq.amqp.methods import ExchangeDeclare
+from delayline.rabbitmq.binding_overlap import receivers
 from delayline.rabbitmq.connection import NothingThere
-from delayline.rabbitmq.crossing_names import receivers
-from delayline.rabbitmq.frames import ExchangeDeclare
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.management import ManagementApi
 from delayline.rabbitmq.transport import RabbitMQTransport
-from delayline.rabbitmq.verification import CATCH_ALL, Check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,9 +7,9 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnusable
+from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import LOST, BrokerConnection, NothingThere
-from delayline.rabbitmq.frames import ExchangeDeclare
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

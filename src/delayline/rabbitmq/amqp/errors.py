@@ -7,11 +7,11 @@ import ssl
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, MessageRejected
-from delayline.rabbitmq.confirms import Closed, Unroutable
+from delayline.rabbitmq.amqp.confirms import Closed, Unroutable
 
 if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.wire import Publication
+    from delayline.rabbitmq.amqp.wire import Publication
 
 ACCESS_REFUSED: Final = 403
 NOT_FOUND: Final = 404

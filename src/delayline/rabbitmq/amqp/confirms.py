@@ -10,7 +10,7 @@ from delayline.errors import MessageRejected, QueueNotFound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from delayline.rabbitmq.wire import Publication
+    from delayline.rabbitmq.amqp.wire import Publication
 
 
 class Unroutable(QueueNotFound):
