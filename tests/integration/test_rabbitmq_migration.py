@@ -14,6 +14,7 @@ from tests.integration.test_rabbitmq_infrastructure import a_channel
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.message import Headers, Message, from_wire_time, to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.admin import move
 from delayline.rabbitmq.admin.move import Levels, Move, Report
 from delayline.rabbitmq.amqp.properties import unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
