@@ -292,7 +292,7 @@ def store_from(
         )
     if cold_tier is not None:
         _must_be_sql(url, "store with a cold tier")
-        from delayline.sql.cold_store import TwoTierStore
+        from delayline.bulk.two_tier_store import TwoTierStore
 
         if two_phase is not None:
             raise ConfigurationError(

@@ -11,7 +11,7 @@ from tests.cli.conftest import URL, Ran
 from tests.integration.cold_rows import hold
 
 from delayline import Message, TransactionMode
-from delayline.sql import TwoTierStore
+from delayline.bulk import TwoTierStore
 from delayline.timeouts import SqlTimeoutPersister, Timeout
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from delayline.sql.cold_folder import ColdFolder, HourWriter, schema
+from delayline.bulk.cold_folder import ColdFolder, HourWriter, schema
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from delayline.sql import TwoTierStore
-    from delayline.sql.cold_files import ColdFile
+    from delayline.bulk import TwoTierStore
+    from delayline.bulk.cold_catalog import ColdFile
 
 
 def rows(*messages: tuple[str, datetime], destination: str = "billing") -> pa.RecordBatch:

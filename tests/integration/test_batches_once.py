@@ -14,8 +14,8 @@ import pytest
 from tests.integration.test_staging import TABLE, ids, rows, url, waiting
 
 from delayline import BackendUnusable
-from delayline.sql.batches_once import BatchesOnce, IdTaken
-from delayline.sql.runs import CLOSED
+from delayline.bulk.batches import BatchesOnce, IdTaken
+from delayline.bulk.runs import CLOSED
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,17 +11,17 @@ import pytest
 from tests.integration.cold_rows import hold, rows
 
 from delayline import BackendUnusable, ConfigurationError, DelayedMessage, Message, TransactionMode
+from delayline.bulk import TwoTierStore
+from delayline.bulk.cold_catalog import ColdFile, State, hour_of
+from delayline.bulk.cold_folder import ColdFolder, HourWriter
 from delayline.clock import to_microseconds
 from delayline.spi import DueCount, Outcome
-from delayline.sql import TwoTierStore
-from delayline.sql.cold_files import ColdFile, State, hour_of
-from delayline.sql.cold_folder import ColdFolder, HourWriter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from delayline.sql.cold_folder import ColdRow
+    from delayline.bulk.cold_folder import ColdRow
 
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -187,7 +187,7 @@ async def test_bytes_that_are_no_parquet_are_told(store: TwoTierStore, tmp_path:
 
 
 def test_an_hour_of_many_messages_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayline.sql.cold_folder.ROWS_A_FILE", 10)
+    monkeypatch.setattr("delayline.bulk.cold_folder.ROWS_A_FILE", 10)
     writer = HourWriter(ColdFolder(str(tmp_path), "t"))
     for first in range(0, 100, 4):
         writer.write(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delayline import BackendUnusable, SqlDelayedMessageStore
-from delayline.sql.dispatchers import DispatcherControl, ShardMetrics
+from delayline.bulk.dispatchers import DispatcherControl, ShardMetrics
 
 LEASE = timedelta(minutes=10)
 

@@ -9,8 +9,9 @@ import psycopg
 import pyarrow as pa
 
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
+from delayline.bulk.staging import Staging
 from delayline.callers import Caller
-from delayline.sql.staging import OnConflict, Staging
+from delayline.sql.dialects.staging import OnConflict
 from delayline.testing.conformance.messages import delayed, operation
 
 SCHEMA = "50%s of {it} \"and\" 'more' %% VALUES ("

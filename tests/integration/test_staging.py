@@ -15,9 +15,10 @@ import pytest
 from sqlalchemy import text
 
 from delayline import BackendUnavailable, BackendUnusable, ConfigurationError, DuplicateMessage, TransactionMode
+from delayline.bulk.runs import Committed
+from delayline.bulk.staging import STREAMS, Staging
 from delayline.sql import SqlDelayedMessageStore
-from delayline.sql.runs import Committed
-from delayline.sql.staging import STREAMS, OnConflict, Staging
+from delayline.sql.dialects.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayline import BackendUnavailable, DelayedMessage, Message, TransactionMode
+from delayline.bulk.stream_claims import Taking
 from delayline.sql import SqlDelayedMessageStore
-from delayline.sql.taken import Taking
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ COMMIT = """
 import sys
 from datetime import UTC, datetime, timedelta
 import pyarrow as pa
-from delayline.sql.staging import Staging
+from delayline.bulk.staging import Staging
 due = datetime.now(UTC) + timedelta(seconds=30)
 job = Staging(sys.argv[1], "sales.timeouts")
 job.create()

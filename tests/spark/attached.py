@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 120
 #: Imported once, for all drivers: nothing that starts threads.
-PRELOADED: Final = ["pyspark.sql", "sqlalchemy.dialects.postgresql", "delayline.config", "delayline.sql.journal_export"]
+PRELOADED: Final = [
+    "pyspark.sql",
+    "sqlalchemy.dialects.postgresql",
+    "delayline.config",
+    "delayline.bulk.journal_export",
+]
 
 
 def must_die(spark: SparkSession, work: Callable[..., object], *arguments: object) -> None:

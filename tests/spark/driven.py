@@ -10,10 +10,10 @@ from tests.spark.stores import StoreAt
 from tests.spark.test_dispatch import settings
 from tests.spark.tiers import FIRST, HOUR
 
+from delayline.bulk.dispatchers import DispatcherControl
+from delayline.bulk.journal_export import JournalExport
+from delayline.bulk.staging import Staging
 from delayline.spark import Dispatcher, export, promote, schedule
-from delayline.sql.dispatchers import DispatcherControl
-from delayline.sql.journal_export import JournalExport
-from delayline.sql.staging import Staging
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from sqlalchemy import select, text
 
+from delayline.bulk.staging import blocking
 from delayline.migration import source_at
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,9 +17,9 @@ from tests.spark.test_failures import in_java, in_python, once
 from tests.spark.tiers import FIRST, HOUR, spread
 
 from delayline import BackendUnusable, ConfigurationError, DelaylineError, DuplicateMessage
+from delayline.bulk.staging import Staging
 from delayline.spark import Promoted, Target, promote, promote_every, promote_stream
 from delayline.spi import Outcome
-from delayline.sql.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable

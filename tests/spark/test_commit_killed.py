@@ -17,9 +17,9 @@ from tests.spark.test_failures import staged
 from tests.spark.test_stream import files, write
 
 from delayline import ConfigurationError
+from delayline.bulk.staging import STREAMS, Staging
 from delayline.spark import Target, schedule
 from delayline.spark.session import in_this_thread
-from delayline.sql.staging import STREAMS, Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,9 +18,9 @@ from tests.spark.broker import on_broker
 from tests.spark.stores import ENDPOINT, PAST, StoreAt
 
 from delayline import BackendUnusable, ConfigurationError, SqlTransport
+from delayline.bulk.dispatchers import ShardMetrics, Wave
 from delayline.config import Settings, endpoint_from
 from delayline.spark import Dispatcher
-from delayline.sql.dispatchers import ShardMetrics, Wave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -63,7 +63,7 @@ def write(data: DataFrame, store: StoreAt, **options: str) -> None:
 
 def staged(store: StoreAt) -> list[str]:
     """Return the staging areas that are left."""
-    from delayline.sql.staging import Staging
+    from delayline.bulk.staging import Staging
 
     staging = Staging(store.url, "sales.timeouts")
 

@@ -12,11 +12,11 @@ from tests.spark.stores import ENDPOINT, PAST, StoreAt, frame, many
 from tests.spark.tiers import FIRST, spread
 
 from delayline import BackendUnavailable, BackendUnusable, SqlDelayedMessageStore, SqlTransport
+from delayline.bulk.journal_export import JournalExport
 from delayline.delayed.store import Outcome
 from delayline.spark import Target, audit, export, read_journal, schedule, waiting_ids
 from delayline.spark.journal import _export
 from delayline.spark.options import StoreOptions
-from delayline.sql.journal_export import JournalExport
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,9 +19,10 @@ from tests.spark.test_dispatch import PATIENCE, arrived, running, settings, unti
 from tests.spark.test_failures import staged
 
 from delayline import SqlDelayedMessageStore
+from delayline.bulk.staging import STREAMS, Staging
 from delayline.config import endpoint_from
 from delayline.spark import audit, export, read_journal, waiting_ids
-from delayline.sql.staging import PREFIX, STREAMS, Staging
+from delayline.sql.dialects.staging import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,6 +20,7 @@ from tests.spark.legacy import Legacy, Timeout, fill, some
 from tests.spark.mortal import Deaths, Killed, Mortal
 from tests.spark.stores import StoreAt
 
+from delayline.bulk.runs import CLOSED
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration import Migration, Plan, source_at, target_at
 from delayline.migration.holding import make_room, remove_room
@@ -29,7 +30,6 @@ from delayline.migration.run import Outcome
 from delayline.migration.source import BATCH, NUMBER, Part
 from delayline.migration.targets.sql_store import SqlStore
 from delayline.migration.verify import run_named, runs_of, verify
-from delayline.sql.runs import CLOSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

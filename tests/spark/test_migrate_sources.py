@@ -11,11 +11,11 @@ from sqlalchemy import select, text
 from tests.spark.legacy import LATER
 from tests.spark.stores import DUE, ENDPOINT, StoreAt
 
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.migration import Migration, Plan, source_at, target_at
 from delayline.migration.journal import Journal
 from delayline.migration.verify import verify
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from pathlib import Path

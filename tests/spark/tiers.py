@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from tests.spark.stores import ENDPOINT, StoreAt
 
 from delayline import TransactionMode
+from delayline.bulk.two_tier_store import TwoTierStore
 from delayline.spark import Promoted, Target, compact, promote, schedule
 from delayline.spark.cold_tier import ColdTier
-from delayline.sql.cold_store import TwoTierStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from delayline.bulk.journal_export import Run
 from delayline.errors import ConfigurationError
 from delayline.spark.journal import LONGEST_PIECE, _checked, _shares
-from delayline.sql.journal_export import Run
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 3, 8])

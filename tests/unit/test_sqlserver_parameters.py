@@ -13,6 +13,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 
+from delayline.bulk.stream_claims import NAMES
+from delayline.bulk.stream_claims import tables as tables_taken
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
 from delayline.sql.dialects.sqlserver import SqlServer
@@ -25,8 +27,6 @@ from delayline.sql.schema import queue_tables
 from delayline.sql.server import IN_SESSION
 from delayline.sql.silence import FACTOR
 from delayline.sql.statements import QueueStatements, StoreStatements
-from delayline.sql.taken import NAMES
-from delayline.sql.taken import tables as tables_taken
 from delayline.timeouts.management import TimeoutManagement
 from delayline.timeouts.nservicebus import timeout_table
 from delayline.timeouts.persister import Timeout

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy.engine import make_url
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from delayline.bulk.scan import Condition, Span, Waiting
 from delayline.errors import ConfigurationError
 from delayline.sql.dialects.sqlserver import SqlServer
 from delayline.sql.dialects.sqlserver_leases import LeaseTable
@@ -17,7 +18,6 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
 from delayline.sql.setup import texts
 from delayline.sql.statements import QueueStatements, StoreStatements
-from delayline.sql.waiting import Condition, Span, Waiting
 
 if TYPE_CHECKING:
     from sqlalchemy import Executable

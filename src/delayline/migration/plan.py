@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import and_, case, func, null, select
 
+from delayline.bulk.staging import blocking
 from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
@@ -21,7 +22,6 @@ from delayline.migration.targets import NOOP
 from delayline.migration.work import LOOKED, Look
 from delayline.spark.failures import in_plain_words
 from delayline.spark.session import parallelism
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

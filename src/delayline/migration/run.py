@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.holding import give_back, hold, make_room, remove_room
 from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState, batch_name
@@ -23,7 +24,6 @@ from delayline.migration.target import Staged
 from delayline.migration.work import DONE, Delivery
 from delayline.spark.failures import in_plain_words
 from delayline.spark.session import parallelism
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from sqlalchemy import Column, Integer, and_, delete, false, func, inspect, null, or_, select, update
 from sqlalchemy.schema import CreateTable
 
+from delayline.bulk.staging import blocking
 from delayline.migration.bulk import pieces
 from delayline.migration.rows import record_batch
 from delayline.migration.source import Part, TableSource
 from delayline.sql.schema import CONTENT, DUE, text
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence

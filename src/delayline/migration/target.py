@@ -6,8 +6,8 @@ import json
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from delayline.sql.cold_files import ColdFile
-from delayline.sql.staging import Attempt
+from delayline.bulk.cold_catalog import ColdFile
+from delayline.bulk.staging import Attempt
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from sqlalchemy import select
 
+from delayline.bulk.staging import blocking
 from delayline.errors import ConfigurationError
 from delayline.migration.holding import read_batch
 from delayline.migration.journal import BatchState, HeldPart, Journal, Run
@@ -19,7 +20,6 @@ from delayline.migration.plan import ALL
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
 from delayline.migration.source import BATCH, NUMBER, not_taken
 from delayline.spark.failures import in_plain_words
-from delayline.sql.staging import blocking
 from delayline.sql.store import MICROSECOND
 
 if TYPE_CHECKING:

@@ -16,6 +16,10 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.window import Window
 
+from delayline.bulk.cold_catalog import HOUR, ColdFile, ColdFiles
+from delayline.bulk.cold_folder import ColdFolder, HourWriter
+from delayline.bulk.runs import Committed, Runs
+from delayline.bulk.staging import Attempt, blocking, new_area
 from delayline.clock import to_microseconds
 from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMessage
 from delayline.message import MAXIMUM_ID_LENGTH
@@ -23,12 +27,9 @@ from delayline.spark.options import COLUMNS, FORMAT, StoreOptions
 from delayline.spark.rejects import faults, without
 from delayline.spark.sent import ROOM, Sender
 from delayline.spark.writer import completed
-from delayline.sql.cold_files import HOUR, ColdFile, ColdFiles
-from delayline.sql.cold_folder import ColdFolder, HourWriter
 from delayline.sql.database import Database
+from delayline.sql.dialects.staging import OnConflict
 from delayline.sql.journal import Journal
-from delayline.sql.runs import Committed, Runs
-from delayline.sql.staging import Attempt, OnConflict, blocking, new_area
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.staging import Staging
+    from delayline.bulk.staging import Staging
 
 Result = TypeVar("Result")
 #: Whether a message with that id waits already, or comes earlier in the same job.

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
+from delayline.bulk.cold_catalog import KEPT_FOR, State
+from delayline.bulk.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter, schema
 from delayline.spark.cold_tier import ColdTier, described, groups_of, must_be_quick, planned, read_back
 from delayline.spark.failures import in_plain_words
 from delayline.spark.promote import clear
 from delayline.spark.session import spark_session
-from delayline.sql.cold_files import KEPT_FOR, State
-from delayline.sql.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter, schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from sqlalchemy import Connection
 
+    from delayline.bulk.cold_catalog import ColdFile
     from delayline.spark.schedule import Target
-    from delayline.sql.cold_files import ColdFile
 
 MERGED: Final = "sources ARRAY<STRING>, file STRING"
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from delayline.bulk.dispatchers import DispatcherControl, ShardMetrics, Wave
 from delayline.checks import time_span, whole_number
 from delayline.config import in_memory
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
@@ -19,7 +20,6 @@ from delayline.events import Event, emit
 from delayline.spark.failures import in_plain_words
 from delayline.spark.session import spark_session
 from delayline.spark.shard import SHARD, run_shards
-from delayline.sql.dispatchers import DispatcherControl, ShardMetrics, Wave
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,6 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from delayline.bulk.cold_catalog import HOUR
+from delayline.bulk.cold_folder import HourWriter
+from delayline.bulk.partitions import Facts, Handed, Pieces
+from delayline.bulk.runs import Committed, Runs
+from delayline.bulk.staging import Attempt, blocking, new_area
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.spark.cold_tier import (
     COLD,
@@ -39,12 +44,8 @@ from delayline.spark.lines import HIDDEN
 from delayline.spark.options import COLUMNS
 from delayline.spark.rejects import Door, without
 from delayline.spark.sent import ROOM
-from delayline.sql.cold_files import HOUR
-from delayline.sql.cold_folder import HourWriter
 from delayline.sql.database import Database
-from delayline.sql.pieces import Facts, Handed, Pieces
-from delayline.sql.runs import Committed, Runs
-from delayline.sql.staging import Attempt, OnConflict, blocking, new_area
+from delayline.sql.dialects.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -53,12 +54,12 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from sqlalchemy import Connection, Table
 
+    from delayline.bulk.cold_catalog import ColdFile
+    from delayline.bulk.cold_folder import ColdFolder
     from delayline.spark.columns import Columns
     from delayline.spark.levels import BrokerLevels, LevelsSession
     from delayline.spark.options import StoreOptions
     from delayline.spark.sent import Sender
-    from delayline.sql.cold_files import ColdFile
-    from delayline.sql.cold_folder import ColdFolder
 
 Result = TypeVar("Result")
 #: Into so many the near rows of a job are cut; what is confirmed and not yet marked may be sent twice.

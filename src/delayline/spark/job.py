@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from delayline.bulk.runs import Committed
 from delayline.clock import SystemClock, from_microseconds
 from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, schedule_in_tiers
@@ -16,7 +17,6 @@ from delayline.spark.lines import HIDDEN
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.rejects import Door
 from delayline.spark.sent import ROOM, Sender
-from delayline.sql.runs import Committed
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta

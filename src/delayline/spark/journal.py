@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType, TimestampType
 
+from delayline.bulk.journal_export import JournalExport, Run
 from delayline.checks import whole_number
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.cold_tier import ColdTier, waiting_in
@@ -17,7 +18,6 @@ from delayline.spark.options import StoreOptions
 from delayline.spark.reader import arrow_batch
 from delayline.spark.session import in_this_thread, spark_session
 from delayline.sql.journal import LONGEST_PATH
-from delayline.sql.journal_export import JournalExport, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,6 +6,7 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from delayline.bulk.staging import blocking
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnusable, InvalidMessage
 from delayline.message import Headers, Message, to_wire_time
@@ -16,7 +17,6 @@ from delayline.rabbitmq.connection import BrokerConnection, NothingThere
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until
 from delayline.rabbitmq.routability import Reach
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

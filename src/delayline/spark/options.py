@@ -13,9 +13,9 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType, T
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from delayline.bulk.staging import Staging
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
-from delayline.sql.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

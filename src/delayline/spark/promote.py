@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import pyarrow as pa
 from sqlalchemy import delete
 
+from delayline.bulk.cold_catalog import State
+from delayline.bulk.cold_folder import ColdFolder
+from delayline.bulk.staging import Attempt, new_area
 from delayline.checks import time_span, whole_number
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, files_of, planned
 from delayline.spark.failures import in_plain_words
 from delayline.spark.session import spark_session
-from delayline.sql.cold_files import State
-from delayline.sql.cold_folder import ColdFolder
+from delayline.sql.dialects.staging import OnConflict
 from delayline.sql.journal import JournalEvent
 from delayline.sql.prepared import LONGEST_LIST
-from delayline.sql.staging import Attempt, OnConflict, new_area
 
 if TYPE_CHECKING:
     import threading
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
     from sqlalchemy import Connection, Table
 
+    from delayline.bulk.cold_catalog import ColdFile
+    from delayline.bulk.runs import Committed
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import Target
-    from delayline.sql.cold_files import ColdFile
-    from delayline.sql.runs import Committed
 
 ONE_DAY: Final = timedelta(days=1)
 ONE_HOUR: Final = timedelta(hours=1)

@@ -12,9 +12,9 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
+from delayline.bulk.scan import Condition, Span, Waiting
 from delayline.errors import ConfigurationError
 from delayline.spark.options import COLUMNS, StoreOptions, instant, whole
-from delayline.sql.waiting import Condition, Span, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

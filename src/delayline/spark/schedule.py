@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 from pyspark import TaskContext
 
+from delayline.bulk.runs import check_run
 from delayline.checks import time_span
 from delayline.errors import ConfigurationError
 from delayline.spark.columns import Columns, content_type, prepared, rejected
@@ -20,7 +21,6 @@ from delayline.spark.lines import HIDDEN, JDBC, read_path, read_table
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.sent import Sender
 from delayline.spark.session import in_this_thread, spark_session
-from delayline.sql.runs import check_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
+from delayline.bulk.dispatchers import DispatcherControl, ShardMetrics
 from delayline.config import endpoint_from
 from delayline.errors import BackendUnavailable
 from delayline.events import LOGGER_NAME, Event
-from delayline.sql.dispatchers import DispatcherControl, ShardMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from delayline.bulk.dispatchers import Wave
     from delayline.config import Settings
-    from delayline.sql.dispatchers import Wave
 
 SHARD: Final = "shard INT, dispatched BIGINT"
 LOOK_EVERY: Final = 1.0  # seconds

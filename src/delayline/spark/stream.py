@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
+from delayline.bulk.stream_claims import Taking
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
 from delayline.spark.options import FORMAT, StoreOptions, whole
 from delayline.spark.reader import ROWS_AT_ONCE, arrow_batch, known
-from delayline.sql.taken import Taking
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence

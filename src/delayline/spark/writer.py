@@ -10,11 +10,12 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
+from delayline.bulk.staging import STREAMS, Attempt, Staging, new_area
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.options import COLUMNS, StoreOptions, choice
 from delayline.spark.rejects import faults, must_be_good, without
 from delayline.spark.sent import ROOM, Sender
-from delayline.sql.staging import STREAMS, Attempt, OnConflict, Staging, new_area
+from delayline.sql.dialects.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Transport and delayed message store on SQL databases."""
 
-from delayline.sql.cold_store import TwoTierStore
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.sql.two_phase import TwoPhaseCommit
 
-__all__ = ["SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit", "TwoTierStore"]
+__all__ = ["SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit"]

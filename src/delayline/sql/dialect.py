@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.message import Message
+    from delayline.sql.dialects.staging import Stage
     from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
@@ -235,6 +236,13 @@ class Dialect(Protocol):
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Run the insert for every row."""
+        ...
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return the staging area of that name for bulk writes to `store`.
+
+        Raises ConfigurationError where the product has none, and MissingExtra without pyarrow.
+        """
         ...
 
     def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:

@@ -18,10 +18,10 @@ from delayline.azure.account import AzureAccount
 from delayline.azure.faults import Requests
 from delayline.azure.names import Key
 from delayline.azure.table import LARGEST_PAGE, Table
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.migration.taken import IN_DOUBT, PAGE, SURE, Taken, TakenSource, Which
 from delayline.migration.tally import Bounds, Tally
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.migration.sources.celery_tasks import FOLLOWERS, JSON, NoMessage, queue_in, task_of
 from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.taken import IN_DOUBT, PAGE, Taken, Which, key_of
 from delayline.migration.tally import Bounds, Tally
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
+from delayline.bulk.staging import blocking
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidMessage
 from delayline.message import Headers, Message
@@ -28,7 +29,6 @@ from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, parse, remaining, seconds_until
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

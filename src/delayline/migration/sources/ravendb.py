@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pyarrow as pa
 
+from delayline.bulk.staging import blocking
 from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.sources.ravendb_file import documents
 from delayline.migration.taken import PAGE, Taken, Which, key_of
 from delayline.migration.tally import Bounds, Tally
 from delayline.spark.failures import in_plain_words
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

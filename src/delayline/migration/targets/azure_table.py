@@ -18,12 +18,12 @@ from delayline.azure.places import Places
 from delayline.azure.rows import ForeignRow, from_entity, row_of, to_entity
 from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.azure.transport import AzureStorageQueueTransport
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
 from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
 from delayline.migration.targets.sql_store import TAKEN, UNKNOWN
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delayline.bulk.cold_folder import ColdFolder, HourWriter, without_secrets
+from delayline.bulk.staging import Staging
 from delayline.checks import time_span
 from delayline.clock import to_microseconds
 from delayline.errors import BackendUnavailable
@@ -17,8 +19,7 @@ from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, must_be_quick, note
 from delayline.spark.rejects import INSTANT
-from delayline.sql.cold_folder import ColdFolder, HourWriter, without_secrets
-from delayline.sql.staging import OnConflict, Staging
+from delayline.sql.dialects.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection, Table
 
+    from delayline.bulk.batches import BatchesOnce
+    from delayline.bulk.cold_catalog import ColdFile
     from delayline.migration.target import Attempted
-    from delayline.sql.batches_once import BatchesOnce
-    from delayline.sql.cold_files import ColdFile
     from delayline.sql.database import Database
 
 #: What a task keeps in memory before it is written.

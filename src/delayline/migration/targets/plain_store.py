@@ -6,13 +6,13 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from delayline.bulk.scan import Condition, Span, Waiting
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
 from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, UNKNOWN, SqlStore
 from delayline.sql.database import Database
 from delayline.sql.store import SqlDelayedMessageStore
-from delayline.sql.waiting import Condition, Span, Waiting
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from sqlalchemy import inspect, select
 
+from delayline.bulk.batches import BatchesOnce, IdTaken
+from delayline.bulk.runs import CLOSED
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING
 from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered
 from delayline.spark.cold_tier import ColdTier, waiting_in
 from delayline.spark.session import in_this_thread, parallelism
 from delayline.sql import setup
-from delayline.sql.batches_once import BatchesOnce, IdTaken
 from delayline.sql.database import Database
 from delayline.sql.prepared import Prepared
-from delayline.sql.runs import CLOSED
 from delayline.sql.schema import queue_tables
-from delayline.sql.staging import blocking
 from delayline.sql.store import MICROSECOND
 from delayline.timeouts.nservicebus import table_prefix
 

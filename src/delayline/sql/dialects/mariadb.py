@@ -18,6 +18,7 @@ from delayline.sql.dialects.mariadb_claims import NamedLocks
 from delayline.sql.dialects.mariadb_errors import DENIED, ROLLED_BACK, is_disconnect, number_of, translated
 from delayline.sql.dialects.mariadb_sql import IndexedSql
 from delayline.sql.dialects.server import ServerDialect, run, watch_of
+from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.local_wake_ups import LocalWakeUps
 from delayline.sql.names import must_fit
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.sql.dialect import Finding
+    from delayline.sql.dialects.staging import Stage
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
@@ -208,6 +210,13 @@ class Mariadb(ServerDialect):
             ("max_allowed_packet", True, f"{packet} bytes: a message may have {_largest(packet)}"),
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return a staging table."""
+        need_arrow()
+        from delayline.sql.dialects.mariadb_staging import MariadbStage
+
+        return MariadbStage(self, store, name)
 
     def to_due(self, due: datetime) -> datetime:
         """Return the instant in UTC without its zone: DATETIME(6) keeps microseconds."""

@@ -10,9 +10,8 @@ from sqlalchemy import insert
 
 from delayline.clock import from_microseconds
 from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staged_table import COLUMNS, StagedTable
+from delayline.sql.dialects.staging import COLUMNS, OnConflict, StagedTable
 from delayline.sql.prepared import Prepared
-from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

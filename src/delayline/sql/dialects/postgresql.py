@@ -21,6 +21,7 @@ from delayline.sql.dialects.postgresql_timeouts import PostgresqlTimeouts
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.sql.dialects.postgresql_wake_ups import Notifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
+from delayline.sql.dialects.staging import need_arrow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Finding
     from delayline.sql.dialects.postgresql_inserts import LoopInserts
+    from delayline.sql.dialects.staging import Stage
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
@@ -153,6 +155,13 @@ class Postgresql(ServerDialect):
         name = self.sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
         database, found, *server = run(connection, PLACE, name)[0]
         return Place(f"PostgreSQL database {database}", tuple(server), found)
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return a staging table."""
+        need_arrow()
+        from delayline.sql.dialects.postgresql_staging import PostgresqlStage
+
+        return PostgresqlStage(self, store, name)
 
     def to_due(self, due: datetime) -> datetime:
         """Return the instant: timestamptz keeps microseconds."""

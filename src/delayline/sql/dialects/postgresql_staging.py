@@ -11,8 +11,7 @@ import pyarrow.compute as pc
 
 from delayline.sql.dialects.postgresql_binary import COPY_END, COPY_HEADER, YEAR_2000
 from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staged_table import COLUMNS, StagedTable
-from delayline.sql.staging import OnConflict
+from delayline.sql.dialects.staging import COLUMNS, OnConflict, StagedTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Decides, Place, TwoPhase
+    from delayline.sql.dialects.staging import Stage
     from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.leases import Leases
     from delayline.sql.prepared import Prepared
@@ -170,6 +171,11 @@ class ServerDialect:
     def timeouts_table(self, name: str, schema: str | None) -> Table:
         """Return the logical table, with leases."""
         return timeouts_table(name, schema, leases=True)
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Raise ConfigurationError: bulk writes to this product are not implemented."""
+        del store, name
+        raise ConfigurationError(f"bulk jobs cannot write to {self} yet: use PostgreSQL, MariaDB or SQLite")
 
     def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
         """Not here."""

@@ -22,6 +22,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.sqlite_claims import Claims
 from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
 from delayline.sql.silence import SERVER_TIMEOUT
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding
+    from delayline.sql.dialects.staging import Stage
     from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
@@ -270,6 +272,13 @@ class Sqlite:
     def timeouts_table(self, name: str, schema: str | None) -> Table:
         """Return the logical table."""
         return timeouts_table(name, schema)
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return a folder of Arrow files beside the database file."""
+        need_arrow()
+        from delayline.sql.dialects.sqlite_staging import SqliteStage
+
+        return SqliteStage(self, store, name)
 
     def must_exist(self) -> None:
         """Raise BackendUnusable unless the file is there."""

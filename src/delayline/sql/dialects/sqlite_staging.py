@@ -12,8 +12,8 @@ from sqlalchemy import insert, select
 from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnusable
+from delayline.sql.dialects.staging import PREFIX, OnConflict, stage_table
 from delayline.sql.prepared import Prepared
-from delayline.sql.staging import PREFIX, OnConflict, stage_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
+from delayline.bulk.runs import CLOSED, Committed, Runs
+from delayline.bulk.staging import blocking, earliest_due, new_area
 from delayline.sql import setup
 from delayline.sql.database import Database
-from delayline.sql.runs import CLOSED, Committed, Runs
+from delayline.sql.dialects.staging import breaks_a_key
 from delayline.sql.schema import queue_tables
 from delayline.sql.silence import job_work
-from delayline.sql.stages import breaks_a_key, stage_in
-from delayline.sql.staging import blocking, earliest_due, new_area
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.staging import Stage
+    from delayline.sql.dialects.staging import Stage
 
 Result = TypeVar("Result")
 
@@ -109,7 +109,7 @@ class BatchesOnce:
 
     @cached_property
     def _stage(self) -> Stage:
-        return stage_in(self._database, self.table, new_area())
+        return self._database.dialect.stage(self.table, new_area())
 
     @cached_property
     def _runs(self) -> Runs:

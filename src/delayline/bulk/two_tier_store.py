@@ -9,12 +9,12 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from delayline.bulk.cold_catalog import HOUR, ColdFiles
+from delayline.bulk.cold_folder import ColdFolder
 from delayline.checks import time_span
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
 from delayline.delayed.store import DueCount, Outcome
 from delayline.message import DelayedMessage, Message, in_utc
-from delayline.sql.cold_files import HOUR, ColdFiles
-from delayline.sql.cold_folder import ColdFolder
 from delayline.sql.journal import JournalEvent
 from delayline.sql.silence import long_work
 from delayline.sql.store import MICROSECOND, SqlDelayedMessageStore
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.sql.cold_files import ColdFile
-    from delayline.sql.cold_folder import ColdRow
+    from delayline.bulk.cold_catalog import ColdFile
+    from delayline.bulk.cold_folder import ColdRow
     from delayline.transaction import Transaction
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import delete, func, insert, inspect, select
 
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.sql.database import Database
 from delayline.sql.journal import journal_tables
 from delayline.sql.silence import job_work
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

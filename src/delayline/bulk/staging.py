@@ -11,21 +11,19 @@ import secrets
 import threading
 import uuid
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, select
+from sqlalchemy import Table, select
 
+from delayline.bulk.runs import Committed, Runs, check_run
 from delayline.errors import BackendUnavailable, DuplicateMessage
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.dialects.staging import PREFIX, OnConflict, breaks_a_key, doubled_id
 from delayline.sql.journal import Journal, JournalEvent
-from delayline.sql.runs import Committed, Runs, check_run
-from delayline.sql.schema import CONTENT, DUE, queue_tables, text
+from delayline.sql.schema import queue_tables
 from delayline.sql.silence import job_work
-from delayline.sql.stages import breaks_a_key, doubled_id, stage_in
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -34,22 +32,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
+    from delayline.sql.dialects.staging import Stage
+
 Result = TypeVar("Result")
-PREFIX: Final = "delayline_stage_"
 #: What all streams write to.
 STREAMS: Final = f"{PREFIX}streams"
 MADE: Final = "%Y%m%d%H%M"
 #: Of an attempt's number; the rest is the hour in which it began.
 RANDOM_BITS: Final = 44
 SWEPT_AFTER: Final = timedelta(days=1)
-
-
-class OnConflict(StrEnum):
-    """What becomes of a message whose id waits already."""
-
-    FAIL = "fail"
-    IGNORE = "ignore"
-    REPLACE = "replace"
 
 
 class Attempt(NamedTuple):
@@ -60,49 +51,6 @@ class Attempt(NamedTuple):
     earliest: int | None
     """The first due time, in microseconds since 1970."""
     rejected: int = 0
-
-
-class Stage(Protocol):
-    """A staging area in one database. `write` is called in tasks, the others on the driver."""
-
-    table: Table
-    """Where the rows are when `move` is called."""
-
-    def create(self, connection: Connection) -> None:
-        """Make it, unless it is there."""
-        ...
-
-    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
-        """Stage the rows, on a connection of its own; raises where the area is gone."""
-        ...
-
-    def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
-        """Make the attempts' rows ready to be moved and return how many there are."""
-        ...
-
-    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
-        ...
-
-    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
-        """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
-        ...
-
-    def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
-        """Delete the rows of the attempts, and of those with a number below `before`."""
-        ...
-
-    def drop(self, connection: Connection) -> None:
-        """Remove it."""
-        ...
-
-    def found(self, connection: Connection) -> Sequence[str]:
-        """Return the names of all staging areas beside this one."""
-        ...
-
-    def named(self, name: str) -> Stage:
-        """Return another one."""
-        ...
 
 
 class Staging:
@@ -211,7 +159,7 @@ class Staging:
     def _stage(self) -> Stage:
         found: Stage | None = self.__dict__.get("_kept_stage")
         if found is None:
-            found = self.__dict__["_kept_stage"] = stage_in(self._database, self._store_table, self.name)
+            found = self.__dict__["_kept_stage"] = self._database.dialect.stage(self._store_table, self.name)
         return found
 
     @property
@@ -325,22 +273,6 @@ class Staging:
             raise DuplicateMessage(doubled) from error
         dialect.release_savepoint(connection)
         return stored
-
-
-def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = False) -> Table:
-    """Return the table that tasks write to; numbered: an attempt's rows are side by side, in their order."""
-    return Table(
-        name,
-        MetaData(schema=schema),
-        Column("attempt", BigInteger, primary_key=numbered, autoincrement=False, nullable=False),
-        *([Column("number", BigInteger, primary_key=True, autoincrement=False)] if numbered else []),
-        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
-        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-        Column("due", DUE, nullable=False),
-        Column("headers", CONTENT, nullable=False),
-        Column("body", CONTENT, nullable=False),
-        prefixes=list(prefixes),
-    )
 
 
 def earliest_due(batch: pa.RecordBatch) -> int:

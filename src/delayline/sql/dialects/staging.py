@@ -1,27 +1,81 @@
-"""What staging in a server's table has in common."""
+"""Staging areas, where tasks of a bulk job write rows before one transaction moves them to the store."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
 
-from sqlalchemy import delete, func, inspect, or_, select
+from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, inspect, or_, select
 from sqlalchemy.schema import CreateTable, DropTable
 
-from delayline.errors import BackendUnusable
-from delayline.sql.staging import PREFIX, stage_table
+from delayline.errors import BackendUnusable, MissingExtra
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.sql.schema import CONTENT, DUE, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import pyarrow as pa
-    from sqlalchemy import Connection, Table
+    from sqlalchemy import Connection
 
     from delayline.sql.server import Server
-    from delayline.sql.staging import OnConflict
 
 COLUMNS: Final = "id, destination, due, headers, body"
+PREFIX: Final = "delayline_stage_"
+
+
+class OnConflict(StrEnum):
+    """What becomes of a message whose id waits already."""
+
+    FAIL = "fail"
+    IGNORE = "ignore"
+    REPLACE = "replace"
+
+
+class Stage(Protocol):
+    """A staging area in one database. `write` is called in tasks, the others on the driver."""
+
+    table: Table
+    """Where the rows are when `move` is called."""
+
+    def create(self, connection: Connection) -> None:
+        """Make it, unless it is there."""
+        ...
+
+    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
+        """Stage the rows, on a connection of its own; raises where the area is gone."""
+        ...
+
+    def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
+        """Make the attempts' rows ready to be moved and return how many there are."""
+        ...
+
+    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
+        """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
+        ...
+
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
+        ...
+
+    def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
+        """Delete the rows of the attempts, and of those with a number below `before`."""
+        ...
+
+    def drop(self, connection: Connection) -> None:
+        """Remove it."""
+        ...
+
+    def found(self, connection: Connection) -> Sequence[str]:
+        """Return the names of all staging areas beside this one."""
+        ...
+
+    def named(self, name: str) -> Stage:
+        """Return another one."""
+        ...
 
 
 class StagedTable(ABC):
@@ -104,3 +158,37 @@ class StagedTable(ABC):
                     raise
         except self.dialect.errors as error:
             raise self.dialect.translated(error) from error
+
+
+def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = False) -> Table:
+    """Return the table that tasks write to; numbered: an attempt's rows are side by side, in their order."""
+    return Table(
+        name,
+        MetaData(schema=schema),
+        Column("attempt", BigInteger, primary_key=numbered, autoincrement=False, nullable=False),
+        *([Column("number", BigInteger, primary_key=True, autoincrement=False)] if numbered else []),
+        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
+        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+        Column("due", DUE, nullable=False),
+        Column("headers", CONTENT, nullable=False),
+        Column("body", CONTENT, nullable=False),
+        prefixes=list(prefixes),
+    )
+
+
+def breaks_a_key(error: BaseException) -> bool:
+    """Return whether the driver's error is a violation of a primary or unique key."""
+    return "IntegrityError" in {kind.__name__ for kind in type(error).__mro__}
+
+
+def doubled_id(connection: Connection, staged: Table, stored: Table) -> str:
+    """Return an id that is staged twice, or both staged and stored."""
+    both = select(staged.c.id).join(stored, stored.c.id == staged.c.id).limit(1)
+    twice = select(staged.c.id).group_by(staged.c.id).having(func.count() > 1).limit(1)
+    return connection.execute(both).scalar() or connection.execute(twice).scalar() or "?"
+
+
+def need_arrow() -> None:
+    """Raise MissingExtra where pyarrow is not installed."""
+    if find_spec("pyarrow") is None:
+        raise MissingExtra("spark", "writing in bulk")

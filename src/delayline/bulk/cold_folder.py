@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from delayline.bulk.cold_catalog import HOUR, ColdFile, hour_of
 from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
-from delayline.sql.cold_files import HOUR, ColdFile, hour_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, Table, delete, insert, inspect, select, update
 from sqlalchemy.schema import CreateTable
 
+from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable
 from delayline.sql.database import Database
 from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, text
 from delayline.sql.silence import long_work
-from delayline.sql.staging import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable

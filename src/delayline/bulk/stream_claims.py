@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, insert, inspect, select, update
 from sqlalchemy.schema import CreateTable
 
+from delayline.bulk.scan import readings
 from delayline.errors import BackendUnavailable
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.database import Database
@@ -20,7 +21,6 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.schema import CONTENT, DUE, text
 from delayline.sql.silence import job_work
 from delayline.sql.store import SqlDelayedMessageStore
-from delayline.sql.waiting import readings
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
