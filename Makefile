@@ -23,7 +23,7 @@ setup: .venv/installed ## install what is missing (uv, dependencies, servers for
 	@touch $@
 
 demo: setup ## the whole pipeline: Spark schedules 10 000 reminders in two tiers, the dispatcher is killed, Spark audits
-	$(RUN) delayline demo --from examples/reminders/reminders.csv --spark --report demo/report.html
+	$(RUN) python -m examples.demo --from examples/reminders/reminders.csv --spark --report demo/report.html
 
 lint: setup ## format, lint, types, layers
 	$(RUN) ruff format --check .

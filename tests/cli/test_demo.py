@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -9,21 +10,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran, delayline_process, eventually, put
+from click.testing import CliRunner
+from examples.demo import demo, lateness, reminders
+from examples.demo.play import Arrival, Course
+from examples.demo.reminders import DESTINATION
+from examples.demo.verdict import verdict_of
+from tests.cli.conftest import Ran, eventually, put
 
-from delayline.cli.demo import lateness, reminders
-from delayline.cli.demo.play import Arrival, Course
-from delayline.cli.demo.reminders import DESTINATION
-from delayline.cli.demo.verdict import verdict_of
 from delayline.clock import from_microseconds
 from delayline.errors import MissingExtra
 from delayline.message import Headers, Message, to_wire_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
-SHIPPED = Path(__file__).parents[2] / "examples/reminders/reminders.csv"
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "examples/reminders/reminders.csv"
+
+
+def demo_process(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.demo", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def arrival(message_id: str, due: float, late: float = 0.01) -> Arrival:
@@ -45,8 +58,8 @@ def course(*arrivals: Arrival, sent: int | None = None) -> Course:
 
 @pytest.mark.slow
 def test_a_short_demo_keeps_every_promise(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
-    arguments = ("demo", "--rows", "300", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
-    process = delayline_process(*arguments)
+    arguments = ("--rows", "300", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
+    process = demo_process(*arguments)
     processes.append(process)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
@@ -66,7 +79,7 @@ def test_a_short_demo_keeps_every_promise(folder: Path, processes: list[subproce
 @pytest.mark.slow
 def test_a_demo_in_which_a_message_is_doubled_says_so(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
     # Given a demo under way
-    process = delayline_process("demo", "--rows", "50", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
+    process = demo_process("--rows", "50", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
     processes.append(process)
     eventually(lambda: any(arrivals_in(folder)))
     # When somebody puts a message into the queue once more that has arrived
@@ -165,8 +178,8 @@ def test_delays_can_be_shortened() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "id,body\na,b\n", "id,destination,body,delay_ms\na,b,c,soon\n"])
-def test_a_file_without_reminders_is_refused(run: Callable[..., Ran], content: str) -> None:
-    Path("r.csv").write_text(content)
-    ran = run("demo", "--from", "r.csv")
-    assert (ran.code, ran.out) == (2, "")
-    assert "r.csv holds no reminders" in ran.err
+def test_a_file_without_reminders_is_refused(folder: Path, content: str) -> None:
+    (folder / "r.csv").write_text(content)
+    ran = CliRunner().invoke(demo, ["--from", "r.csv"])
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert "r.csv holds no reminders" in ran.stderr

@@ -1,24 +1,23 @@
-"""`delayline demo --spark`: the whole pipeline, with the dispatcher killed half way."""
+"""`make demo`: the whole pipeline, with the dispatcher killed half way."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 def test_a_short_demo_leaves_a_report(tmp_path: Path) -> None:
     words = ["--rows", "300", "--within", "3", "--outage", "0.2", "--dir", "runs", "--report", "demo/report.html"]
     done = subprocess.run(
-        [sys.executable, "-m", "delayline", "demo", "--spark", *words, "--json"],
+        [sys.executable, "-m", "examples.demo", "--spark", *words, "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=200,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ from typing import Final
 
 import click
 
-from delayline.cli.demo import demo
 from delayline.cli.doctor import doctor
 from delayline.cli.errors import errors
 from delayline.cli.migrate import migrate
@@ -29,7 +28,7 @@ QUIET: Final = logging.NullHandler()
 @click.group(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog=examples("delayline demo", "delayline setup --endpoint sales", "delayline send --help"),
+    epilog=examples("delayline setup --endpoint sales", "delayline send --help"),
 )
 @click.version_option(version("delayline"), prog_name="delayline")
 def main() -> None:
@@ -41,5 +40,5 @@ def main() -> None:
     logging.getLogger(LOGGER_NAME).addHandler(QUIET)
 
 
-for command in (demo, setup, run, send, pending, cancel, reschedule, errors, doctor, rabbitmq, spark, migrate):
+for command in (setup, run, send, pending, cancel, reschedule, errors, doctor, rabbitmq, spark, migrate):
     main.add_command(command)

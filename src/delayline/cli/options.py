@@ -35,8 +35,8 @@ PLACES: Final = (
 Command = Callable[..., Any]
 
 
-class Commands(click.Group):
-    """A group whose commands tell a DelaylineError in one red line, never in a stack trace."""
+class ReportsErrors(click.Command):
+    """A command that prints a DelaylineError as one red line instead of a stack trace."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's own signature
         """Run the command; exit 2 for what has to be configured differently, 1 for what failed."""
@@ -45,6 +45,10 @@ class Commands(click.Group):
         except DelaylineError as error:
             Screen.complain(_sentence(error))
             ctx.exit(WRONG_USAGE if isinstance(error, ConfigurationError) else FAILED)
+
+
+class Commands(ReportsErrors, click.Group):
+    """A group whose commands report errors likewise."""
 
 
 def _sentence(error: DelaylineError) -> str:

@@ -1,4 +1,4 @@
-"""The demo's three processes: `python -m delayline.cli.demo.parties sender|dispatcher|receiver DIRECTORY`."""
+"""The demo's three processes: `python -m examples.demo.parties sender|dispatcher|receiver DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from delayline.cli.demo import reminders
-from delayline.cli.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, Journal, Stage
+from examples.demo import reminders
+from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, Journal, Stage
+
 from delayline.cli.run import run_until_told
 from delayline.clock import SystemClock, to_microseconds
 from delayline.config import endpoint_from, transport_from

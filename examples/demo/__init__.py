@@ -1,4 +1,4 @@
-"""`delayline demo`: reminders, three processes, one of them killed half way; nothing lost, doubled or early."""
+"""The demo: three processes exchange reminders, one of them is killed half way; none is lost, doubled or early."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+from examples.demo import reminders
+from examples.demo.lateness import draw
+from examples.demo.pipeline import pipeline_on
+from examples.demo.play import Play
+from examples.demo.stage import REPOSITORY, Stage
+from examples.demo.verdict import show, verdict_of
+from examples.demo.watching import watcher
 
-from delayline.cli.demo import reminders
-from delayline.cli.demo.lateness import draw
-from delayline.cli.demo.pipeline import pipeline_on
-from delayline.cli.demo.play import Play
-from delayline.cli.demo.stage import Stage
-from delayline.cli.demo.verdict import show, verdict_of
-from delayline.cli.demo.watching import watcher
-from delayline.cli.options import FAILED, examples, json_option
+from delayline.cli.options import FAILED, ReportsErrors, examples, json_option
 from delayline.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
-    from delayline.cli.demo.pipeline import Pipeline
-    from delayline.cli.demo.verdict import Verdict
+    from examples.demo.pipeline import Pipeline
+    from examples.demo.verdict import Verdict
+
     from delayline.cli.screen import Screen
     from delayline.spark.audit import Totals
 
-REPOSITORY: Final = Path(__file__).parents[4]
 REMINDERS_FILE: Final = Path("examples/reminders/reminders.csv")
 
 
-@click.command(epilog=examples("delayline demo", "delayline demo --rows 300 --within 3 --dir /tmp/demo"))
+@click.command(
+    cls=ReportsErrors,
+    epilog=examples("python -m examples.demo", "python -m examples.demo --rows 300 --within 3 --dir /tmp/demo"),
+)
 @click.option(
     "--from",
     "file",
@@ -95,7 +98,9 @@ def _reminders(file: Path | None) -> list[reminders.Reminder]:
     if file is not None:
         found = reminders.read(file)
         if not found:
-            raise ConfigurationError(f"{file} holds no reminders: write some with examples/reminders/generate.py")
+            raise ConfigurationError(
+                f"{file} holds no reminders: write them with `python -m examples.reminders.generate`"
+            )
         return found
     for place in (Path(), REPOSITORY):
         if (place / REMINDERS_FILE).is_file():

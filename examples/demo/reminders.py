@@ -64,7 +64,7 @@ def read(path: Path) -> list[Reminder]:
     except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
         raise ConfigurationError(
             f"{path} holds no reminders ({type(error).__name__}: {error}). "
-            f"It needs the columns {', '.join(COLUMNS)}; write one with examples/reminders/generate.py"
+            f"It needs the columns {', '.join(COLUMNS)}; write one with `python -m examples.reminders.generate`"
         ) from error
 
 

@@ -14,6 +14,7 @@ from delayline.config import Settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+REPOSITORY: Final = Path(__file__).parents[2]
 SENDER: Final = "sender"
 DISPATCHER: Final = "dispatcher"
 RECEIVER: Final = "receiver"

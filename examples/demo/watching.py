@@ -6,16 +6,17 @@ import contextlib
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from examples.demo.lateness import span
 from rich.live import Live
 from rich.table import Table
 
-from delayline.cli.demo.lateness import span
 from delayline.cli.screen import bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from delayline.cli.demo.play import Course
+    from examples.demo.play import Course
+
     from delayline.cli.screen import Screen
 
 

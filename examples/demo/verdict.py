@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from delayline.cli.demo.lateness import Lateness, as_text, histogram, lateness_of, span
+from examples.demo.lateness import Lateness, as_text, histogram, lateness_of, span
 
 if TYPE_CHECKING:
-    from delayline.cli.demo.play import Course
+    from examples.demo.play import Course
+
     from delayline.cli.screen import Screen
 
 

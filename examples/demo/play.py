@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections import Counter
@@ -11,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import IO, TYPE_CHECKING, Final
 
+from examples.demo.reminders import DESTINATION
+from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, REPOSITORY, SENDER, JournalReader, Stage
+
 from delayline.cli.connection import managed_queues, open_store, open_transport
-from delayline.cli.demo.reminders import DESTINATION
-from delayline.cli.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, JournalReader, Stage
 from delayline.clock import SystemClock, from_microseconds
 from delayline.config import endpoint_from
 from delayline.delayed.store import managed
@@ -22,7 +24,7 @@ from delayline.errors import BackendUnusable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from delayline.cli.demo.pipeline import Pipeline
+    from examples.demo.pipeline import Pipeline
 
 LOOK_EVERY: Final = 0.1  # seconds
 START_UP: Final = timedelta(seconds=15)
@@ -213,10 +215,11 @@ async def _python(party: str, stage: Stage, log: IO[bytes]) -> asyncio.subproces
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "delayline.cli.demo.parties",
+        "examples.demo.parties",
         party,
         str(stage.directory),
         stdin=asyncio.subprocess.PIPE,
         stdout=log,
         stderr=log,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )

@@ -7,17 +7,18 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from delayline.cli.demo.reminders import COLUMNS
-from delayline.cli.demo.stage import REMINDERS, SENDER, Journal
+from examples.demo.reminders import COLUMNS
+from examples.demo.stage import REMINDERS, SENDER, Journal
+
 from delayline.clock import to_microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from examples.demo.stage import Stage
     from pyspark.sql import SparkSession
 
-    from delayline.cli.demo.stage import Stage
     from delayline.spark import Target
     from delayline.spark.audit import Totals
 
@@ -65,9 +66,9 @@ class Pipeline:
 
     def audit(self, report: Path) -> Totals:
         """Export the journal, reconcile it with what the receiver has noted, and write the report."""
+        from examples.demo.stage import RECEIVER
         from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-        from delayline.cli.demo.stage import RECEIVER
         from delayline.spark import audit, export, read_journal, waiting_ids, write_report
 
         session, target, place = self._session, self._target, self._stage.directory / "journal"
