@@ -24,6 +24,7 @@ from delayline.errors import (
     NotStarted,
     QueueNotFound,
     StorageFull,
+    TransactionAborted,
     UnsupportedTransactionMode,
 )
 from delayline.events import Event
@@ -95,6 +96,7 @@ __all__ = [
     "StorageFull",
     "StoredDelivery",
     "SyncEndpoint",
+    "TransactionAborted",
     "TransactionMode",
     "TwoPhaseCommit",
     "UnsupportedTransactionMode",

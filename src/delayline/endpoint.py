@@ -239,8 +239,8 @@ class Endpoint:
         Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
         delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
         InvalidDueTime, NotStarted, QueueNotFound, BackendUnavailable, or, for
-        a transaction that it cannot be part of, ConfigurationError. Cancelled, it returns at once, and the message is
-        usually sent all the same.
+        a transaction that it cannot be part of, ConfigurationError, and TransactionAborted for one that has to be
+        rolled back. Cancelled, it returns at once, and the message is usually sent all the same.
         """
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")

@@ -10,6 +10,7 @@ DelaylineError
 ├── CorruptHeaders (ValueError)          stored or received headers cannot be read
 ├── CorruptBody (ValueError)             a received body is not the text or JSON that was asked for
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
+├── TransactionAborted (RuntimeError)    a statement of the transaction has failed before: roll it back
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
 │   └── StorageFull                      no space left where messages are kept
 ├── BackendUnusable (RuntimeError)       the database or broker will never work as it is; trying again will not help
@@ -76,6 +77,10 @@ class CorruptBody(DelaylineError, ValueError):
 
 class NotStarted(DelaylineError, RuntimeError):
     """The endpoint has to be started first: `async with endpoint:` or `await endpoint.start()`."""
+
+
+class TransactionAborted(DelaylineError, RuntimeError):
+    """A statement of the transaction has failed before, so that it takes no more: roll it back and begin again."""
 
 
 class BackendUnavailable(DelaylineError, ConnectionError):

@@ -134,6 +134,29 @@ def test_a_send_in_djangos_atomic_is_committed_and_rolled_back_with_it(
     """)
 
 
+def test_a_send_in_an_aborted_atomic_is_refused(in_django: Callable[[str], None]) -> None:
+    """Django rolls back what it has marked so, without an error at its end: the message would be lost silently."""
+    in_django("""
+    from delayline import TransactionAborted
+    with SyncEndpoint(shop) as sync:
+        with transaction.atomic():
+            try:
+                with transaction.atomic(savepoint=False):
+                    raise LookupError
+            except LookupError:
+                pass
+            try:
+                sync.send("shop", "lost", delay=DAY, transaction=connection)
+            except TransactionAborted as error:
+                assert "aborted" in str(error), error
+            else:
+                raise AssertionError("it was not refused")
+        with transaction.atomic():
+            sync.send("shop", "kept", delay=DAY, message_id="kept", transaction=connection)
+        assert waiting(sync) == ["kept"], waiting(sync)
+    """)
+
+
 def test_a_send_before_django_has_connected_is_never_outside_its_transaction(in_django: Callable[[str], None]) -> None:
     """Django's `connection.connection` is None then; the message used to be committed at once, by itself."""
     in_django("""

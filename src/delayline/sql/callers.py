@@ -8,7 +8,9 @@ import sqlite3
 import sys
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
-from delayline.errors import ConfigurationError
+from sqlalchemy.exc import DBAPIError
+
+from delayline.errors import ConfigurationError, TransactionAborted
 from delayline.sql.workers import in_thread
 
 if TYPE_CHECKING:
@@ -238,8 +240,7 @@ def borrow_psycopg(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - psy
 
 @contextlib.contextmanager
 def borrow_psycopg2(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - psycopg2 belongs to its user
-    """Borrow a psycopg2 connection, whatever its rows look like; its errors become those of psycopg."""
-    import psycopg
+    """Borrow a psycopg2 connection, whatever its rows look like; its errors become SQLAlchemy's."""
     import psycopg2
     from psycopg2.extensions import TRANSACTION_STATUS_IDLE, cursor
 
@@ -250,11 +251,7 @@ def borrow_psycopg2(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - ps
     try:
         yield Borrowed("postgresql", lambda: PlainCursor(connection.cursor(cursor_factory=cursor)))
     except psycopg2.Error as error:
-        try:
-            kind: type[psycopg.Error] = psycopg.errors.lookup(error.pgcode or "")
-        except KeyError:
-            kind = getattr(psycopg, type(error).__name__, psycopg.OperationalError)
-        raise kind(str(error).strip()) from error
+        raise DBAPIError(None, None, error) from error
 
 
 @contextlib.contextmanager
@@ -270,9 +267,8 @@ def borrow_pymysql(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - pym
 
 @contextlib.contextmanager
 def borrow_mysqlclient(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - mysqlclient belongs to its user
-    """Borrow a connection of mysqlclient, as Django uses; its errors become those of PyMySQL."""
+    """Borrow a connection of mysqlclient, as Django uses; its errors become SQLAlchemy's."""
     import MySQLdb
-    import pymysql.err
     from MySQLdb.cursors import Cursor
 
     if connection.get_autocommit():
@@ -280,7 +276,7 @@ def borrow_mysqlclient(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 -
     try:
         yield Borrowed(_product_of_mysql(connection.get_server_info()), lambda: connection.cursor(Cursor))
     except MySQLdb.Error as error:
-        raise getattr(pymysql.err, type(error).__name__, pymysql.err.OperationalError)(*error.args) from error
+        raise DBAPIError(None, None, error) from error
 
 
 @contextlib.contextmanager
@@ -289,6 +285,11 @@ def borrow_django(given: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - Django be
     wrapper = _wrapper_of(given)
     if wrapper.connection is None:
         _connect(wrapper)
+    if wrapper.needs_rollback:
+        raise TransactionAborted(
+            f"the transaction on Django's connection {wrapper.alias!r} is aborted, as something in it has failed "
+            "before: roll it back by leaving its atomic() block, and send in a new one"
+        )
     if wrapper.autocommit and not wrapper.in_atomic_block:
         raise _autocommit("send inside `with transaction.atomic():` of Django")
     for module, name, borrow in SYNCHRONOUS:
@@ -376,9 +377,17 @@ def borrow_connection(connection: Connection) -> Iterator[Borrowed]:
         raise
     cursor: Callable[[], object] = connection.connection.cursor
     if connection.dialect.paramstyle == "numeric_dollar":
-        yield Borrowed(connection.dialect.name, lambda: NumberedCursor(cursor()))
+        borrowed = Borrowed(connection.dialect.name, lambda: NumberedCursor(cursor()))
+    elif connection.dialect.driver == "psycopg2":
+        borrowed = Borrowed(connection.dialect.name, lambda: PlainCursor(cursor()))
     else:
-        yield Borrowed(connection.dialect.name, cursor)
+        borrowed = Borrowed(connection.dialect.name, cursor)
+    try:
+        yield borrowed
+    except connection.dialect.loaded_dbapi.Error as error:
+        if isinstance(error, sqlite3.Error):
+            raise
+        raise DBAPIError(None, None, error) from error  # which dialects know of every driver
 
 
 def _refuse_unusable(connection: Connection) -> None:

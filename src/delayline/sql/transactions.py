@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from delayline.errors import BackendUnavailable, NotStarted
+from sqlalchemy.exc import InvalidRequestError, PendingRollbackError
+
+from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted, TransactionAborted
 from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -63,6 +65,13 @@ class JoinedTransaction(Transaction):
         """Run `work` in the transaction; of the connection it may use cursors only."""
         try:
             return await self._hold.run(work)
+        except PendingRollbackError as error:  # SQLAlchemy remembers for every database; its text may have parameters
+            raise TransactionAborted(
+                "transaction= is aborted, as something in it has failed before or its connection was lost: roll it "
+                "back, and send in a new one"
+            ) from error
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"transaction= cannot be used: {str(error).partition(chr(10))[0]}") from error
         except self._dialect.errors as error:
             raise await asyncio.to_thread(self._dialect.translated, error) from error  # which may ask the server
 

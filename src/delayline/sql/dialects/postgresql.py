@@ -12,7 +12,14 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.expression import any_, bindparam
 
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    InvalidMessage,
+    StorageFull,
+    TransactionAborted,
+)
 from delayline.sql.dialect import Place
 from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
@@ -202,6 +209,12 @@ class Postgresql(ServerDialect):
         """Copy the rows, where their ids are new."""
         return self._copies.copied(_driver(connection), insert.sql, rows)
 
+    def commit(self, connection: Connection) -> None:
+        """Commit; durable on return. Raises TransactionAborted where the server would roll back without an error."""
+        if _driver(connection).info.transaction_status == INERROR:
+            raise TransactionAborted(ABORTED.format(place=self))
+        super().commit(connection)
+
     def rollback(self, connection: Connection) -> None:
         """Roll back; a connection that is lost has been rolled back by the server."""
         if not connection.invalidated and not _driver(connection).closed:
@@ -299,7 +312,8 @@ def _driver(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extr
 
 
 def _state(error: BaseException) -> str:
-    return str(getattr(cause_of(error), "sqlstate", None) or "")
+    cause = cause_of(error)
+    return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")  # psycopg2 has the latter
 
 
 def _is_operational(error: BaseException) -> bool:
@@ -307,6 +321,11 @@ def _is_operational(error: BaseException) -> bool:
     return bool(names & {"OperationalError", "InterfaceError"})
 
 
+INERROR: Final = 3  # psycopg.pq.TransactionStatus.INERROR
+ABORTED: Final = (
+    "the transaction on {place} is aborted, as a statement in it has failed before: roll it back, and repeat it in a "
+    "new one"
+)
 GIVEN_UP: Final = {"40001", "40P01"}
 #: What libpq says before there is a connection: it gives no SQLSTATE then.
 UNUSABLE: Final = {
@@ -324,6 +343,7 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "22021": (InvalidMessage, "{place} cannot keep this text: {cause}"),
     "22001": (InvalidMessage, "{place} cannot keep a text of that length: {cause}"),
     "25006": (BackendUnavailable, "{place} is read-only, a standby perhaps: {cause}. Name the primary in the URL"),
+    "25P02": (TransactionAborted, ABORTED),
     "28": (BackendUnusable, "{place} refuses this user: {cause}. Check the user and the password"),
     "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),
     "3F000": (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
