@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class Line:
@@ -31,6 +31,9 @@ class Wire:
         self._answers = asyncio.Event()
         self._requests = asyncio.Event()
         self.connections = 0
+        self.refuses = False
+        self.requests_left: int | None = None
+        """How many packets of clients are let through until the wire is cut for good; None for any number."""
         self.let_through()
 
     def hold_answers(self) -> None:
@@ -62,9 +65,20 @@ class Wire:
             writer.transport.abort()
         self._writers.clear()
 
+    def requested(self) -> None:
+        """Count a packet of a client's, and cut the wire when there were as many as it lets through."""
+        if self.requests_left is not None:
+            self.requests_left -= 1
+            if self.requests_left <= 0:
+                self.refuses = True
+                self.cut()
+
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect one client to the broker."""
         self.connections += 1
+        if self.refuses:
+            writer.transport.abort()
+            return
         try:
             from_broker, to_broker = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:
@@ -74,7 +88,7 @@ class Wire:
         line = Line()
         self._lines.append(line)
         self._forwarding |= {
-            asyncio.create_task(_forward(reader, to_broker, [self._requests], line.said)),
+            asyncio.create_task(_forward(reader, to_broker, [self._requests], line.said, self.requested)),
             asyncio.create_task(_forward(from_broker, writer, [self._answers, line.answers], bytearray())),
         }
 
@@ -87,11 +101,16 @@ class Wire:
 
 
 async def _forward(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gates: list[asyncio.Event], seen: bytearray
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    gates: list[asyncio.Event],
+    seen: bytearray,
+    came: Callable[[], None] = lambda: None,
 ) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             seen += data
+            came()
             for gate in gates:
                 await gate.wait()
             writer.write(data)

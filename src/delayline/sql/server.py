@@ -86,7 +86,7 @@ class Server(dialect.Dialect, Protocol):
         ...
 
     def is_broken(self, connection: Connection) -> bool:
-        """Tell whether the driver has found the connection's end, whatever the error says."""
+        """Tell whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
         ...
 
     def check(self) -> None:

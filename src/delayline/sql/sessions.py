@@ -91,11 +91,9 @@ class Session:
         """Return delayline's error for a driver's, having given the connection up if that was its end."""
         translated = self._dialect.translated(error)
         connection = self._connection
+        broken = connection is not None and self._dialect.is_broken(connection)
         if connection is not None and not connection.invalidated:  # SQLAlchemy asks one that is for another one
             commits = connection.info.pop(NOT_COMMITTED, commits)
-            broken = self._dialect.is_broken(connection)
-        else:
-            broken = connection is not None
         missed = self._missed
         if missed or broken or self._dialect.is_disconnect(error):
             if missed:

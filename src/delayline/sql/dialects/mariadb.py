@@ -143,6 +143,8 @@ class Mariadb(ServerDialect):
 
     def is_broken(self, connection: Connection) -> bool:
         """Tell whether PyMySQL has given the connection up."""
+        if super().is_broken(connection):
+            return True
         driver: Any = connection.connection.driver_connection
         return not driver.open
 
@@ -168,7 +170,8 @@ class Mariadb(ServerDialect):
         try:
             yield
         finally:
-            run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
+            if not self.is_broken(connection):  # with which the lock ends
+                run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANTs that give the user what it lacks of the rights on tables that are there.
@@ -258,12 +261,6 @@ class Mariadb(ServerDialect):
         cursor.max_stmt_length = min(LONGEST_BATCH, self._room)
         cursor.executemany(insert.sql, rows)
         cursor.close()
-
-    def rollback(self, connection: Connection) -> None:
-        """Roll back; a connection that is lost has been rolled back by the server."""
-        driver: Any = connection.connection.driver_connection
-        if driver.open:
-            super().rollback(connection)
 
     @property
     def decides(self) -> Mariadb:

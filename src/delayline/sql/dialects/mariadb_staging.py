@@ -91,4 +91,5 @@ class MariadbStage(StagedTable):
         try:
             super().drop(connection)
         finally:
-            run(connection, "SET SESSION lock_wait_timeout = 60")
+            if not self.dialect.is_broken(connection):
+                run(connection, "SET SESSION lock_wait_timeout = 60")

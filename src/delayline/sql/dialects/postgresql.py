@@ -111,7 +111,7 @@ class Postgresql(ServerDialect):
 
     def is_broken(self, connection: Connection) -> bool:
         """Tell whether libpq has found the connection's end, as in a pipeline, where the error does not say so."""
-        return bool(_driver(connection).closed)
+        return super().is_broken(connection) or bool(_driver(connection).closed)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -214,11 +214,6 @@ class Postgresql(ServerDialect):
         if _driver(connection).info.transaction_status == INERROR:
             raise TransactionAborted(ABORTED.format(place=self))
         super().commit(connection)
-
-    def rollback(self, connection: Connection) -> None:
-        """Roll back; a connection that is lost has been rolled back by the server."""
-        if not connection.invalidated and not _driver(connection).closed:
-            super().rollback(connection)
 
     @property
     def decides(self) -> PostgresqlTwoPhase:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sqlalchemy import URL, bindparam, create_engine, event
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
 from delayline.errors import ConfigurationError, MissingExtra
@@ -132,9 +132,8 @@ class ServerDialect:
         return None
 
     def is_broken(self, connection: Connection) -> bool:
-        """Tell whether the driver has found the connection's end, whatever the error says."""
-        del connection
-        return False
+        """Tell whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
+        return connection.invalidated
 
     def _limits(self, dialect: object, record: object, arguments: object, options: dict[str, Any]) -> None:
         del dialect, record, arguments
@@ -161,8 +160,8 @@ class ServerDialect:
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises, with and without SQLAlchemy around it."""
-        return (DBAPIError, self.engine.dialect.loaded_dbapi.Error)
+        """What the driver raises, with and without SQLAlchemy around it, and what that says after a lost connection."""
+        return (DBAPIError, PendingRollbackError, self.engine.dialect.loaded_dbapi.Error)
 
     def schema_of(self, schema: str | None) -> str | None:
         """Return the schema, the connection's own where None."""
@@ -283,8 +282,9 @@ class ServerDialect:
             raise
 
     def rollback(self, connection: Connection) -> None:
-        """Roll back."""
-        run(connection, self.ROLLBACK)
+        """Roll back; a connection that is lost has been rolled back by the server."""
+        if not self.is_broken(connection):
+            run(connection, self.ROLLBACK)
 
     def set_savepoint(self, connection: Connection) -> None:
         """Mark where `roll_back_to_savepoint` goes back to."""
