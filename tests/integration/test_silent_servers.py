@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 
 from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDelayedMessageStore, SqlTransport
@@ -24,6 +25,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.endpoint import log_and_stop
 from delayline.errors import DelaylineError
 from delayline.sql.database import Database
+from delayline.sql.sessions import PING_AFTER
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
@@ -317,7 +319,11 @@ async def test_a_stop_returns_in_time(server_url: str, frozen: Frozen) -> None:
 
 
 @pytest.mark.slow
-async def test_a_stop_returns_in_time_with_the_default_limit(postgresql_url: str, postgresql: PostgresqlServer) -> None:
+@pytest.mark.parametrize("moment", ["idle", "at rest", "claiming", "handling", "reconnecting", "given up"])
+async def test_a_stop_returns_in_time_with_the_default_limit(
+    postgresql_url: str, postgresql: PostgresqlServer, moment: str
+) -> None:
+    """Given the limit of 15 s, when the server falls silent at any moment, then the waits of a stop add up to less."""
     frozen = Frozen(int((postgresql.data / "postmaster.pid").read_text().splitlines()[0]))
     endpoint = Endpoint(
         "orders",
@@ -325,17 +331,67 @@ async def test_a_stop_returns_in_time_with_the_default_limit(postgresql_url: str
         delayed_delivery=StoredDelivery(SqlDelayedMessageStore(postgresql_url)),
         on_critical_error=ignore,
     )
+    handling, may_end = asyncio.Event(), asyncio.Event()
 
     @endpoint.handler
     async def handle(message: Message, context: MessageContext) -> None:
-        pass
+        handling.set()
+        await may_end.wait()
+        await context.send("orders", b"", delay=timedelta(hours=1))
 
     await endpoint.start()
     try:
+        if moment == "handling":
+            await endpoint.send("orders", b"")
+            await asyncio.wait_for(handling.wait(), 15)
+        if moment == "at rest":
+            await asyncio.sleep(PING_AFTER + 1)
+        if moment == "reconnecting":
+            end_listener(postgresql_url)
         frozen.stop()
-        seconds, _ = await seconds_of(endpoint.stop())
+        # "claiming": the receiver looks again each second; "given up": its first answer was missed, others are awaited
+        await asyncio.sleep({"idle": 0, "given up": 19}.get(moment, 2))
+        may_end.set()
+        seconds, error = await seconds_of(endpoint.stop())
     finally:
         frozen.go_on()
+    assert error is None
+    assert seconds < STOP
+    await endpoint.start()  # what was left behind is in nothing's way
+    await endpoint.send("orders", b"", delay=timedelta(hours=1))
+    await endpoint.stop()
+
+
+def end_listener(url: str) -> None:
+    """End the connection that waits for notifications, so that it is made anew."""
+    with psycopg.connect(url) as connection:
+        ended = connection.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE 'LISTEN %'"
+        ).fetchall()
+    assert ended
+
+
+@pytest.mark.slow
+async def test_a_start_that_finds_silence_is_stopped_in_time(postgresql_url: str, postgresql: PostgresqlServer) -> None:
+    """Given set-up, whose limit is ten times as long, when the server is silent, then a stop ends it all the same."""
+    frozen = Frozen(int((postgresql.data / "postmaster.pid").read_text().splitlines()[0]))
+    endpoint = Endpoint(
+        "orders",
+        transport=SqlTransport(postgresql_url),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(postgresql_url)),
+    )
+    database = Database.at(postgresql_url)
+    await database.open()  # so that the start does not fail to connect
+    frozen.stop()
+    try:
+        starting = asyncio.create_task(seconds_of(endpoint.start()))
+        await asyncio.sleep(1)
+        seconds, _ = await seconds_of(endpoint.stop())
+        await starting
+    finally:
+        frozen.go_on()
+        await database.close()
     assert seconds < STOP
 
 

@@ -20,9 +20,10 @@ from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.sql.callers import hold_of
 from delayline.sql.setup import texts
-from delayline.sql.silence import checked_timeout
+from delayline.sql.silence import ABANDONED_AFTER, STOPPING, checked_timeout
 from delayline.sql.transactions import JoinedTransaction, SqlTransaction
 from delayline.sql.two_phase_transaction import TwoPhaseTransaction
+from delayline.sql.workers import in_thread, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -97,21 +98,48 @@ class Database(ABC):
 
     async def open(self) -> None:
         """Connect, unless somebody has. Raises BackendUnusable or BackendUnavailable. Cancelled, it undoes itself."""
-        opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+        wanted = threading.Event()
+        wanted.set()
+
+        def opened() -> bool:
+            self._open()
+            if wanted.is_set():
+                return True
+            self._close()
+            return False
+
+        _, opening = start_thread(opened)
         try:
             await asyncio.shield(opening)
         except asyncio.CancelledError:
-            await asyncio.wait([opening])
-            if opening.exception() is None:
+            wanted.clear()
+            done, _ = await asyncio.wait([opening], timeout=self._closing_patience)
+            if any(one.exception() is None and one.result() for one in done):
                 await self.close()
             raise
 
     async def close(self) -> None:
-        """Undo one `open`; the last one disconnects."""
+        """Undo one `open`; the last one disconnects. What a silent server keeps from its end ends by itself, later."""
         if threading.main_thread().is_alive():
-            await asyncio.to_thread(self._close)
+            thread, closing = start_thread(self._close)
+            if (await asyncio.wait([closing], timeout=self._closing_patience))[0]:
+                thread.join()  # it has nothing left to do
+                closing.result()
         else:  # the interpreter ends, as in atexit: no thread can be started any more
             self._close()
+
+    @abstractmethod
+    def begin_stop(self) -> None:
+        """Limit waits from now on, so that an endpoint stops in time; needs an `end_stop`."""
+
+    @abstractmethod
+    def end_stop(self) -> None:
+        """End what `begin_stop` has begun."""
+
+    @property
+    def _closing_patience(self) -> float:
+        """Seconds to wait for the end of threads and connections."""
+        return STOPPING + ABANDONED_AFTER
 
     async def look(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on a connection of its own that changes nothing; the database need not be open."""
@@ -120,7 +148,7 @@ class Database(ABC):
             with self.dialect.look() as connection:
                 return work(connection)
 
-        return await asyncio.to_thread(self._translated, looked)
+        return await in_thread(partial(self._translated, looked))
 
     async def plan(
         self, work: Callable[[Connection], list[Executable]], whole: Callable[[], list[Executable]]

@@ -73,6 +73,12 @@ class FileDatabase(Database):
         """Rows stood for by claims."""
         return ClaimedRows(self, statements, tables)
 
+    def begin_stop(self) -> None:
+        """Do nothing: no server is waited for."""
+
+    def end_stop(self) -> None:
+        """Do nothing."""
+
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on a reading connection."""
         if self._readers is None:

@@ -26,6 +26,8 @@ class SqlPart:
         self._schema = self._database.dialect.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._two_phase = two_phase
+        self._opened = 0
+        self._stops = 0
 
     @property
     def transaction_domain(self) -> Hashable:
@@ -36,6 +38,34 @@ class SqlPart:
     def server_timeout(self) -> float:
         """Seconds to wait for an answer of the database's server."""
         return self._database.dialect.server_timeout
+
+    def stop_soon(self) -> None:
+        """Limit the waits of what is open, so that an endpoint whose server is silent stops within 20 seconds."""
+        if self._stops < self._opened:
+            self._stops += 1
+            self._database.begin_stop()
+
+    async def _open_database(self) -> None:
+        """Open the database; `_close_database` undoes it."""
+        self._opened += 1
+        try:
+            await self._database.open()
+        except BaseException:
+            self._is_closed()
+            raise
+
+    async def _close_database(self) -> None:
+        """Undo one `_open_database`, and a `stop_soon` that came meanwhile."""
+        try:
+            await self._database.close()
+        finally:
+            self._is_closed()
+
+    def _is_closed(self) -> None:
+        self._opened -= 1
+        if self._stops:
+            self._stops -= 1
+            self._database.end_stop()
 
     def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
         """Return a transaction that another part of the same domain can join."""

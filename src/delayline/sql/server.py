@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.silence import StopLimit
     from delayline.sql.statements import StoreStatements
 
 
@@ -48,7 +49,7 @@ class WakeUps(dialect.WakeUps, Protocol):
         ...
 
     def close(self) -> None:
-        """Stop listening; blocks until it has."""
+        """Stop listening; blocks until it has, or for as long as a stop may take."""
         ...
 
 
@@ -74,6 +75,9 @@ class Claims(dialect.Claims, Protocol):
 
 class Server(dialect.Dialect, Protocol):
     """One database of a server."""
+
+    stops: StopLimit
+    """The limit of waits while an endpoint stops."""
 
     @property
     def patience(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from functools import partial
@@ -18,7 +19,7 @@ from delayline.sql.locked_rows import LockedRows
 from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock, steady
 from delayline.sql.sessions import Session, SessionHold
-from delayline.sql.silence import long_work
+from delayline.sql.silence import ABANDONED_AFTER, STOPPING, StopLimit, long_work
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class ServerDatabase(Database):
         self.dialect = dialect
         self._clock = ServerClock(lambda: self.spawn(self._ask_the_time), dialect.clock_tick)
         self._now = Prepared(select(dialect.in_seconds(0)), dialect.sql, [])
+        self._abandoning: threading.Thread | None = None
+        self._stops_over = threading.Event()
+        self._limiting = threading.Lock()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -154,7 +158,7 @@ class ServerDatabase(Database):
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next transaction."""
-        if session in self._all:
+        if session in self._all and not session.is_at_work:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again
             session.close()
@@ -172,8 +176,13 @@ class ServerDatabase(Database):
         self._generation += 1
 
     def missed(self, session: Session, since: float) -> None:
-        """Note that an answer is overdue since then; unless others have come meanwhile the server is silent."""
-        if any(other is not session and other.used > since for other in list(self._all)):
+        """Note that an answer is overdue since then; unless others have come meanwhile the server is silent.
+
+        During a stop it is silent in any case.
+        """
+        if self.dialect.stops.at is None and any(
+            other is not session and other.used > since for other in list(self._all)
+        ):
             return
         self._silent_until = time.monotonic() + min(PROBE_AFTER, self.dialect.server_timeout / 3)
         self.silent = True
@@ -183,10 +192,13 @@ class ServerDatabase(Database):
         self.silent = False
 
     def probe(self) -> None:
-        """Return when it is time to ask a silent server again, for one caller; else raise BackendUnavailable."""
+        """Return when it is time to ask a silent server again, for one caller; else raise BackendUnavailable.
+
+        During a stop it is not asked again: every further wait would be one more that the stop takes.
+        """
         with self._probing:
             now = time.monotonic()
-            if self.silent and now < self._silent_until:
+            if self.silent and (now < self._silent_until or self.dialect.stops.at is not None):
                 raise BackendUnavailable(
                     f"{self.dialect} has left a request without an answer, and is asked again in a moment: "
                     "check that the server and the network are alive"
@@ -263,19 +275,73 @@ class ServerDatabase(Database):
         self._transacting = Workers("delayline SQL transaction", TRANSACTIONS)
         self._wake_ups = self.dialect.wake_ups(self)
 
+    def begin_stop(self) -> None:
+        """Limit the waits."""
+        with self._limiting:
+            self.dialect.stops.begin()
+            if self._abandoning is None:
+                self._stops_over.clear()
+                self._abandoning = threading.Thread(target=self._abandon, name="delayline stop", daemon=True)
+                self._abandoning.start()
+
+    def end_stop(self) -> None:
+        """Go back to the usual limits, unless another stop is under way."""
+        with self._limiting:
+            self.dialect.stops.end()
+            if self.dialect.stops.at is None and self._abandoning is not None:
+                self._stops_over.set()
+                self._abandoning.join()
+                self._abandoning = None
+
+    def _abandon(self) -> None:
+        """Fail, during stops, the work whose driver did not raise when its connection was cut, or cannot be cut.
+
+        Resolving a name and connecting are such waits, and drivers without a socket that can be reached.
+        """
+        stops = self.dialect.stops
+        error = BackendUnavailable(
+            f"{self.dialect} has not answered before its endpoint stopped. What was asked of it may have an effect: "
+            "look for what was written before repeating it"
+        )
+
+        def is_overdue(given: float) -> bool:
+            return stops.end_of(math.inf, given) < time.monotonic() - ABANDONED_AFTER
+
+        while not self._stops_over.wait(ABANDONED_AFTER / 8):
+            for workers in (self._transacting, self._workers):
+                if workers is not None:
+                    workers.abandon(is_overdue, error)
+
+    @property
+    def _closing_patience(self) -> float:
+        return self.dialect.stops.left(STOPPING) + ABANDONED_AFTER
+
     def _disconnect(self) -> None:
+        self.begin_stop()
+        try:
+            self._end_connections()
+        finally:
+            self._begin_anew()
+            self.end_stop()
+
+    def _end_connections(self) -> None:
+        end = time.monotonic() + self.dialect.stops.left(STOPPING)
+
+        def left() -> float:
+            return max(0.0, end - time.monotonic())
+
         if self._inserts is not None:
             self._inserts.close()
         if self._wake_ups is not None:
             self._wake_ups.close()
-        for claims in self._claims.values():
-            claims.close()
+        if not self.silent:
+            for claims in self._claims.values():
+                claims.close()
         for workers in (self._transacting, self._workers):
             if workers is not None:
-                workers.stop()
+                workers.stop(left)
         for session in self._all:
             session.close()
-        self._begin_anew()
 
     def before_fork(self) -> None:
         """Let nobody open or close meanwhile."""
@@ -291,6 +357,10 @@ class ServerDatabase(Database):
         self._begin_anew()
         self._users = 0
         self._opening = threading.Lock()
+        self.dialect.stops = StopLimit()
+        self._abandoning = None
+        self._stops_over = threading.Event()
+        self._limiting = threading.Lock()
 
 
 _inherited: Final[list[object]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -12,7 +13,7 @@ from delayline.sql.server import IN_SESSION, NOT_COMMITTED
 from delayline.sql.silence import FACTOR, WATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection
 
@@ -36,6 +37,9 @@ class Session:
         self._generation = 0
         self._used = 0.0
         self._process = os.getpid()
+        self._thread: int | None = None
+        """The thread whose work runs on the connection."""
+        self._abandoned = False
 
     def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
         """Run `work` while no transaction is open; driver errors come out as delayline's.
@@ -44,11 +48,12 @@ class Session:
         """
         if self._database.silent:
             self._database.probe()
-        try:
-            connection = self._trusted()
-        except self._dialect.errors as error:  # says nothing of the connections there are: the server may be full
-            raise self._dialect.translated(error) from error
-        return self._run(work, connection, commits=commits)
+        with self._at_work():
+            try:
+                connection = self._trusted()
+            except self._dialect.errors as error:  # says nothing of the connections there are: the server may be full
+                raise self._dialect.translated(error) from error
+            return self._run(work, connection, commits=commits)
 
     def go_on(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in the transaction that is open; never outside it, on a new connection."""
@@ -56,7 +61,13 @@ class Session:
             raise BackendUnavailable(
                 f"the connection to {self._dialect} was lost in the middle of a transaction, which is undone: repeat it"
             )
-        return self._run(work, self._connection, commits=False)
+        with self._at_work():
+            return self._run(work, self._connection, commits=False)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether work of some thread runs on the connection."""
+        return self._thread is not None
 
     @property
     def trusted(self) -> bool:
@@ -111,7 +122,15 @@ class Session:
         return translated
 
     def close(self) -> None:
-        """Disconnect. Idempotent; leaves a connection that another process has made to that one."""
+        """Disconnect. Idempotent; leaves a connection that another process has made to that one.
+
+        A connection on which another thread still waits for the server is cut, and that thread disconnects.
+        """
+        if self._thread not in (None, threading.get_ident()):
+            self._abandoned = True
+            if self._watch is not None:
+                self._watch.cut()
+            return
         connection, self._connection = self._connection, None
         watch, self._watch = self._watch, None
         if connection is None:
@@ -145,12 +164,27 @@ class Session:
         self.answered()
         return result
 
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        thread, self._thread = self._thread, threading.get_ident()
+        if thread not in (None, self._thread):
+            self._thread = thread
+            raise BackendUnavailable(f"{self._dialect} has not answered what was asked before on this connection")
+        try:
+            yield
+        finally:
+            self._thread = thread
+            if self._abandoned and thread is None:
+                self.close()
+
     @property
     def _missed(self) -> bool:
         return self._watch is not None and self._watch.missed
 
     def _overdue(self, seconds: float) -> BackendUnavailable:
         seconds = min(seconds, self._dialect.server_timeout * FACTOR.get())
+        if self._watch is not None and self._dialect.stops.at is not None:
+            seconds = min(seconds, round(time.monotonic() - self._watch.since, 1))
         self._database.missed(self, time.monotonic() - seconds)
         return BackendUnavailable(
             f"no answer from {self._dialect} within {seconds:g} s: check that the server and the network are alive, "
@@ -170,8 +204,9 @@ class Session:
                     self.answered()
             except self._dialect.errors:
                 if self._missed:
+                    overdue = self._overdue(PING_TIMEOUT)
                     self.close()
-                    raise self._overdue(PING_TIMEOUT) from None
+                    raise overdue from None
                 if self._generation == generation:
                     self._database.lost()
                     generation = self._database.generation
@@ -180,15 +215,17 @@ class Session:
             self._connection = self._connect()
             self._watch = self._connection.info[WATCH]
             self._connection.info[IN_SESSION] = True
+        if self._abandoned:
+            raise BackendUnavailable(f"{self._dialect} was closed before the server had answered")
         self._generation = generation
         return self._connection
 
     def _connect(self) -> Connection:
-        began = time.monotonic()
+        began, limit = time.monotonic(), self._dialect.connect_timeout
         try:
             return self._dialect.connect()
         except self._dialect.errors:
-            if time.monotonic() - began >= 0.9 * self._dialect.connect_timeout:
+            if time.monotonic() - began >= 0.9 * limit:
                 self._database.missed(self, began)
             elif self._database.silent:  # a refusal is an answer
                 self._database.answers()

@@ -30,6 +30,9 @@ LOCK_TIMEOUT: Final = 10.0  # seconds a statement waits for a lock: less than `S
 LONG_WORK: Final = 10  # times as long may set-up, and reads and writes of many rows take
 JOB_WORK: Final = 240  # times as long may a statement take that moves all rows of a job at once
 LONGEST_TICK: Final = 1.0  # seconds between looks at what is overdue
+STOPPING: Final = 8.0  # seconds from the begin of a stop in which answers are still awaited
+ABANDONED_AFTER: Final = 2.0  # seconds that work may take to end after its connection was cut
+STOPPING_EACH: Final = 3.0  # seconds for each answer that is awaited later, as of a handler that runs for long
 WATCH: Final = "delayline watch"  # the key in SQLAlchemy's `Connection.info`
 
 #: By how much the limit is multiplied in the work at hand.
@@ -77,13 +80,53 @@ def _longer(
     return longer
 
 
+class StopLimit:
+    """How long answers of one database are awaited while an endpoint that uses it stops.
+
+    It holds for everything on the database: waits of one user keep others' from their connections. Waits that began
+    before the stop, and those of its first seconds, end together; each later one has a few seconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stops = 0
+        self.at: float | None = None
+        """The time, by `time.monotonic`, at which the waits of a stop end; None while nothing stops."""
+
+    def begin(self) -> None:
+        """Begin a stop. Every one needs an `end`."""
+        with self._lock:
+            if self._stops == 0:
+                self.at = time.monotonic() + STOPPING
+            self._stops += 1
+
+    def end(self) -> None:
+        """End a stop; after the last one the usual limits hold again."""
+        with self._lock:
+            self._stops = max(0, self._stops - 1)
+            if self._stops == 0:
+                self.at = None
+
+    def end_of(self, deadline: float, since: float) -> float:
+        """Return when a wait ends that began at `since` and has that deadline."""
+        at = self.at
+        return deadline if at is None else min(deadline, max(at, since + STOPPING_EACH))
+
+    def left(self, seconds: float) -> float:
+        """Return how many of these seconds a wait has that begins now."""
+        now = time.monotonic()
+        return self.end_of(now + seconds, now) - now
+
+
 class Watch:
     """The wait of one connection, if it waits. Begun and ended by the thread that uses the connection."""
 
-    __slots__ = ("__weakref__", "_closing", "_socket", "deadline", "limit", "missed")
+    __slots__ = ("__weakref__", "_closing", "_socket", "_stops", "deadline", "limit", "missed", "since")
 
-    def __init__(self, descriptor: int | None, limit: float) -> None:
+    def __init__(self, descriptor: int | None, limit: float, stops: StopLimit) -> None:
         self.limit = limit
+        self._stops = stops
+        self.since = 0.0
         self.deadline: float | None = None
         self.missed = False
         """Whether the connection was cut."""
@@ -95,11 +138,17 @@ class Watch:
 
     def begin(self, seconds: float) -> None:
         """Expect an answer within so many seconds."""
-        self.deadline = time.monotonic() + seconds
+        self.since = time.monotonic()
+        self.deadline = self.since + seconds
 
     def end(self) -> None:
         """Expect nothing."""
         self.deadline = None
+
+    def is_overdue(self, now: float) -> bool:
+        """Return whether the answer should have come by now."""
+        deadline = self.deadline
+        return deadline is not None and self._stops.end_of(deadline, self.since) < now
 
     def cut(self) -> None:
         """Shut the connection down: what waits for its answer reads its end."""
@@ -159,8 +208,7 @@ class Watchdog:
                 time.sleep(tick)
                 continue
             for watch in watches:
-                deadline = watch.deadline
-                if deadline is not None and deadline < now:
+                if watch.is_overdue(now):
                     watch.end()
                     watch.cut()
 

@@ -83,11 +83,11 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the endpoint's table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
         table = self._table(endpoint_name)
-        await self._database.open()
+        await self._open_database()
         try:
             await self._database.write(lambda connection: self._set_up(connection, table))
         finally:
-            await self._database.close()
+            await self._close_database()
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
@@ -117,14 +117,14 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
         if self._open is not None:
             return
         table = self._table(endpoint_name)
-        await self._database.open()
+        await self._open_database()
         try:
             journal = Journal(table, self._database.dialect)
             await self._database.read(lambda connection: self._check(connection, table, journal))
             if self._two_phase is not None:
                 await self._two_phase.start()
         except BaseException:
-            await self._database.close()
+            await self._close_database()
             raise
         self._open, self._journal = StoreStatements(table, self._database.dialect), journal
         self._rows = self._database.rows(self._open, self._tables)
@@ -136,7 +136,7 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
             await rows.close()
             if self._two_phase is not None:
                 await self._two_phase.stop()
-            await self._database.close()
+            await self._close_database()
 
     async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:
         """Keep the message until it is due."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sqlalchemy.exc import InvalidRequestError, PendingRollbackError
 
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted, TransactionAborted
+from delayline.sql.workers import in_thread
 from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class JoinedTransaction(Transaction):
         except InvalidRequestError as error:
             raise ConfigurationError(f"transaction= cannot be used: {str(error).partition(chr(10))[0]}") from error
         except self._dialect.errors as error:
-            raise await asyncio.to_thread(self._dialect.translated, error) from error  # which may ask the server
+            raise await in_thread(partial(self._dialect.translated, error)) from error  # which may ask the server
 
     def after_commit(self, callback: Callable[[], None]) -> None:
         """Do nothing: nobody tells us of the commit. Listeners are told of it by `Database.tell`."""

@@ -88,11 +88,11 @@ class SqlTransport(SqlPart):
     @long_work
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
         """Create the tables and register the queues."""
-        await self._database.open()
+        await self._open_database()
         try:
             await self._database.write(partial(self._set_up, names=queues))
         finally:
-            await self._database.close()
+            await self._close_database()
 
     async def planned_infrastructure(self, queues: Sequence[str]) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
@@ -113,11 +113,11 @@ class SqlTransport(SqlPart):
 
     async def start(self) -> None:
         """Open the database."""
-        await self._database.open()
+        await self._open_database()
 
     async def stop(self) -> None:
         """Undo one `start`."""
-        await self._database.close()
+        await self._close_database()
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Insert every message whose queue exists, in one transaction."""

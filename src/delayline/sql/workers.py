@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ class Workers:
         self._jobs: SimpleQueue[Job[Any] | Errand | None] = SimpleQueue()
         self._stopped = False
         self._stopping = threading.Lock()
+        self._under_way: set[Job[Any]] = set()
         self._at_work = [threading.Lock() for _ in range(number)]
         self._threads = [
             threading.Thread(target=self._run, args=(at_work,), name=name, daemon=True) for at_work in self._at_work
@@ -51,8 +53,12 @@ class Workers:
         with self._stopping:
             if self._stopped:
                 raise NotStarted("the database was closed meanwhile: start the endpoint first")
+            self._under_way.add(job)
             self._jobs.put(job)
-        return await job.end()
+        try:
+            return await job.end()
+        finally:
+            self._under_way.discard(job)
 
     def spawn(self, work: Callable[[], object]) -> None:
         """Run `work` some time soon; nobody waits for it, and what it raises is logged. Does nothing once stopped."""
@@ -60,14 +66,30 @@ class Workers:
             if not self._stopped:
                 self._jobs.put(Errand(work))
 
-    def stop(self) -> None:
-        """Finish what was given and end the threads; blocks."""
+    def abandon(self, is_overdue: Callable[[float], bool], error: Exception) -> None:
+        """Fail the work that was given at an overdue time, begun or not; its threads end it when they can.
+
+        Args:
+            is_overdue: Whether work given at that time, by `time.monotonic`, is not waited for any more.
+            error: What its callers get.
+        """
+        for job in list(self._under_way):
+            if is_overdue(job.given):
+                job.give_up(error)
+
+    def stop(self, patience: Callable[[], float] | None = None) -> None:
+        """Finish what was given and end the threads; blocks.
+
+        Args:
+            patience: Returns the seconds that are left to wait for the threads, each of which ends by itself later;
+                all are waited for when left out.
+        """
         with self._stopping:  # what comes after the threads' ends would never be answered
             self._stopped = True
             for _ in self._threads:
                 self._jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(None if patience is None else patience())
 
     def pause(self) -> None:
         """Wait until no thread is at work, and let none begin before `resume`; blocks."""
@@ -127,7 +149,9 @@ class Answer(Generic[Result]):
             raise
 
     def finish(self, result: Any, error: BaseException | None) -> None:  # noqa: ANN401
-        """Give the answer, on the event loop of who waits."""
+        """Give the answer, on the event loop of who waits; of several the first one counts."""
+        if self.finished:
+            return
         self.finished = True
         if not self.outcome.done():
             if error is None:
@@ -141,23 +165,38 @@ class Answer(Generic[Result]):
 class Job(Answer[Result]):
     """One piece of work and the future that waits for it."""
 
-    __slots__ = ("work",)
+    __slots__ = ("given", "work")
 
     def __init__(self, work: Callable[[], Result], outcome: asyncio.Future[Result]) -> None:
         super().__init__(outcome)
         self.work = work
+        self.given = time.monotonic()
+
+    def give_up(self, error: Exception) -> None:
+        """Answer with the error instead of the work's outcome; from any thread."""
+        with contextlib.suppress(RuntimeError):  # its event loop is closed: nothing waits
+            self.outcome.get_loop().call_soon_threadsafe(self.finish, None, error)
 
     def run(self) -> None:
-        """Do the work, on a worker thread."""
+        """Do the work, on a worker thread, unless it was given up."""
+        if self.finished:
+            return
         result: Result | None = None
         failure: BaseException | None = None
         try:
             result = self.work()
         except BaseException as error:
             failure = error  # whoever awaits the outcome gets it, whatever it is
-        loop = self.outcome.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self.finish, result, failure)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.outcome.get_loop().call_soon_threadsafe(self.finish, result, failure)
+
+
+def start_thread(work: Callable[[], Result]) -> tuple[threading.Thread, asyncio.Future[Result]]:
+    """Begin `work` on a thread of its own, which does not keep the process from ending; return its outcome to come."""
+    job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
+    thread = threading.Thread(target=job.run, name="delayline caller", daemon=True)
+    thread.start()
+    return thread, job.outcome
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:

@@ -81,11 +81,11 @@ class SqlTimeoutPersister(StorePart):
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create what is missing; a table that .NET has made stays as it is. Raises as a store's does."""
         table = self._table(endpoint_name)
-        await self._database.open()
+        await self._open_database()
         try:
             await self._database.write(partial(self._set_up, table=table))
         finally:
-            await self._database.close()
+            await self._close_database()
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
@@ -100,7 +100,7 @@ class SqlTimeoutPersister(StorePart):
         if self._open is not None:
             return
         table = self._table(endpoint_name)
-        await self._database.open()
+        await self._open_database()
         try:
             await self._database.read(lambda connection: setup.check(connection, self._tables, *self._others(table)))
             if self._database.dialect.forces_indexes:
@@ -110,7 +110,7 @@ class SqlTimeoutPersister(StorePart):
             if self._two_phase is not None:
                 await self._two_phase.start()
         except BaseException:
-            await self._database.close()
+            await self._close_database()
             raise
         self._open = statements
 
@@ -120,7 +120,7 @@ class SqlTimeoutPersister(StorePart):
             self._open = None
             if self._two_phase is not None:
                 await self._two_phase.stop()
-            await self._database.close()
+            await self._close_database()
 
     async def add(self, timeout: Timeout, transaction: Transaction | None = None) -> None:
         """Keep the timeout."""

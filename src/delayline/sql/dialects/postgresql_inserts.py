@@ -84,7 +84,8 @@ class LoopInserts:
         """Let what is under way be answered, and begin nothing any more; blocks. The connection is the database's."""
         watch = self._watch
         abandoned = watch is not None and watch.loop.is_closed()
-        if abandoned or self._free.acquire(timeout=self._dialect.server_timeout + MARGIN):
+        longest = self._dialect.stops.left(self._dialect.server_timeout) + MARGIN
+        if abandoned or self._free.acquire(timeout=longest):
             self._end_watch()
         elif watch is not None:
             with contextlib.suppress(RuntimeError):  # closed just now

@@ -22,6 +22,7 @@ from delayline.events import Event, emit
 from delayline.sql.dialects.server import run, watch_of
 from delayline.sql.listeners import Listeners
 from delayline.sql.schema import queue_tables
+from delayline.sql.silence import STOPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,10 +149,14 @@ class Notifications:
         """Stop listening."""
         self.closing = True
         os.write(self._woken, b"c")
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is None:
+            self._close_pipe()
+        else:
+            self._thread.join(self._dialect.stops.left(STOPPING))
         with contextlib.suppress(BackendUnavailable, BackendUnusable):
             self._wake_for_good()
+
+    def _close_pipe(self) -> None:
         os.close(self.wake)
         os.close(self._woken)
 
@@ -201,6 +206,12 @@ class Notifications:
                 run(connection, TELL_SLEEPERS.format(sleeping=sleeping), name, payload, due, name, self.me, due)
 
     def _listen(self) -> None:
+        try:
+            self._listen_again_and_again()
+        finally:
+            self._close_pipe()  # not before: a thread that still waits for the server uses it
+
+    def _listen_again_and_again(self) -> None:
         while not self.closing:
             try:
                 with self._dialect.connect() as connection:

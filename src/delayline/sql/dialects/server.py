@@ -15,7 +15,7 @@ from delayline.sql.leases import LeaseColumn
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
 from delayline.sql.server import IN_SESSION, NOT_COMMITTED
-from delayline.sql.silence import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, Watch
+from delayline.sql.silence import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, StopLimit, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -81,6 +81,7 @@ class ServerDialect:
                 "as %XX, @ as %40 and / as %2F"
             )
         self.url = url.set(drivername=self.driver)
+        self.stops = StopLimit()
         # The URL itself wins over our defaults.
         arguments = {name: value for name, value in connect_args.items() if name not in url.query}
         try:
@@ -111,7 +112,7 @@ class ServerDialect:
     @property
     def connect_timeout(self) -> float:
         """Seconds that connecting may take."""
-        return min(10.0, self.server_timeout)
+        return self.stops.left(min(10.0, self.server_timeout))
 
     @property
     def lock_timeout(self) -> float:
@@ -140,7 +141,7 @@ class ServerDialect:
         self.limit_connect(options)
 
     def _watch(self, driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
-        watch = record.info[WATCH] = Watch(self.descriptor(driver), self.server_timeout)
+        watch = record.info[WATCH] = Watch(self.descriptor(driver), self.server_timeout, self.stops)
         watch.begin(self.server_timeout)  # until `connect` has done what it does
 
     def __str__(self) -> str:

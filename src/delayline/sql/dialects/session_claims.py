@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from delayline.sql.silence import STOPPING_EACH
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -83,10 +85,15 @@ class SessionClaims(ABC):
 
     def close(self) -> None:
         """Give up every claim."""
-        with self._in_use, self._lock:
-            self._session.close()
-            self._held.clear()
-            self._released.clear()
+        in_use = self._in_use.acquire(timeout=STOPPING_EACH)
+        try:
+            self._session.close()  # which ends the claims; a thread that still uses it is cut off
+            with self._lock:
+                self._held.clear()
+                self._released.clear()
+        finally:
+            if in_use:
+                self._in_use.release()
 
     def _give_up(self, rows: Iterable[int]) -> int:
         """Give them up here; return how many are to be unlocked."""
