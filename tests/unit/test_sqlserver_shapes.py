@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from delayline.bulk.runs import runs_table
-from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
 from delayline.sql import setup
 from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, UNSEEN, SqlServer
 from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
@@ -18,6 +19,7 @@ from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import timeout_table
+from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,6 +177,30 @@ def test_missing_rights_are_one_block_of_grants(held: list[int | None], grants: 
     needed = {queue_tables("dbo").versions: TO_READ, dialect.timeouts_table("t", None): EVERY_RIGHT}
     assert dialect.missing_rights(connection, needed) == grants
     assert asked[0] == ("SELECT HAS_PERMS_BY_NAME(?, N'OBJECT', ?)", "dbo.delayline_schema", "SELECT")
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [
+        ("mssql+mssqlpython://sa:s3cret@127.0.0.1:1/db", "mssql_python", "sqlserver"),
+        ("mssql+pymssql://sa:s3cret@127.0.0.1:1/db", "pymssql", "pymssql"),
+    ],
+)
+async def test_setup_can_be_planned_without_the_driver(
+    url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a driver that is not installed, when set-up is planned, then all of it comes; set-up itself names it."""
+    planned = await SqlDelayedMessageStore(url).planned_infrastructure("sales")
+    monkeypatch.setitem(sys.modules, package, None)  # then its import raises ModuleNotFoundError
+    store = SqlDelayedMessageStore(url.replace("127.0.0.1", "127.0.0.2"))
+    without = await store.planned_infrastructure("sales")
+    assert without[0].startswith("-- the server was not asked")
+    assert f"pip install 'delayline[{extra}]'" in without[0]
+    assert without[1:] == planned[1:]
+    with pytest.raises(MissingExtra, match=rf"delayline\[{extra}\]"):
+        await store.setup_infrastructure("sales")
+    with pytest.raises(MissingExtra):
+        await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
 
 
 @pytest.mark.parametrize("url", ["mssql://sa:s3cret@127.0.0.1:1/db", "mssql+pymssql://sa:s3cret@127.0.0.1:1/db"])

@@ -43,7 +43,8 @@ class ServerDialect:
     product: ClassVar[str]
     driver: str
     """SQLAlchemy's name for the dialect and driver."""
-    extra: ClassVar[str]
+    extra: str
+    """The extra of delayline that installs the driver."""
     default_port: ClassVar[int]
     longest_name: ClassVar[int]
     """How many bytes of UTF-8 a table's name may have."""

@@ -18,7 +18,7 @@ from sqlalchemy.dialects import mssql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import quoted_name
 
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, CorruptHeaders
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, CorruptHeaders, MissingExtra
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, encode_headers
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
@@ -99,6 +99,19 @@ ABOUT: Final = (
 )
 
 
+class NoDriver:
+    """What SQLAlchemy is given in place of a driver that is not installed; nothing is run on it."""
+
+    paramstyle = "qmark"
+
+    class Error(Exception):
+        """Never raised."""
+
+    @staticmethod
+    def pooling(*, enabled: bool) -> None:
+        """Do nothing; SQLAlchemy asks Microsoft's driver for no pool."""
+
+
 class SqlServer(ServerDialect):
     """What the SQL room needs to know of one SQL Server database."""
 
@@ -119,9 +132,16 @@ class SqlServer(ServerDialect):
                 f"install delayline[pymssql] and write {PYMSSQL}:// in the URL"
             )
         self._pymssql = self.driver == PYMSSQL
+        if self._pymssql:
+            self.extra = "pymssql"
         style = {"paramstyle": "format", "supports_comments": False} if self._pymssql else {"paramstyle": "qmark"}
+        self._missing: MissingExtra | None = None
         try:
-            super().__init__(url, connect_args=CONNECT_ARGS[self.driver], **style)
+            try:
+                super().__init__(url, connect_args=CONNECT_ARGS[self.driver], **style)
+            except MissingExtra as error:  # SQL can be shown without a driver: connecting raises it
+                self._missing = error
+                super().__init__(url, connect_args=CONNECT_ARGS[self.driver], module=NoDriver, **style)
         except (ImportError, OSError, RuntimeError) as error:
             if isinstance(error, ConfigurationError):
                 raise
@@ -135,7 +155,7 @@ class SqlServer(ServerDialect):
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """What the drivers raise; Microsoft's does not count a URL's unknown option among its errors."""
-        if self._pymssql:
+        if self._pymssql or self._missing is not None:
             return super().errors
         from mssql_python.exceptions import ConnectionStringParseError
 
@@ -150,6 +170,8 @@ class SqlServer(ServerDialect):
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit, at READ COMMITTED: READPAST works at no other level."""
+        if self._missing is not None:
+            raise self._missing
         try:
             connection = self.engine.connect()
         except RuntimeError as error:  # from mssql-python where a library that it needs is missing
@@ -171,7 +193,9 @@ class SqlServer(ServerDialect):
 
     def plans_without(self, error: Exception) -> bool:
         """Tell whether the server or its driver is missing: every statement looks for itself what is there."""
-        return isinstance(error, BackendUnavailable) or str(error).startswith(NOT_LOADED.partition("{")[0])
+        if isinstance(error, BackendUnavailable | MissingExtra):
+            return True
+        return str(error).startswith(NOT_LOADED.partition("{")[0])
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANTs that give the user what it lacks of the rights on tables.
