@@ -16,6 +16,7 @@ from pyspark.sql import types
 
 from delayline import ConfigurationError, InvalidMessage
 from delayline.errors import DelaylineError
+from delayline.migration import target_at
 from delayline.outgoing import check_headers, check_name
 from delayline.spark import Target
 from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant, whole
@@ -149,6 +150,15 @@ def test_a_password_comes_from_where_the_options_say(tmp_path: Path, monkeypatch
 def test_a_password_in_a_url_is_in_no_repr() -> None:
     target = Target("postgresql://me:s3cret@host/db", endpoint="sales")
     assert "s3cret" not in repr(target) and "s3cret" not in repr(StoreOptions.of(target.options))
+
+
+def test_a_target_may_be_written_as_hosting_services_write_it() -> None:
+    target = Target("postgres://me@host/db", endpoint="sales")
+    assert StoreOptions.of(target.options).url == "postgres://me@host/db"
+    store = target_at("postgres://me@host/db")
+    assert store is not None
+    assert str(store) == str(target_at("postgresql://me@host/db"))
+    assert target_at("Postgres+psycopg://me@host/db") is not None
 
 
 @pytest.mark.parametrize("options", [{"passwordFile": "/no/such/file"}, {"passwordEnv": "NO_SUCH_VARIABLE"}])

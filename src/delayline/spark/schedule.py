@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from delayline.bulk.runs import check_run
-from delayline.checks import time_span
+from delayline.checks import full_scheme, time_span
 from delayline.errors import ConfigurationError
 from delayline.spark.columns import Columns, content_type, prepared, rejected
 from delayline.spark.failures import in_plain_words
@@ -111,7 +111,7 @@ class Target:
 
     @property
     def _product(self) -> str:
-        return self.store_url.partition(":")[0].partition("+")[0].lower()
+        return full_scheme(self.store_url).partition(":")[0].partition("+")[0].lower()
 
     @property
     def _is_broker(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError
 from delayline.setting_values import masked
 from delayline.spark.schedule import IN_THE_STORE, ONE_DAY
@@ -27,7 +28,7 @@ def target_at(
 
     cold_tier: where a store's far messages wait in files, those that are due later than hot_horizon from then on.
     """
-    scheme = url.partition(":")[0].partition("+")[0].lower()
+    scheme = full_scheme(url).partition(":")[0].partition("+")[0].lower()
     if cold_tier is not None:
         if scheme not in IN_THE_STORE:
             raise ConfigurationError(f"{masked(url)!r} has no cold tier: only a database with delayline's stores has")
