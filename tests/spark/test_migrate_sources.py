@@ -13,15 +13,18 @@ from tests.spark.stores import DUE, ENDPOINT, StoreAt
 
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.migration import Migration, Plan, source_at, target_at
+from delayline.migration import Migration, Plan, preview, source_at, target_at
 from delayline.migration.journal import Journal
 from delayline.migration.verify import verify
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pyspark.sql import SparkSession
     from sqlalchemy import Connection
+
+    from delayline.migration.source import TableSource
 
 NHIBERNATE = {
     "postgresql": """create table "TimeoutEntity" ("Id" uuid primary key, "Destination" varchar(1024), "SagaId" uuid,
@@ -39,6 +42,51 @@ def test_endpoints_that_share_a_table_move_one_by_one(
     # Given NHibernate's table with the timeouts of two endpoints
     url = request.getfixturevalue(f"{product}_url")
     source = source_at("nhibernate", url)
+    fill_nhibernate(source, product, (ENDPOINT, ENDPOINT, "crm"))
+    store = StoreAt(f"sqlite:///{tmp_path / 'delayline.db'}")
+
+    # When one of them is moved
+    outcome = Migration(Plan(source, target_at(store.url), [ENDPOINT])).run(spark)
+
+    # Then the other one's stay
+    assert outcome.complete
+    assert [(one.destination, one.due, one.message.headers) for one in store.messages()] == 2 * [
+        ("billing", LATER, {"Größe": "🚀"})
+    ]
+    left = blocking(source.database.look(source.parts))
+    assert [part.endpoint for part in left] == ["crm"]
+
+
+@pytest.mark.parametrize("product", ["postgresql", "mariadb"])
+def test_rows_that_name_no_endpoint_are_counted_and_named(
+    spark: SparkSession, product: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    # Given a shared table in which a row has no endpoint
+    source = source_at("nhibernate", request.getfixturevalue(f"{product}_url"))
+    fill_nhibernate(source, product, (None, ENDPOINT))
+    store = StoreAt(f"sqlite:///{tmp_path / 'delayline.db'}")
+    plan = Plan(source, target_at(store.url))
+    # When all endpoints are looked at, then that row is reported by itself
+    looked = preview(plan, spark)
+    assert [(one.endpoint, one.rows, one.not_taken) for one in looked] == [(ENDPOINT, 1, 0), ("(no endpoint)", 0, 1)]
+    [(reason, number, name)] = looked[-1].unmovable
+    assert (reason, number) == (source.ownerless, 1)
+    assert name is not None
+    assert name.endswith("0")
+    assert Migration(Plan(source, None)).run(spark).not_taken == 1
+    # When all are moved, then it stays, and the outcome and the verification say so
+    outcome = Migration(plan).run(spark)
+    assert not outcome.complete
+    assert (outcome.not_taken, outcome.reasons) == (1, [(source.ownerless, 1)])
+    assert outcome.examples == [(name, source.ownerless)]
+    target = target_at(store.url)
+    assert target is not None
+    assert verify(source, target, spark).not_taken == 1
+    assert len(store.messages()) == 1
+
+
+def fill_nhibernate(source: TableSource, product: str, endpoints: Sequence[str | None]) -> None:
+    """Make NHibernate's table, with a timeout of each of these endpoints."""
     quote = source.dialect.sql.identifier_preparer.quote
     names = ("Id", "Destination", "SagaId", "State", "Endpoint", "Time", "Headers")
     columns = ", ".join(map(quote, names))
@@ -46,7 +94,7 @@ def test_endpoints_that_share_a_table_move_one_by_one(
 
     def fill(connection: Connection) -> None:
         connection.execute(text(NHIBERNATE[product]))
-        for number, endpoint in enumerate((ENDPOINT, ENDPOINT, "crm")):
+        for number, endpoint in enumerate(endpoints):
             row = f"INSERT INTO {quote('TimeoutEntity')} ({columns}) VALUES (:id, 'billing', NULL, :state, :owner, :at, :headers)"  # noqa: E501, S608 - ours
             if product == "postgresql":
                 row = row.replace(":id", "CAST(:id AS uuid)")
@@ -60,18 +108,6 @@ def test_endpoints_that_share_a_table_move_one_by_one(
         await source.database.close()
 
     asyncio.run(opened())
-    store = StoreAt(f"sqlite:///{tmp_path / 'delayline.db'}")
-
-    # When one of them is moved
-    outcome = Migration(Plan(source, target_at(store.url), [ENDPOINT])).run(spark)
-
-    # Then the other one's stay
-    assert outcome.complete
-    assert [(one.destination, one.due, one.message.headers) for one in store.messages()] == 2 * [
-        ("billing", LATER, {"Größe": "🚀"})
-    ]
-    left = blocking(source.database.look(source.parts))
-    assert [part.endpoint for part in left] == ["crm"]
 
 
 def test_a_message_whose_id_waits_at_the_target_already_stays(

@@ -148,14 +148,13 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
 
     found = run_named(source, name)
     progress, reasons, aside = details(source, found, SHOWN)
-    not_taken, keys = left_in(source, found)
-    if not_taken:
-        reasons = [*reasons, (source.outside, not_taken)]
-        aside = [*aside, *((key, source.outside) for key in keys)][:SHOWN]
+    left = left_in(source, found)
+    reasons = [*reasons, *((one.reason, one.rows) for one in left)]
+    aside = [*aside, *((name, one.reason) for one in left for name in one.names)][:SHOWN]
     counts = {
         "rows": progress.rows, "moved": progress.moved, "on_their_way": progress.delivered,
         "to_go": progress.staged, "given_back": progress.restored, "set_aside": progress.aside,
-        "not_taken": not_taken,
+        "not_taken": sum(one.rows for one in left),
     }  # fmt: skip
     screen.tell(f"migration {found.name} to {found.parameters['target']}: {found.state}")
     screen.table(("count", "of rows"), [(number, one.replace("_", " ")) for one, number in counts.items()])

@@ -15,7 +15,7 @@ from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
 from delayline.migration.bulk import for_bulk
-from delayline.migration.source import LATEST, chosen
+from delayline.migration.source import LATEST, NO_ENDPOINT, chosen, not_taken
 from delayline.migration.taken import TakenSource, Which
 from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from sqlalchemy import ColumnElement, Connection
 
-    from delayline.migration.source import Part, TableSource
+    from delayline.migration.source import NotTaken, Part, TableSource
     from delayline.migration.target import Target
 
 BATCH_ROWS: Final = 1000
@@ -134,7 +134,11 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
         return preview_taken(plan, plan.source, spark, bodies=bodies)
     plan.source.must_exist()
     parts = parts_of(plan)
-    return [_preview(plan, part, spark, bodies=bodies) for part in parts]
+    found = [_preview(plan, part, spark, bodies=bodies) for part in parts]
+    if plan.endpoints is None:
+        left = blocking(plan.source.database.look(partial(not_taken, source=plan.source, endpoints=None)))
+        found += [_of_no_endpoint(one) for one in left if one.reason == plan.source.ownerless]
+    return found
 
 
 def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodies: bool) -> list[EndpointPreview]:
@@ -199,6 +203,11 @@ def looked_through(
         examples.setdefault(row["reason"], row["id"])
     sound = counts.pop(None, 0)
     return sound, [(reason or "", rows, examples[reason]) for reason, rows in counts.most_common()]
+
+
+def _of_no_endpoint(left: NotTaken) -> EndpointPreview:
+    unmovable: list[tuple[str, int, str | None]] = [(left.reason, left.rows, next(iter(left.names), None))]
+    return EndpointPreview(NO_ENDPOINT, 0, None, None, 0, 0, [], unmovable=unmovable, not_taken=left.rows)
 
 
 def _preview(plan: Plan, part: Part, spark: SparkSession, *, bodies: bool) -> EndpointPreview:

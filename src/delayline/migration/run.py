@@ -305,13 +305,10 @@ class Migration:
 
     def _with_not_taken(self, outcome: Outcome) -> Outcome:
         """Return the outcome with what the run has left where it was, and why."""
-        number, keys = self._read(partial(not_taken, source=self._source, endpoints=self.plan.endpoints))
-        if not number:
-            return outcome
-        why = self._source.outside
-        reasons = [*outcome.reasons, (why, number)]
-        examples = [*outcome.examples, *((key, why) for key in keys)][:EXAMPLES]
-        return replace(outcome, reasons=reasons, examples=examples, not_taken=number)
+        left = self._read(partial(not_taken, source=self._source, endpoints=self.plan.endpoints))
+        reasons = [*outcome.reasons, *((one.reason, one.rows) for one in left)]
+        examples = [*outcome.examples, *((name, one.reason) for one in left for name in one.names)][:EXAMPLES]
+        return replace(outcome, reasons=reasons, examples=examples, not_taken=sum(one.rows for one in left))
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from sqlalchemy import BigInteger, Column, MetaData, Table, and_, case, func, inspect, select
 from sqlalchemy.sql import quoted_name
@@ -27,6 +27,8 @@ BATCH: Final = "delayline_batch"
 NUMBER: Final = "delayline_number"
 #: Rows without a due time that are named.
 SHOWN: Final = 10
+#: How rows of a shared table that name no endpoint are called.
+NO_ENDPOINT: Final = "(no endpoint)"
 #: What every product's times can hold; rows beyond are named by the preview, and left alone.
 EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
 LATEST: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
@@ -58,6 +60,8 @@ class TableSource(ABC):
     """The column that says whose a row is, where endpoints share the table."""
     outside: ClassVar[str] = "it has no due time, or one beyond the years 1753 to 9999"
     """Why rows that are an endpoint's are never taken aside."""
+    ownerless: ClassVar[str] = "it names no endpoint, so no --endpoint has it: write one into its row, or delete it"
+    """Why rows of a shared table that are no endpoint's are never taken aside."""
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self.url = url
@@ -174,12 +178,23 @@ class TableSource(ABC):
 
     def unmovable(self, part: Part) -> ColumnElement[bool]:
         """Return which rows of the part no run takes, whatever its cutoff: `outside` says why."""
+        if self.belongs_to_none(part):
+            return self.owned(part)
         return and_(self.owned(part), case((self.movable(part, None), 1), else_=0) == 0)
+
+    def belongs_to_none(self, part: Part) -> bool:
+        """Tell whether the part is the rows of a shared table that name no endpoint."""
+        return self.owner is not None and part.owner is None
+
+    def without_endpoint(self, connection: Connection) -> Part | None:
+        """Return the rows of a shared table that name no endpoint as a part; None where there can be none."""
+        del connection
+        return None
 
     def owned(self, part: Part) -> ColumnElement[bool]:
         """Return which rows of the table are the part's."""
         table = self.table(part.table)
-        return and_(True, *([] if self.owner is None else [table.c[self.owner] == part.owner]))
+        return and_(True, *([] if self.owner is None else [table.c[self.owner] == part.owner]))  # IS NULL for None
 
     def check_columns(self, connection: Connection, name: str) -> None:
         """Raise BackendUnusable for a table with other columns than this kind's."""
@@ -233,14 +248,27 @@ def chosen(
     return found
 
 
-def not_taken(
-    connection: Connection, source: TableSource, endpoints: Sequence[str] | None
-) -> tuple[int, Sequence[str]]:
-    """Return how many rows of these endpoints, of all for None, no run takes, and the names of some."""
-    number, names = 0, list[str]()
-    for part in chosen(source, source.parts(connection), endpoints, each=False):
-        table, mine = source.table(part.table), source.unmovable(part)
-        number += int(connection.execute(select(func.count()).select_from(table).where(mine)).scalar_one())
-        found = connection.execute(select(source.name_column(table)).where(mine).limit(SHOWN)).scalars()
-        names += [source.shown_name(one) for one in found]
-    return number, names[:SHOWN]
+class NotTaken(NamedTuple):
+    """Rows that no run takes, for one reason."""
+
+    reason: str
+    rows: int
+    names: Sequence[str]
+    """Of some of them."""
+
+
+def not_taken(connection: Connection, source: TableSource, endpoints: Sequence[str] | None) -> list[NotTaken]:
+    """Return the rows of these endpoints that no run takes, by reason; for None of all, and those of none."""
+    parts = chosen(source, source.parts(connection), endpoints, each=False)
+    ownerless = source.without_endpoint(connection) if endpoints is None else None
+    found: list[NotTaken] = []
+    for reason, those in ((source.outside, parts), (source.ownerless, [] if ownerless is None else [ownerless])):
+        rows, names = 0, list[str]()
+        for part in those:
+            table, mine = source.table(part.table), source.unmovable(part)
+            rows += int(connection.execute(select(func.count()).select_from(table).where(mine)).scalar_one())
+            some = connection.execute(select(source.name_column(table)).where(mine).limit(SHOWN)).scalars()
+            names += [source.shown_name(one) for one in some]
+        if rows:
+            found.append(NotTaken(reason, rows, names[:SHOWN]))
+    return found

@@ -18,7 +18,7 @@ from delayline.migration.holding import read_batch
 from delayline.migration.journal import BatchState, HeldPart, Journal, Run
 from delayline.migration.plan import ALL
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.source import BATCH, NUMBER, not_taken
+from delayline.migration.source import BATCH, NUMBER, NotTaken, not_taken
 from delayline.spark.failures import in_plain_words
 from delayline.sql.store import MICROSECOND
 
@@ -152,7 +152,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
     return Verified(
         found, progress.rows, progress.moved, progress.marked - progress.moved, progress.staged + progress.delivered,
         progress.restored, waiting, gone, missing[:SHOWN], changed[:SHOWN], doubled[:SHOWN],
-        left_in(source, found)[0], repeatable,
+        sum(one.rows for one in left_in(source, found)), repeatable,
     )  # fmt: skip
 
 
@@ -214,8 +214,8 @@ def _ids(source: TableSource, journal: Journal, run: Run, part: HeldPart) -> lis
     return blocking(source.database.look(look))
 
 
-def left_in(source: TableSource, run: Run) -> tuple[int, Sequence[str]]:
-    """Return how many rows of the run's endpoints no run takes, and the names of some."""
+def left_in(source: TableSource, run: Run) -> list[NotTaken]:
+    """Return the rows of the run's endpoints that no run takes."""
     endpoints = run.parameters.get("endpoints", ALL)
     chosen = None if endpoints == ALL else endpoints.split(", ")
     return blocking(source.database.look(partial(not_taken, source=source, endpoints=chosen)))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import Column, String, select
 
-from delayline.migration.source import Part
+from delayline.migration.source import NO_ENDPOINT, Part
 from delayline.migration.sources.nservicebus_sql import NServiceBusSql
 from delayline.timeouts.nservicebus import timeout_table
 
@@ -48,6 +48,11 @@ class NHibernate(NServiceBusSql):
         endpoint = self.table(found[0]).c.Endpoint
         rows = connection.execute(select(endpoint).distinct().where(endpoint.is_not(None)))
         return [Part(name, found[0], name) for name in sorted(rows.scalars())]
+
+    def without_endpoint(self, connection: Connection) -> Part | None:
+        """Return the rows whose `Endpoint` is NULL."""
+        found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
+        return Part(NO_ENDPOINT, found[0]) if found else None
 
     def names(self, part: Part, endpoint: str) -> bool:
         """Tell whether they have the same name."""
