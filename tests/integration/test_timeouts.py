@@ -380,6 +380,27 @@ async def test_what_waits_is_listed_cancelled_and_rescheduled(
         assert [one.id for one in await endpoint.delayed.pending()] == ["a"]
 
 
+@pytest.mark.parametrize("product", ["sqlite", "postgresql", "mariadb"])
+async def test_destinations_that_differ_in_case_only_are_listed_apart(
+    product: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The column of NServiceBus' table has MySQL's and MariaDB's usual collation, which ignores case and accents."""
+    url = timeouts_in(tmp_path) if product == "sqlite" else request.getfixturevalue(f"{product}_url")
+    delivery = TimeoutManagerDelivery(SqlTimeoutPersister(url))
+    names = ["id", "ID", "straße", "strasse"]
+    async with Endpoint("sales", transport=SqlTransport(url), delayed_delivery=delivery) as endpoint:
+        for name in names:
+            day = timedelta(days=1)
+            await endpoint.send(name, b"", message_id=name, delay=day, check_destination=False)
+        async with asyncio.timeout(PATIENCE):
+            while len(await endpoint.delayed.pending()) < len(names):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+        for name in names:
+            assert [one.destination for one in await endpoint.delayed.pending(destination=name)] == [name]
+        counts = await endpoint.delayed.count_by_due(timedelta(days=1000))
+        assert {(one.destination, one.count) for one in counts} == {(name, 1) for name in names}
+
+
 async def _ids_of(delivery: TimeoutManagerDelivery, message_id: str) -> list[tuple[str]]:
     """The timeouts of that message."""
     persister = delivery.persister

@@ -8,7 +8,8 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import event, func, literal_column
+from sqlalchemy import cast, collate, event, func, literal_column
+from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.exc import InvalidRequestError
 
@@ -74,6 +75,7 @@ class Mariadb(ServerDialect):
     default_port = 3306
     forces_indexes = True
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
+    exact_collation: ClassVar[str] = "utf8mb4_nopad_bin"
 
     def __init__(self, url: URL) -> None:
         unknown = sorted(set(url.query) - set(OPTIONS))
@@ -240,6 +242,12 @@ class Mariadb(ServerDialect):
         found = run(connection, TABLE_EXISTS, inside, table.name)
         return Place(f"{self.product} database {inside}", (*server, inside), table.name if found else None)
 
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return the column under the collation of delayline's own names, which NServiceBus' table does not have."""
+        if getattr(column.type.dialect_impl(self.sql), "collation", None) == self.exact_collation:
+            return column
+        return collate(cast(column, mysql.CHAR(charset="utf8mb4")), self.exact_collation)
+
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
         """Return the server's time so many seconds from now."""
         return literal_column(f"(UTC_TIMESTAMP(6) + INTERVAL {seconds} SECOND)")
@@ -308,6 +316,7 @@ class Mysql(Mariadb):
     driver = "mysql+pymysql"
     extra = "mysql"
     oldest = (8, 0, 17)  # the first with a collation for names that are equal only when they are the same
+    exact_collation = "utf8mb4_0900_bin"
 
 
 def _connected(dialect: object, record: object, arguments: Sequence[Any], options: Mapping[str, Any]) -> object:
