@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import DelaylineError, QueueNotFound
-from delayline.transport import FindsQueues
+from delayline.transport import SupportsQueueLookup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,13 +40,13 @@ class Destinations:
 
     async def check(self, queue: str) -> None:
         """Raise QueueNotFound for a queue that does not exist; pass where the transport cannot say so now."""
-        if queue in self._found or not isinstance(self._transport, FindsQueues):
+        if queue in self._found or not isinstance(self._transport, SupportsQueueLookup):
             return
         async with self._asking:  # many sends at once to one queue ask once
             if queue not in self._found:
                 await self._ask(self._transport, queue)
 
-    async def _ask(self, transport: FindsQueues, queue: str) -> None:
+    async def _ask(self, transport: SupportsQueueLookup, queue: str) -> None:
         now = self._clock.now()
         if self._unchecked_until is not None and now < self._unchecked_until:
             return
@@ -68,7 +68,7 @@ class Destinations:
         raise QueueNotFound(queue, similar=similar, unless=unless)
 
 
-async def _similar(transport: FindsQueues, queue: str) -> list[str]:
+async def _similar(transport: SupportsQueueLookup, queue: str) -> list[str]:
     try:
         async with asyncio.timeout(PATIENCE):
             names = await transport.queues()

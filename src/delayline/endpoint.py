@@ -11,12 +11,17 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self, cast
 
-from delayline.callers import NOT_GIVEN, Caller, JoinsCallers, given_transaction
 from delayline.checks import HomeProcess, whole_number
 from delayline.clock import SystemClock
-from delayline.delayed.delivery import VERBS, DelayedDelivery, FindsDestinations, SetsUpLater, StoredDelivery
+from delayline.delayed.delivery import (
+    VERBS,
+    DelayedDelivery,
+    StoredDelivery,
+    SupportsDeferredSetup,
+    SupportsDestinationCheck,
+)
 from delayline.delayed.host import DeliveryHost
-from delayline.delayed.store import NeedsRights, managed
+from delayline.delayed.store import SupportsRightsCheck, managed
 from delayline.destinations import Destinations
 from delayline.errors import (
     BackendUnavailable,
@@ -27,6 +32,7 @@ from delayline.errors import (
     NotStarted,
 )
 from delayline.events import Event, emit
+from delayline.external import NOT_GIVEN, ExternalTransaction, SupportsExternalTransactions, given_transaction
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
@@ -39,15 +45,15 @@ from delayline.transaction import (
     guarantee,
     strongest_mode,
 )
-from delayline.transport import AddressesQueues, ManagedQueues, StopsSoon
+from delayline.transport import SupportsQueueAddresses, SupportsQueueManagement, SupportsStopDeadline
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.callers import CallersConnection, NotGiven
     from delayline.clock import Clock
-    from delayline.delayed.store import DelayedMessageStore, ManagedStore
+    from delayline.delayed.store import DelayedMessageStore, SupportsManagement
+    from delayline.external import ExternalConnection, NotGiven
     from delayline.message import Body
     from delayline.outgoing import Outgoing
     from delayline.transport import Transport
@@ -114,7 +120,7 @@ class Endpoint:
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
         self._destinations: Destinations | None = None
-        self._queue = transport.address_of(name) if isinstance(transport, AddressesQueues) else name
+        self._queue = transport.address_of(name) if isinstance(transport, SupportsQueueAddresses) else name
         self._composer = Composer(name, self._clock, reply_to=None if send_only else self._queue)
         self._host = DeliveryHost(
             name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error, open_satellite
@@ -140,7 +146,7 @@ class Endpoint:
         return tuple(self._handlers)
 
     @property
-    def delayed(self) -> ManagedStore:
+    def delayed(self) -> SupportsManagement:
         """What waits: list, count, cancel, reschedule. Raises ConfigurationError where that is not supported."""
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: nothing waits")
@@ -175,7 +181,7 @@ class Endpoint:
             self._process.check(f"endpoint {self.name!r}")
             raise NotStarted(f"endpoint {self.name!r} is started already")
         self._process = HomeProcess()
-        if not isinstance(self.delayed_delivery, FindsDestinations):
+        if not isinstance(self.delayed_delivery, SupportsDestinationCheck):
             self._destinations = Destinations(self.transport, self._clock)
         self._stopped, self._stopping = asyncio.Event(), None
         self._starting = asyncio.create_task(self._start_parts(), name=f"delayline start {self.name}")
@@ -224,7 +230,7 @@ class Endpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
-        transaction: CallersConnection | Caller | Transaction | NotGiven = NOT_GIVEN,
+        transaction: ExternalConnection | ExternalTransaction | Transaction | NotGiven = NOT_GIVEN,
         check_destination: bool = True,
     ) -> str:
         """Send a message, due now, after `delay` or at `deliver_at` (aware); return its id once it is durable.
@@ -250,8 +256,8 @@ class Endpoint:
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )
         if external is not None and not isinstance(external, Transaction):
-            caller = external if isinstance(external, Caller) else Caller(external)
-            outgoing, external = await self._join(caller, outgoing)
+            given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
+            outgoing, external = await self._enlist(given, outgoing)
         work = self._check_and_deliver(outgoing, external, check_destination=check_destination)
         if external is None:
             await self._to_the_end(work, outgoing)
@@ -277,21 +283,21 @@ class Endpoint:
             delivery.bind(self._host)
         return deliveries
 
-    async def _join(self, caller: Caller, outgoing: Outgoing) -> tuple[Outgoing, Transaction]:
-        """Return the caller's transaction, and what to send in it.
+    async def _enlist(self, external: ExternalTransaction, outgoing: Outgoing) -> tuple[Outgoing, Transaction]:
+        """Return the external transaction as one of ours, and the operation to send in it.
 
         A message for a queue that the transaction does not reach waits in the store, due at once.
         """
         delivery = self.delayed_delivery
         if outgoing.due is not None:
-            return outgoing, await _joined(caller, delivery)
+            return outgoing, await _enlisted(external, delivery)
         try:
-            return outgoing, await _joined(caller, self.transport)
+            return outgoing, await _enlisted(external, self.transport)
         except ConfigurationError:
             if delivery is None:
                 raise
             with contextlib.suppress(ConfigurationError):
-                return outgoing._replace(due=self._clock.now()), await _joined(caller, delivery)
+                return outgoing._replace(due=self._clock.now()), await _enlisted(external, delivery)
             raise
 
     async def _deliver(self, outgoing: Outgoing, transaction: Transaction | None) -> None:
@@ -387,11 +393,11 @@ class Endpoint:
     async def _check_rights(self) -> None:
         """Raise BackendUnusable with every right that is missing, before the first use of one."""
         missing: dict[str, None] = {}
-        if isinstance(self.transport, NeedsRights):
+        if isinstance(self.transport, SupportsRightsCheck):
             takes = bool(self._handlers)
             missing |= dict.fromkeys(await self.transport.missing_rights(self.name, takes=takes))
         for delivery in self._deliveries:
-            if isinstance(delivery, NeedsRights):
+            if isinstance(delivery, SupportsRightsCheck):
                 with contextlib.suppress(BackendUnavailable):  # some deliveries start without their database
                     missing |= dict.fromkeys(await delivery.missing_rights(self.name, takes=True))
         if missing:
@@ -402,7 +408,7 @@ class Endpoint:
 
     async def _look_for_unhandled(self) -> None:
         """Log a warning where messages are in the queue that no handler takes."""
-        if not isinstance(self.transport, ManagedQueues):
+        if not isinstance(self.transport, SupportsQueueManagement):
             return
         try:
             number = await self.transport.count(self.name)
@@ -423,7 +429,7 @@ class Endpoint:
         stopped, starting = self._stopped, self._starting
         try:
             for part in (self.transport, *(getattr(one, "store", one) for one in self._deliveries)):
-                if isinstance(part, StopsSoon):
+                if isinstance(part, SupportsStopDeadline):
                     part.stop_soon()
             if starting is not None and starting.cancel():
                 await asyncio.wait([starting])
@@ -459,16 +465,16 @@ async def _set_up(delivery: DelayedDelivery) -> None:
     try:
         await delivery.setup_infrastructure()
     except BackendUnavailable:
-        if not isinstance(delivery, SetsUpLater):
+        if not isinstance(delivery, SupportsDeferredSetup):
             raise
         delivery.set_up_later()
 
 
-async def _joined(caller: Caller, part: object) -> Transaction:
-    if isinstance(part, JoinsCallers):
-        return await part.join(caller)
+async def _enlisted(external: ExternalTransaction, part: object) -> Transaction:
+    if isinstance(part, SupportsExternalTransactions):
+        return await part.enlist(external)
     raise ConfigurationError(
-        f"{type(part).__name__} cannot take part in a caller's transaction: use a SqlTransport and a "
+        f"{type(part).__name__} cannot take part in an external transaction: use a SqlTransport and a "
         "SqlDelayedMessageStore, or send without transaction="
     )
 

@@ -28,7 +28,7 @@ from delayline.recoverability import (
     may_fit_smaller,
 )
 from delayline.transaction import TransactionMode
-from delayline.transport import TransportTransactions, WaitsForServer
+from delayline.transport import SupportsServerTimeout, SupportsTransportTransactions
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -260,7 +260,7 @@ class Pipeline:
         receiving = asyncio.ensure_future(self.receiver.receive(limit))
         try:
             # A wait for an answer that may still be missed says nothing.
-            unanswered = self.receiver.server_timeout if isinstance(self.receiver, WaitsForServer) else 0.0
+            unanswered = self.receiver.server_timeout if isinstance(self.receiver, SupportsServerTimeout) else 0.0
             quiet = RECOVERED_AFTER.total_seconds() + unanswered
             await first_of(asyncio.wait([receiving]), self.host.clock.sleep(quiet))
             if not receiving.done():
@@ -451,7 +451,7 @@ class Pipeline:
 
     def _transaction(self) -> Transaction:
         transport = self.host.transport
-        if not isinstance(transport, TransportTransactions):
+        if not isinstance(transport, SupportsTransportTransactions):
             raise ConfigurationError(f"{type(transport).__name__} has no transactions")
         return transport.transaction()
 

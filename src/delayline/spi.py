@@ -4,67 +4,67 @@ A store is a class with the six methods of `DelayedMessageStore`; every other pr
 endpoint finds with `isinstance` at its start and does without where it is missing.
 """
 
-from delayline.callers import Caller, JoinsCallers
 from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import (
-    BatchStore,
-    ClosableStore,
     DelayedMessageStore,
     DueCount,
     Forwarded,
-    ForwardingStore,
-    JournaledStore,
-    ManagedStore,
     Outcome,
-    StoreClock,
-    StoreInfrastructure,
-    StoreTransactions,
-    StoreWakeUps,
+    SupportsBatches,
+    SupportsClock,
+    SupportsClose,
+    SupportsForwarding,
+    SupportsJournal,
+    SupportsManagement,
+    SupportsNotifications,
+    SupportsSetup,
+    SupportsTransactions,
 )
+from delayline.external import ExternalTransaction, SupportsExternalTransactions
 from delayline.message import DelayedMessage
-from delayline.transaction import Savepoints, Transaction
+from delayline.transaction import SupportsSavepoints, Transaction
 from delayline.transport import (
-    FindsQueues,
-    ManagedQueues,
-    QualifiedQueues,
     ReceivedMessage,
     Receiver,
+    SupportsQualifiedQueues,
+    SupportsQueueLookup,
+    SupportsQueueManagement,
+    SupportsTransportTransactions,
     Transport,
     TransportOperation,
-    TransportTransactions,
 )
 
 __all__ = [
-    "BatchStore",
-    "Caller",
     "Clock",
-    "ClosableStore",
     "DelayedDelivery",
     "DelayedMessage",
     "DelayedMessageStore",
     "DeliveryHost",
     "DueCount",
-    "FindsQueues",
+    "ExternalTransaction",
     "Forwarded",
-    "ForwardingStore",
-    "JoinsCallers",
-    "JournaledStore",
-    "ManagedQueues",
-    "ManagedStore",
     "Outcome",
-    "QualifiedQueues",
     "ReceivedMessage",
     "Receiver",
-    "Savepoints",
-    "StoreClock",
-    "StoreInfrastructure",
-    "StoreTransactions",
-    "StoreWakeUps",
+    "SupportsBatches",
+    "SupportsClock",
+    "SupportsClose",
+    "SupportsExternalTransactions",
+    "SupportsForwarding",
+    "SupportsJournal",
+    "SupportsManagement",
+    "SupportsNotifications",
+    "SupportsQualifiedQueues",
+    "SupportsQueueLookup",
+    "SupportsQueueManagement",
+    "SupportsSavepoints",
+    "SupportsSetup",
+    "SupportsTransactions",
+    "SupportsTransportTransactions",
     "SystemClock",
     "Transaction",
     "Transport",
     "TransportOperation",
-    "TransportTransactions",
 ]

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from delayline.callers import NOT_GIVEN, Caller, WaitingThread, given_transaction
 from delayline.checks import HomeProcess
 from delayline.errors import ConfigurationError, NotStarted
+from delayline.external import NOT_GIVEN, ExternalTransaction, WaitingThread, given_transaction
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.callers import CallersConnection, NotGiven
     from delayline.endpoint import Endpoint
+    from delayline.external import ExternalConnection, NotGiven
     from delayline.message import Body
     from delayline.outgoing import HeaderMap
 
@@ -71,7 +71,7 @@ class SyncEndpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
-        transaction: CallersConnection | NotGiven = NOT_GIVEN,
+        transaction: ExternalConnection | NotGiven = NOT_GIVEN,
         check_destination: bool = True,
     ) -> str:
         """Like `Endpoint.send`, blocking until the message is durable; a connection is used on the calling thread."""
@@ -83,7 +83,7 @@ class SyncEndpoint:
             message_id=message_id,
             delay=delay,
             deliver_at=deliver_at,
-            transaction=NOT_GIVEN if external is None else Caller(external, thread),
+            transaction=NOT_GIVEN if external is None else ExternalTransaction(external, thread),
             check_destination=check_destination,
         )
         return thread.wait_for(self._start(work))

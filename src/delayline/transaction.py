@@ -102,20 +102,20 @@ class Transaction:
 
 
 @runtime_checkable
-class Savepoints(Protocol):
+class SupportsSavepoints(Protocol):
     """Capability of a transaction: to undo a part of it and go on."""
 
     def savepoint(self) -> AbstractAsyncContextManager[None]:
         """Return a part of the transaction: left with an exception it is undone, and the exception raised.
 
         Callbacks registered inside are undone too: those for the end run at once, those for the commit never.
-        Savepoints nest; the transaction stays usable, unless the back end has gone away. Any error other than the
-        one raised inside says that the part may not be undone: the whole transaction has to be.
+        SupportsSavepoints nest; the transaction stays usable, unless the back end has gone away. Any error other than the one
+        raised inside means that the part may not be undone: roll the whole transaction back.
         """
         ...
 
 
-class TransactionPart(Protocol):
+class TransactionParticipant(Protocol):
     """What `guarantee` asks of a transport or a delayed delivery."""
 
     @property
@@ -124,7 +124,7 @@ class TransactionPart(Protocol):
         ...
 
 
-class TransactionalTransport(TransactionPart, Protocol):
+class TransportParticipant(TransactionParticipant, Protocol):
     """What `guarantee` asks of a transport."""
 
     @property
@@ -133,12 +133,14 @@ class TransactionalTransport(TransactionPart, Protocol):
         ...
 
 
-def share_transactions(first: TransactionPart, second: TransactionPart) -> bool:
+def share_transactions(first: TransactionParticipant, second: TransactionParticipant) -> bool:
     """Tell whether both parts can take part in one local transaction."""
     return first.transaction_domain is not None and first.transaction_domain == second.transaction_domain
 
 
-def guarantee(transport: TransactionalTransport, delivery: TransactionPart | None, mode: TransactionMode) -> Guarantee:
+def guarantee(
+    transport: TransportParticipant, delivery: TransactionParticipant | None, mode: TransactionMode
+) -> Guarantee:
     """Return what this pair promises in `mode`: the one source for start-up, `doctor` and the docs table.
 
     Raises UnsupportedTransactionMode, with the remedy, for a pair that cannot honour the mode. Source: seeds 000,
@@ -166,7 +168,7 @@ def guarantee(transport: TransactionalTransport, delivery: TransactionPart | Non
     return Guarantee.AT_LEAST_ONCE
 
 
-def strongest_mode(transport: TransactionalTransport, delivery: TransactionPart | None) -> TransactionMode:
+def strongest_mode(transport: TransportParticipant, delivery: TransactionParticipant | None) -> TransactionMode:
     """Return the strongest mode this pair can honour: an endpoint's default."""
     shared = delivery is None or share_transactions(transport, delivery)
     limit = TransactionMode.TRANSACTION_SCOPE if shared else TransactionMode.SENDS_ATOMIC_WITH_RECEIVE

@@ -57,7 +57,7 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
-class WaitsForServer(Protocol):
+class SupportsServerTimeout(Protocol):
     """Capability of a receiver: its waits for an answer have a limit, after which `receive` raises."""
 
     @property
@@ -106,7 +106,7 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class StopsSoon(Protocol):
+class SupportsStopDeadline(Protocol):
     """Capability of a transport, store or delayed delivery: to wait less for a server when its endpoint stops."""
 
     def stop_soon(self) -> None:
@@ -115,7 +115,7 @@ class StopsSoon(Protocol):
 
 
 @runtime_checkable
-class AddressesQueues(Protocol):
+class SupportsQueueAddresses(Protocol):
     """Capability: an endpoint's queue is addressed by another name than the endpoint's."""
 
     def address_of(self, endpoint_name: str) -> str:
@@ -124,7 +124,7 @@ class AddressesQueues(Protocol):
 
 
 @runtime_checkable
-class TransportTransactions(Protocol):
+class SupportsTransportTransactions(Protocol):
     """Capability: sends, receives and (in a shared domain) the store in one transaction."""
 
     def transaction(self) -> Transaction:
@@ -133,7 +133,7 @@ class TransportTransactions(Protocol):
 
 
 @runtime_checkable
-class ManagedQueues(Protocol):
+class SupportsQueueManagement(Protocol):
     """Capability: look into queues and take single messages out, for people and for `delayline errors`."""
 
     async def count(self, queue: str) -> int:
@@ -154,7 +154,7 @@ class ManagedQueues(Protocol):
 
 
 @runtime_checkable
-class QualifiedQueues(Protocol):
+class SupportsQualifiedQueues(Protocol):
     """Capability: queues that belong to an endpoint beside its own have names in the transport's own style."""
 
     def qualified(self, queue: str, qualifier: str) -> str:
@@ -163,7 +163,7 @@ class QualifiedQueues(Protocol):
 
 
 @runtime_checkable
-class FindsQueues(Protocol):
+class SupportsQueueLookup(Protocol):
     """Capability: says whether a queue is there, so that a misspelt destination is refused by the send."""
 
     async def has_queue(self, queue: str) -> bool:

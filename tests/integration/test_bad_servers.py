@@ -26,8 +26,8 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
-from delayline.callers import Caller
 from delayline.cli import main
+from delayline.external import ExternalTransaction
 from delayline.spi import TransportOperation
 from delayline.sql.dialects import postgresql as dialect
 from delayline.testing.conformance.messages import delayed, operation
@@ -150,7 +150,7 @@ async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str)
             with pytest.raises(BackendUnusable, match=r'GRANT INSERT, DELETE ON TABLE public."sales.timeouts"'):
                 await limited.store(delayed("third"))
             with psycopg.connect(url) as mine:
-                joined = await limited.join(Caller(mine))
+                joined = await limited.enlist(ExternalTransaction(mine))
                 with pytest.raises(BackendUnusable, match=r'GRANT INSERT, DELETE ON TABLE public."sales.timeouts"'):
                     await limited.store(delayed("fourth"), joined)
         finally:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk.staging import Staging
-from delayline.callers import Caller
+from delayline.external import ExternalTransaction
 from delayline.sql.dialects.staging import OnConflict
 from delayline.testing.conformance.messages import delayed, operation
 
@@ -84,8 +84,8 @@ async def test_on_postgresql(postgresql_url: str) -> None:
     await transport.start()
     try:
         with psycopg.connect(postgresql_url) as mine:
-            await store.store_many([delayed("a"), delayed("b")], await store.join(Caller(mine)))
-            await transport.dispatch([operation(TABLE)], await transport.join(Caller(mine)))
+            await store.store_many([delayed("a"), delayed("b")], await store.enlist(ExternalTransaction(mine)))
+            await transport.dispatch([operation(TABLE)], await transport.enlist(ExternalTransaction(mine)))
             place = store._database.dialect.place
             assert (await store._database.read(lambda connection: place(connection, store._statements.table))).table
         assert len(await store.pending()) == 2

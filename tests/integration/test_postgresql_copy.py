@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from delayline import DelayedMessage, InvalidMessage, Message, SqlDelayedMessageStore, TransactionMode
-from delayline.callers import Caller
+from delayline.external import ExternalTransaction
 from delayline.sql.dialects.postgresql_copy import HELD_OFF, LEAST
 from delayline.testing.conformance.messages import delayed, same
 
@@ -112,7 +112,7 @@ async def test_a_text_that_cannot_be_kept(store: SqlDelayedMessageStore, bad: De
 
 async def test_many_in_a_callers_transaction(store: SqlDelayedMessageStore, postgresql_url: str) -> None:
     with psycopg.connect(postgresql_url) as mine:
-        await store.store_many(batch("mine", 1000), await store.join(Caller(mine)))
+        await store.store_many(batch("mine", 1000), await store.enlist(ExternalTransaction(mine)))
         assert await kept(store) == {}
     assert len(await kept(store)) == 1000
 

@@ -20,13 +20,13 @@ from delayline import (
 )
 from delayline.events import LOGGER_NAME, Event, emit
 from delayline.spi import (
-    BatchStore,
-    ManagedQueues,
-    ManagedStore,
-    StoreTransactions,
-    StoreWakeUps,
+    SupportsBatches,
+    SupportsManagement,
+    SupportsNotifications,
+    SupportsQueueManagement,
+    SupportsTransactions,
+    SupportsTransportTransactions,
     TransportOperation,
-    TransportTransactions,
 )
 from delayline.testing import Fault, FaultyStore, FaultyTransport, ManualClock, Signals
 from delayline.testing.clock import settle
@@ -254,7 +254,7 @@ class TestFaults:
 
     async def test_a_dropped_commit_is_rolled_back(self) -> None:
         store = FaultyStore(MemoryDelayedMessageStore(), Fault("commit", error=DOWN, calls=1))
-        assert isinstance(store, StoreTransactions)
+        assert isinstance(store, SupportsTransactions)
         committed: list[bool] = []
         with pytest.raises(BackendUnavailable):
             async with store.transaction() as transaction:
@@ -268,7 +268,7 @@ class TestFaults:
 
     async def test_a_dropped_commit_unlocks(self) -> None:
         store = FaultyStore(MemoryDelayedMessageStore(), Fault("commit", error=DOWN, calls=1))
-        assert isinstance(store, StoreTransactions)
+        assert isinstance(store, SupportsTransactions)
         await store.store(WAITING)
         with pytest.raises(BackendUnavailable):
             async with store.transaction() as transaction:
@@ -277,7 +277,7 @@ class TestFaults:
 
     async def test_a_commit_can_happen_and_be_reported_as_failed(self) -> None:
         store = FaultyStore(MemoryDelayedMessageStore(), Fault("commit", error=DOWN, takes_effect=True))
-        assert isinstance(store, StoreTransactions)
+        assert isinstance(store, SupportsTransactions)
         with pytest.raises(BackendUnavailable):
             async with store.transaction() as transaction:
                 await store.store(WAITING, transaction)
@@ -291,8 +291,8 @@ class TestFaults:
             assert guarantee(transport, StoredDelivery(store), TransactionMode.TRANSACTION_SCOPE) is (
                 Guarantee.EXACTLY_ONCE
             )
-        assert isinstance(wrapped, TransportTransactions)
-        assert isinstance(wrapped, ManagedQueues)
+        assert isinstance(wrapped, SupportsTransportTransactions)
+        assert isinstance(wrapped, SupportsQueueManagement)
         async with wrapped.transaction() as transaction:
             await store.store(WAITING, transaction)
             for transport in (plain, wrapped):
@@ -301,7 +301,7 @@ class TestFaults:
         assert await store.next_due() == START
 
     def test_a_wrapper_claims_what_the_store_claims(self) -> None:
-        capabilities = (StoreTransactions, BatchStore, ManagedStore, StoreWakeUps)
+        capabilities = (SupportsTransactions, SupportsBatches, SupportsManagement, SupportsNotifications)
         rich, poor = FaultyStore(MemoryDelayedMessageStore()), FaultyStore(MemoryDelayedMessageStore(), verbs_only=True)
         assert [isinstance(rich, capability) for capability in capabilities] == [True] * 4
         assert [isinstance(poor, capability) for capability in capabilities] == [False] * 4

@@ -282,8 +282,8 @@ async def test_a_send_is_told_that_the_timeouts_queue_is_gone(clock: ManualClock
 
 async def test_a_transport_that_cannot_join_says_so(clock: ManualClock) -> None:
     house = build_timeouts(clock)
-    with pytest.raises(ConfigurationError, match="cannot take part in a caller's transaction"):
-        await house.delivery.join(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="cannot take part in an external transaction"):
+        await house.delivery.enlist(None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

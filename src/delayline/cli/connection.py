@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from delayline.clock import SystemClock, latest_of
 from delayline.config import endpoint_from, in_memory, must_exist, persister_of, store_of, transport_of
-from delayline.delayed.store import ClosableStore, managed
+from delayline.delayed.store import SupportsClose, managed
 from delayline.errors import ConfigurationError
 from delayline.timeouts.draining import persister_at
 from delayline.transaction import TransactionMode
-from delayline.transport import ManagedQueues
+from delayline.transport import SupportsQueueManagement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.config import Settings
-    from delayline.delayed.store import DelayedMessageStore, ManagedStore
+    from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.endpoint import Endpoint
     from delayline.transport import Transport
 
@@ -44,12 +44,12 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     try:
         yield store
     finally:
-        if isinstance(store, ClosableStore):
+        if isinstance(store, SupportsClose):
             await store.close()
 
 
 @contextlib.asynccontextmanager
-async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[ManagedStore]:
+async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[SupportsManagement]:
     """Open what keeps the endpoint's waiting messages: its store, or a timeout manager's table."""
     if not timeouts and not settings.timeout_manager:
         async with open_store(settings) as store:
@@ -88,9 +88,9 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
         await transport.stop()
 
 
-def managed_queues(transport: Transport) -> ManagedQueues:
+def managed_queues(transport: Transport) -> SupportsQueueManagement:
     """Return the transport as one whose queues people can look into; raises ConfigurationError."""
-    if not isinstance(transport, ManagedQueues):
+    if not isinstance(transport, SupportsQueueManagement):
         raise ConfigurationError(f"{type(transport).__name__} cannot list or move single messages of a queue")
     return transport
 

@@ -23,7 +23,7 @@ from delayline.config import (
     transport_of,
 )
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.store import NeedsRights
+from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import DelaylineError, QueueNotFound
 from delayline.setting_values import masked
 from delayline.timeouts.draining import remains_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from delayline.cli.screen import Screen
     from delayline.config import Settings
-    from delayline.delayed.store import ManagedStore
+    from delayline.delayed.store import SupportsManagement
     from delayline.timeouts.draining import Remains
 
 #: Longer overdue than this means that nobody dispatches.
@@ -123,7 +123,7 @@ async def _rights(settings: Settings) -> AsyncIterator[Finding]:
     missing: dict[str, None] = {}
     parts: list[object] = [endpoint.transport, endpoint.delayed_delivery]
     for part in parts:
-        if isinstance(part, NeedsRights):
+        if isinstance(part, SupportsRightsCheck):
             missing |= dict.fromkeys(await part.missing_rights(endpoint.name, takes=True))
     if missing:
         yield Finding("rights", ok=False, text="\n".join(["run this as the owner of the tables:", *missing]))
@@ -167,7 +167,7 @@ async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
         yield await _overdue(store)
 
 
-async def _overdue(store: ManagedStore) -> Finding:
+async def _overdue(store: SupportsManagement) -> Finding:
     now = datetime.now(UTC)
     first = next(iter(await store.pending(limit=1)), None)
     if first is None or first.due > now:

@@ -16,7 +16,7 @@ from delayline.cli.screen import size
 from delayline.errors import CorruptHeaders, DispatchFailed, QueueNotFound
 from delayline.message import Headers, from_wire_time
 from delayline.recoverability import FAILURE_HEADERS
-from delayline.transport import TransportOperation, TransportTransactions
+from delayline.transport import SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from delayline.cli.screen import Screen
     from delayline.config import Settings
     from delayline.message import Message
-    from delayline.transport import ManagedQueues, Transport
+    from delayline.transport import SupportsQueueManagement, Transport
 
 PAGE: Final = 200
 PLACES: Final = ("url", "transport_url", "error_queue")
@@ -169,7 +169,7 @@ async def _retry(settings: Settings, ids: tuple[str, ...], to: str | None) -> li
 
 
 async def _retry_one(
-    transport: Transport, queues: ManagedQueues, queue: str, message: Message, to: str | None
+    transport: Transport, queues: SupportsQueueManagement, queue: str, message: Message, to: str | None
 ) -> RetryOutcome:
     try:
         destination = to or message.headers.get(Headers.FAILED_QUEUE)
@@ -195,8 +195,10 @@ async def _retry_one(
     return RetryOutcome(message.id, destination, None if taken else "somebody else took it meanwhile")
 
 
-async def _move(transport: Transport, queues: ManagedQueues, queue: str, operation: TransportOperation) -> bool:
-    if isinstance(transport, TransportTransactions):
+async def _move(
+    transport: Transport, queues: SupportsQueueManagement, queue: str, operation: TransportOperation
+) -> bool:
+    if isinstance(transport, SupportsTransportTransactions):
         async with transport.transaction() as transaction:
             taken = await queues.take(queue, operation.message.id, transaction)
             if taken:
@@ -206,7 +208,7 @@ async def _move(transport: Transport, queues: ManagedQueues, queue: str, operati
     return await queues.take(queue, operation.message.id)
 
 
-async def _browse(queues: ManagedQueues, queue: str) -> AsyncIterator[Message]:
+async def _browse(queues: SupportsQueueManagement, queue: str) -> AsyncIterator[Message]:
     offset = 0
     while page := await queues.browse(queue, PAGE, offset=offset):
         for message in page:
@@ -214,7 +216,7 @@ async def _browse(queues: ManagedQueues, queue: str) -> AsyncIterator[Message]:
         offset += len(page)
 
 
-async def _find(queues: ManagedQueues, queue: str, ids: set[str]) -> dict[str, Message]:
+async def _find(queues: SupportsQueueManagement, queue: str, ids: set[str]) -> dict[str, Message]:
     found: dict[str, Message] = {}
     async for message in _browse(queues, queue):
         if message.id in ids:

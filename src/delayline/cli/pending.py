@@ -12,7 +12,7 @@ from delayline.cli.connection import open_waiting, start_of_delay
 from delayline.cli.due import delay_given, due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.cli.screen import bar, size
-from delayline.delayed.store import Outcome, StoreClock
+from delayline.delayed.store import Outcome, SupportsClock
 from delayline.outgoing import due_time
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def reschedule(
 
     async def work() -> Outcome:
         async with open_waiting(settings, timeouts=timeouts) as store:
-            clock = store.clock() if isinstance(store, StoreClock) else None
+            clock = store.clock() if isinstance(store, SupportsClock) else None
             at = due if delay is None else start_of_delay(clock) + delay
             return await store.reschedule(message_id, at)
 

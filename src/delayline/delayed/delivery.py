@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
-from delayline.callers import JoinsCallers
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
 from delayline.delayed.batch import Mover
@@ -15,27 +14,28 @@ from delayline.delayed.poller import Poller
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.scope import scope_between
 from delayline.delayed.store import (
-    BatchStore,
-    ClosableStore,
-    ForwardingStore,
-    NeedsRights,
-    StoreClock,
-    StoreInfrastructure,
-    StoreTransactions,
-    StoreWakeUps,
+    SupportsBatches,
+    SupportsClock,
+    SupportsClose,
+    SupportsForwarding,
+    SupportsNotifications,
+    SupportsRightsCheck,
+    SupportsSetup,
+    SupportsTransactions,
 )
 from delayline.errors import ConfigurationError, NotStarted
+from delayline.external import SupportsExternalTransactions
 from delayline.message import DelayedMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime
 
-    from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.scope import Scope
     from delayline.delayed.store import DelayedMessageStore
+    from delayline.external import ExternalTransaction
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -78,7 +78,7 @@ class DelayedDelivery(Protocol):
 
 
 @runtime_checkable
-class SetsUpLater(Protocol):
+class SupportsDeferredSetup(Protocol):
     """Capability of a delayed delivery: an endpoint starts while its storage is out of reach."""
 
     def set_up_later(self) -> None:
@@ -87,7 +87,7 @@ class SetsUpLater(Protocol):
 
 
 @runtime_checkable
-class FindsDestinations(Protocol):
+class SupportsDestinationCheck(Protocol):
     """Capability of a delayed delivery: `defer` itself raises QueueNotFound for a destination that does not exist."""
 
     finds_destinations: bool
@@ -145,12 +145,12 @@ class StoredDelivery:
     @property
     def transaction_domain(self) -> Hashable | None:
         """The store's domain, or None for a store without transactions."""
-        return self.store.transaction_domain if isinstance(self.store, StoreTransactions) else None
+        return self.store.transaction_domain if isinstance(self.store, SupportsTransactions) else None
 
     @property
     def clock(self) -> Clock | None:
         """The store's own clock, or None where the machine's will do."""
-        return self.store.clock() if isinstance(self.store, StoreClock) else None
+        return self.store.clock() if isinstance(self.store, SupportsClock) else None
 
     @property
     def host(self) -> DeliveryHost:
@@ -172,12 +172,12 @@ class StoredDelivery:
 
     async def setup_infrastructure(self) -> None:
         """Create the store's tables where the store can; runs before `start` (seeds 000, 001)."""
-        if isinstance(self.store, StoreInfrastructure):
+        if isinstance(self.store, SupportsSetup):
             await self.store.setup_infrastructure(self.host.endpoint_name)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the statements that grant what the store's user lacks, as `NeedsRights` says."""
-        if not isinstance(self.store, NeedsRights):
+        """Return the statements that grant what the store's user lacks, as `SupportsRightsCheck` says."""
+        if not isinstance(self.store, SupportsRightsCheck):
             return ()
         return await self.store.missing_rights(endpoint_name, takes=takes and self.polling)
 
@@ -188,7 +188,7 @@ class StoredDelivery:
         self._group = StoreGroup(self.store, self._breaker("DelayedDeliveryStore", "Failed to store delayed message"))
         if self.polling:
             self._poller = self._new_poller()
-            if isinstance(self.store, StoreWakeUps):
+            if isinstance(self.store, SupportsNotifications):
                 self._closers.append(self.store.on_stored(self._poller.signal))
             self._poller.start()
 
@@ -203,15 +203,15 @@ class StoredDelivery:
             for close in reversed(self._closers):
                 close()
             self._closers.clear()
-            if isinstance(self.store, ClosableStore):
+            if isinstance(self.store, SupportsClose):
                 await self.store.close()
 
-    async def join(self, caller: Caller) -> Transaction:
-        """Return the caller's transaction as one that deferring can be part of. Raises ConfigurationError."""
-        if isinstance(self.store, JoinsCallers):
-            return await self.store.join(caller)
+    async def enlist(self, external: ExternalTransaction) -> Transaction:
+        """Return the external transaction as one that deferring can take part in. Raises ConfigurationError."""
+        if isinstance(self.store, SupportsExternalTransactions):
+            return await self.store.enlist(external)
         raise ConfigurationError(
-            f"{type(self.store).__name__} cannot take part in a caller's transaction: use a SqlDelayedMessageStore, "
+            f"{type(self.store).__name__} cannot take part in an external transaction: use a SqlDelayedMessageStore, "
             "or send without transaction="
         )
 
@@ -238,7 +238,7 @@ class StoredDelivery:
 
     def _signal(self, due: datetime) -> None:
         """Signal the poller; a store with notifications does that itself."""
-        if self._poller is not None and not isinstance(self.store, StoreWakeUps):
+        if self._poller is not None and not isinstance(self.store, SupportsNotifications):
             self._poller.signal(due)
 
     def _new_poller(self) -> Poller:
@@ -260,7 +260,7 @@ class StoredDelivery:
                 scope=scope,
                 recovery=recovery,
                 batch_bytes=self.batch_bytes,
-                looks_ahead=isinstance(self.store, BatchStore),
+                looks_ahead=isinstance(self.store, SupportsBatches),
             ),
             forwarding=self._forwarding(scope),
             fetch_breaker=self._breaker("DelayedMessageFetch", "Failed to fetch due delayed messages from the storage"),
@@ -271,9 +271,9 @@ class StoredDelivery:
             batch_bytes=self.batch_bytes,
         )
 
-    def _forwarding(self, scope: Scope) -> ForwardingStore | None:
+    def _forwarding(self, scope: Scope) -> SupportsForwarding | None:
         store = self.store
-        if scope.shared and isinstance(store, ForwardingStore) and store.forwards_to(self.host.transport):
+        if scope.shared and isinstance(store, SupportsForwarding) and store.forwards_to(self.host.transport):
             return store
         return None
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from delayline.delayed.store import BatchStore
+from delayline.delayed.store import SupportsBatches
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.events import Event, emit
 
@@ -29,7 +29,7 @@ class StoreGroup:
 
     def __init__(self, store: DelayedMessageStore, breaker: RepeatedFailuresOverTime) -> None:
         self._store = store
-        self._batches = store if isinstance(store, BatchStore) else None
+        self._batches = store if isinstance(store, SupportsBatches) else None
         self._breaker = breaker
         self._waiting: list[Waiting] = []
         self._writing = False
@@ -76,7 +76,7 @@ class StoreGroup:
     async def _store_one(self, message: DelayedMessage) -> None:
         await self._store.store(message)
 
-    async def _store_alone(self, batches: BatchStore, message: DelayedMessage) -> None:
+    async def _store_alone(self, batches: SupportsBatches, message: DelayedMessage) -> None:
         """Store without a task between: most sends are alone. Those that come meanwhile form the next group."""
         self._writing = True
         self._idle.clear()
@@ -88,7 +88,7 @@ class StoreGroup:
             else:
                 self._end()
 
-    async def _write(self, batches: BatchStore) -> None:
+    async def _write(self, batches: SupportsBatches) -> None:
         try:
             while self._waiting:
                 group, self._waiting = self._waiting[:MAXIMUM_GROUP], self._waiting[MAXIMUM_GROUP:]
@@ -106,7 +106,7 @@ class StoreGroup:
         task.add_done_callback(self._under_way.discard)
         return task
 
-    async def _write_group(self, batches: BatchStore, group: list[Waiting]) -> None:
+    async def _write_group(self, batches: SupportsBatches, group: list[Waiting]) -> None:
         try:
             await batches.store_many([message for message, _ in group])
         except (BackendUnavailable, BackendUnusable) as error:

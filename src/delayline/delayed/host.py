@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from delayline.transport import QualifiedQueues
+from delayline.transport import SupportsQualifiedQueues
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ DISPATCHER: Final = "TimeoutsDispatcher"
 
 def satellite_queues(transport: Transport, endpoint_name: str) -> tuple[str, str]:
     """Return the names of the timeout manager's two queues: to be stored, and to be dispatched (reference 2.1)."""
-    if isinstance(transport, QualifiedQueues):
+    if isinstance(transport, SupportsQualifiedQueues):
         return transport.qualified(endpoint_name, TIMEOUTS), transport.qualified(endpoint_name, DISPATCHER)
     return f"{endpoint_name}.{TIMEOUTS}", f"{endpoint_name}.{DISPATCHER}"
 

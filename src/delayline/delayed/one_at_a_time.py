@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from delayline.delayed.store import BatchStore
+from delayline.delayed.store import SupportsBatches
 from delayline.errors import BackendUnavailable
 from delayline.events import Event, emit
 from delayline.recoverability import LONGEST_BACK_OFF
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolledStore(Protocol):
-    """What the poller asks of a store, whichever way it is provided: as in BatchStore."""
+    """What the poller asks of a store, whichever way it is provided: as in SupportsBatches."""
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message, or None."""
@@ -52,7 +52,7 @@ class PolledStore(Protocol):
 
 
 class OneAtATime:
-    """Gives a six-verb store the shape of a BatchStore.
+    """Gives a six-verb store the shape of a SupportsBatches.
 
     A message that backs off stays locked, out of everybody's way, and is counted as failed when its time has come:
     six verbs have no other place to wait in. A crash in between costs its last attempt's count, never the message.
@@ -144,4 +144,4 @@ class OneAtATime:
 
 def batches_of(store: DelayedMessageStore, clock: Clock) -> PolledStore:
     """Return the store itself when it works in batches, else a face that drives it one message at a time."""
-    return store if isinstance(store, BatchStore) else OneAtATime(store, clock)
+    return store if isinstance(store, SupportsBatches) else OneAtATime(store, clock)

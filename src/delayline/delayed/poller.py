@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from delayline.delayed.batch import Mover
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
-    from delayline.delayed.store import Forwarded, ForwardingStore
+    from delayline.delayed.store import Forwarded, SupportsForwarding
     from delayline.message import DelayedMessage
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Poller:
         host: DeliveryHost,
         *,
         mover: Mover,
-        forwarding: ForwardingStore | None,
+        forwarding: SupportsForwarding | None,
         fetch_breaker: RepeatedFailuresOverTime,
         dispatch_breaker: RepeatedFailuresOverTime,
         batch_size: int,

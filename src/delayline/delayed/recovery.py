@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from delayline.delayed.scope import savepoint, spoilt
-from delayline.delayed.store import JournaledStore
+from delayline.delayed.store import SupportsJournal
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
 from delayline.recoverability import back_off, brief, error_operations, may_fit_smaller
@@ -119,7 +119,7 @@ class Recovery:
                 await self.keep(batch, message, unsent[position], transaction)
             else:
                 batch.sent.append(message)
-                if isinstance(self._store, JournaledStore):
+                if isinstance(self._store, SupportsJournal):
                     self._store.gave_up([message])
                 _when_certain(sending, partial(self._tell_moved, message, error))
 

@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from delayline.delayed.store import BatchStore, StoreTransactions
+from delayline.delayed.store import SupportsBatches, SupportsTransactions
 from delayline.errors import BackendUnavailable
-from delayline.transaction import Savepoints, share_transactions
+from delayline.transaction import SupportsSavepoints, share_transactions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -43,12 +43,12 @@ def scope_between(store: DelayedMessageStore, transport: Transport) -> Scope:
     Six verbs have no way to count a failure in a transaction: such a store's own are left alone.
     """
     scope = scope_of(store, transport)
-    return scope if scope.shared or isinstance(store, BatchStore) else Scope(None, shared=False)
+    return scope if scope.shared or isinstance(store, SupportsBatches) else Scope(None, shared=False)
 
 
 def scope_of(storage: object, transport: Transport) -> Scope:
     """Return the strongest scope that transactions of the storage, where it has some, can give."""
-    if isinstance(storage, StoreTransactions):
+    if isinstance(storage, SupportsTransactions):
         if share_transactions(storage, transport):
             return Scope(storage.transaction, shared=True)
         if storage.locks_rows:
@@ -62,11 +62,11 @@ class SavepointLost(Exception):
 
 def savepoint(transaction: Transaction | None) -> AbstractAsyncContextManager[None]:
     """Return a savepoint of the transaction, where there is one and it has them; raises SavepointLost."""
-    return _checked(transaction) if isinstance(transaction, Savepoints) else contextlib.nullcontext()
+    return _checked(transaction) if isinstance(transaction, SupportsSavepoints) else contextlib.nullcontext()
 
 
 @contextlib.asynccontextmanager
-async def _checked(transaction: Savepoints) -> AsyncIterator[None]:
+async def _checked(transaction: SupportsSavepoints) -> AsyncIterator[None]:
     """Tell an error of the savepoint's own, after which nothing is certain, from one that it has undone."""
     inside: list[Exception] = []
     try:
@@ -87,4 +87,4 @@ def spoilt(transaction: Transaction | None, error: Exception) -> bool:
     """Tell whether the transaction cannot go on after `error` left a savepoint of it."""
     if transaction is None:
         return False
-    return isinstance(error, BackendUnavailable | SavepointLost) or not isinstance(transaction, Savepoints)
+    return isinstance(error, BackendUnavailable | SavepointLost) or not isinstance(transaction, SupportsSavepoints)

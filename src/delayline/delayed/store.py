@@ -63,7 +63,7 @@ class DelayedMessageStore(Protocol):
 
 
 @runtime_checkable
-class StoreInfrastructure(Protocol):
+class SupportsSetup(Protocol):
     """Capability: the store can create what it needs (tables, folders)."""
 
     async def setup_infrastructure(self, endpoint_name: str) -> None:
@@ -72,7 +72,7 @@ class StoreInfrastructure(Protocol):
 
 
 @runtime_checkable
-class NeedsRights(Protocol):
+class SupportsRightsCheck(Protocol):
     """Capability of stores, deliveries and transports: the tables' owner grants a user rights on each of them."""
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
@@ -89,7 +89,7 @@ class NeedsRights(Protocol):
 
 
 @runtime_checkable
-class StoreTransactions(Protocol):
+class SupportsTransactions(Protocol):
     """Capability: the store's verbs can share one transaction, and with a transport of the same domain its sends."""
 
     @property
@@ -111,7 +111,7 @@ class StoreTransactions(Protocol):
 
 
 @runtime_checkable
-class BatchStore(Protocol):
+class SupportsBatches(Protocol):
     """Capability: many messages in one round trip, and failures that wait their turn inside the store."""
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
@@ -147,7 +147,7 @@ class BatchStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What a ForwardingStore did."""
+    """What a SupportsForwarding did."""
 
     number: int
     """How many messages moved."""
@@ -158,7 +158,7 @@ class Forwarded:
 
 
 @runtime_checkable
-class ForwardingStore(Protocol):
+class SupportsForwarding(Protocol):
     """Capability: due messages move to a transport's queues inside the back end, in one step."""
 
     def forwards_to(self, transport: object) -> bool:
@@ -178,7 +178,7 @@ class ForwardingStore(Protocol):
 
 
 @runtime_checkable
-class StoreWakeUps(Protocol):
+class SupportsNotifications(Protocol):
     """Capability: tells when anybody, in this process or another, has stored something."""
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
@@ -190,7 +190,7 @@ class StoreWakeUps(Protocol):
 
 
 @runtime_checkable
-class JournaledStore(Protocol):
+class SupportsJournal(Protocol):
     """Writes down what becomes of each message."""
 
     def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
@@ -199,7 +199,7 @@ class JournaledStore(Protocol):
 
 
 @runtime_checkable
-class StoreClock(Protocol):
+class SupportsClock(Protocol):
     """Capability: the back end's clock decides, whatever the clocks of the machines around it say."""
 
     def clock(self) -> Clock:
@@ -213,7 +213,7 @@ class StoreClock(Protocol):
 
 
 @runtime_checkable
-class ClosableStore(Protocol):
+class SupportsClose(Protocol):
     """Capability: the store holds connections or files while it is open."""
 
     async def close(self) -> None:
@@ -242,7 +242,7 @@ class DueCount:
 
 
 @runtime_checkable
-class ManagedStore(Protocol):
+class SupportsManagement(Protocol):
     """Capability: people can look at what waits, cancel it and reschedule it."""
 
     async def cancel(self, message_id: str) -> Outcome:
@@ -264,10 +264,10 @@ class ManagedStore(Protocol):
         ...
 
 
-def managed(store: object) -> ManagedStore:
+def managed(store: object) -> SupportsManagement:
     """Return the store as one that people can look into; raises ConfigurationError."""
-    if not isinstance(store, ManagedStore):
+    if not isinstance(store, SupportsManagement):
         raise ConfigurationError(
-            f"{type(store).__name__} cannot list, cancel or reschedule what waits: use a store that is a ManagedStore"
+            f"{type(store).__name__} cannot list, cancel or reschedule messages: use a store with SupportsManagement"
         )
     return store

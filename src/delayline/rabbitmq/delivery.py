@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
-    from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.delayed.delivery import StoredDelivery
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.store import DelayedMessageStore
+    from delayline.external import ExternalTransaction
     from delayline.rabbitmq.overflow_store import Deferred
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
@@ -159,14 +159,14 @@ class DelayLevelDelivery:
         if self.stored is not None:
             await self.stored.stop()
 
-    async def join(self, caller: Caller) -> Transaction:
-        """Return the caller's transaction as one that the store in front takes part in. Raises ConfigurationError."""
+    async def enlist(self, external: ExternalTransaction) -> Transaction:
+        """Return the external transaction as one that the overflow store takes part in. Raises ConfigurationError."""
         if self.stored is None:
             raise ConfigurationError(
                 "RabbitMQ takes part in no transaction: send without transaction=, or put a store in front with "
                 "DelayLevelDelivery(stored=StoredDelivery(...))"
             )
-        return await self.stored.join(caller)
+        return await self.stored.enlist(external)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Have the broker keep the operation for the seconds until `due`, rounded up; overdue goes straight on.

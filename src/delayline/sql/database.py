@@ -18,10 +18,10 @@ from sqlalchemy.exc import ArgumentError
 from delayline.checks import full_scheme
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
-from delayline.sql.callers import hold_of
+from delayline.sql.external import hold_of
 from delayline.sql.setup import texts
 from delayline.sql.silence import ABANDONED_AFTER, STOPPING, checked_timeout
-from delayline.sql.transactions import JoinedTransaction, SqlTransaction
+from delayline.sql.transactions import EnlistedTransaction, SqlTransaction
 from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 from delayline.sql.workers import in_thread, start_thread
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection, Executable, Table
 
-    from delayline.callers import Caller
     from delayline.clock import Clock
+    from delayline.external import ExternalTransaction
     from delayline.sql.dialect import Claims, Dialect, Place, WakeUps
     from delayline.sql.prepared import Prepared
     from delayline.sql.rows import Rows
@@ -185,7 +185,7 @@ class Database(ABC):
             return await self._write_alone(work, one_statement=one_statement)
         if isinstance(transaction, TwoPhaseTransaction):
             return await transaction.branch(self).run(work)
-        if isinstance(transaction, SqlTransaction | JoinedTransaction) and transaction.domain == self.domain:
+        if isinstance(transaction, SqlTransaction | EnlistedTransaction) and transaction.domain == self.domain:
             return await transaction.run(work)
         raise TypeError(f"a transaction on {transaction.domain} cannot span {self.dialect}")
 
@@ -200,13 +200,13 @@ class Database(ABC):
         """Return a new transaction."""
         return SqlTransaction(self)
 
-    async def join(self, caller: Caller, table: Table) -> JoinedTransaction:
-        """Return the caller's transaction as one on this database; `table` is one that it will write to.
+    async def enlist(self, external: ExternalTransaction, table: Table) -> EnlistedTransaction:
+        """Return the external transaction as one on this database; `table` is one that it will write to.
 
         Raises ConfigurationError for a transaction on another database, for none, and for what is no connection.
         """
-        joined = JoinedTransaction(self.domain, await hold_of(caller), self.dialect)
-        theirs = await joined.run(partial(self._theirs, table=table))
+        enlisted = EnlistedTransaction(self.domain, await hold_of(external), self.dialect)
+        theirs = await enlisted.run(partial(self._theirs, table=table))
         ours = await self.read(partial(self.dialect.place, table=table))
         if theirs.database != ours.database:
             raise ConfigurationError(
@@ -218,11 +218,11 @@ class Database(ABC):
                 f"on the connection of transaction= the name {table.fullname!r} does not mean delayline's table: "
                 "begin it with the same search_path, or name the schema to delayline's parts, as in schema='public'"
             )
-        return joined
+        return enlisted
 
     async def tell(self, news: Mapping[str, int], transaction: Transaction | None = None) -> None:
         """Tell the listeners of each channel from when on there is something: after the commit, never before."""
-        if isinstance(transaction, JoinedTransaction):
+        if isinstance(transaction, EnlistedTransaction):
             soon = to_microseconds(self.clock.now() + SOON)
             news = {channel: at for channel, at in news.items() if at < soon}
             if news:
@@ -238,8 +238,8 @@ class Database(ABC):
             self.wake_ups.notify(channel, at)
 
     @abstractmethod
-    async def tell_at_commit(self, news: Mapping[str, int], transaction: JoinedTransaction) -> None:
-        """Have the listeners told when the caller has committed."""
+    async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
+        """Notify the listeners once the external transaction has committed."""
 
     @abstractmethod
     async def hold(self) -> Hold:

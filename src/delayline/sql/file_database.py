@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialects.sqlite_wake_ups import WakeUps
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
-    from delayline.sql.transactions import JoinedTransaction
+    from delayline.sql.transactions import EnlistedTransaction
 
 Result = TypeVar("Result")
 READERS: Final = 2
@@ -60,7 +60,7 @@ class FileDatabase(Database):
         """Pipes beside the file."""
         return self.dialect.wake_ups
 
-    async def tell_at_commit(self, news: Mapping[str, int], transaction: JoinedTransaction) -> None:
+    async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
         """Watch the file for the commit: SQLite tells nobody."""
         del transaction
         await self.read(lambda _: self._commits.expect(news))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Claims, Server, WakeUps
     from delayline.sql.statements import StoreStatements
-    from delayline.sql.transactions import JoinedTransaction
+    from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
 
 Result = TypeVar("Result")
@@ -86,7 +86,7 @@ class ServerDatabase(Database):
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return self._wake_ups
 
-    async def tell_at_commit(self, news: Mapping[str, int], transaction: JoinedTransaction) -> None:
+    async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
         """Leave it to the server where it can."""
         for channel, at in news.items():
             await transaction.run(partial(self.wake_ups.notify_in, channel=channel, at=at))

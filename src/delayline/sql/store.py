@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Executable, Table
 
-    from delayline.callers import Caller
+    from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
     from delayline.sql.prepared import Prepared
     from delayline.sql.rows import Rows
-    from delayline.sql.transactions import JoinedTransaction
+    from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction, TransactionMode
 
@@ -75,9 +75,9 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
         self._keeps_journal = journal
         self._take_part()
 
-    async def join(self, caller: Caller) -> JoinedTransaction:
-        """Return the caller's transaction as one that storing can be part of."""
-        return await self._database.join(caller, self._statements.table)
+    async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
+        """Return the external transaction as one that storing can take part in."""
+        return await self._database.enlist(external, self._statements.table)
 
     @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
@@ -98,7 +98,7 @@ class SqlDelayedMessageStore(StorePart, OneOfMany):
         )
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the GRANTs that give the user what it lacks, as `NeedsRights` says."""
+        """Return the GRANTs that give the user what it lacks, as `SupportsRightsCheck` says."""
         table, dialect = self._table(endpoint_name), self._database.dialect
         if takes:
             own: tuple[str, ...] = EVERY_RIGHT

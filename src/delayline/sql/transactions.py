@@ -1,4 +1,4 @@
-"""One transaction on a SQL database, shared by whatever store, transport and caller it is passed to."""
+"""One transaction on a SQL database, shared by the store, the transport and the user's code it is passed to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.sql.callers import Hold as CallersHold
     from delayline.sql.dialect import Dialect
+    from delayline.sql.external import Hold as CallersHold
 
 Result = TypeVar("Result")
 
@@ -55,8 +55,8 @@ class Holding(Protocol):
         ...
 
 
-class JoinedTransaction(Transaction):
-    """A caller's transaction on one database, which the caller commits or rolls back."""
+class EnlistedTransaction(Transaction):
+    """An external transaction on one database: the user's code commits it or rolls it back."""
 
     def __init__(self, domain: Hashable, hold: CallersHold, dialect: Dialect) -> None:
         super().__init__(domain)
@@ -82,7 +82,7 @@ class JoinedTransaction(Transaction):
 
     def after_end(self, callback: Callable[[], None]) -> None:
         """Refuse: nobody tells us of the end."""
-        raise TypeError("nothing can be tied to the end of a caller's transaction")
+        raise TypeError("callbacks cannot be tied to the end of an external transaction")
 
 
 class SqlTransaction(Transaction):

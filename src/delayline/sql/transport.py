@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Executable, Table
 
-    from delayline.callers import Caller
+    from delayline.external import ExternalTransaction
     from delayline.sql.dialect import Claims
-    from delayline.sql.transactions import JoinedTransaction
+    from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
@@ -80,10 +80,10 @@ class SqlTransport(SqlPart):
         """Tell whether the queues are in that schema of that database."""
         return self._database is database and self._schema == schema
 
-    async def join(self, caller: Caller) -> JoinedTransaction:
-        """Return the caller's transaction as one that sending can be part of."""
+    async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
+        """Return the external transaction as one that sending can take part in."""
         await self._check_tables()
-        return await self._database.join(caller, self._tables.queued)
+        return await self._database.enlist(external, self._tables.queued)
 
     @long_work
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class SqlTransport(SqlPart):
         return await self._database.plan(partial(self._planned, names=queues), whole)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the GRANTs that give the user what it lacks, as `NeedsRights` says."""
+        """Return the GRANTs that give the user what it lacks, as `SupportsRightsCheck` says."""
         del endpoint_name
         tables, dialect = self._tables, self._database.dialect
         needed = {tables.versions: TO_READ, tables.queues: TO_READ, tables.queued: TO_TAKE if takes else TO_PUT}

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from delayline.delayed.store import (
-    BatchStore,
-    ClosableStore,
     DelayedMessageStore,
     DueCount,
-    ManagedStore,
     Outcome,
-    StoreClock,
-    StoreInfrastructure,
-    StoreTransactions,
-    StoreWakeUps,
+    SupportsBatches,
+    SupportsClock,
+    SupportsClose,
+    SupportsManagement,
+    SupportsNotifications,
+    SupportsSetup,
+    SupportsTransactions,
 )
 from delayline.testing.faults import Fault, Faulty
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class FaultyStore(Faulty):
     """Wraps a store and claims exactly its capabilities; every call passes the injected faults.
 
-    Except ForwardingStore: what is to fail has to pass through this process.
+    Except SupportsForwarding: what is to fail has to pass through this process.
     verbs_only: claim the six verbs alone, whatever the store can do besides.
     """
 
@@ -72,14 +72,14 @@ class FaultyStore(Faulty):
 
 
 class _Infrastructure(Faulty):
-    _inner: StoreInfrastructure
+    _inner: SupportsSetup
 
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         await self._call("setup_infrastructure", lambda: self._inner.setup_infrastructure(endpoint_name), endpoint_name)
 
 
 class _Transactions(Faulty):
-    _inner: StoreTransactions
+    _inner: SupportsTransactions
 
     @property
     def transaction_domain(self) -> Hashable | None:
@@ -94,7 +94,7 @@ class _Transactions(Faulty):
 
 
 class _Batches(Faulty):
-    _inner: BatchStore
+    _inner: SupportsBatches
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
         await self._call("store_many", lambda: self._inner.store_many(messages, transaction), messages)
@@ -122,7 +122,7 @@ class _Batches(Faulty):
 
 
 class _Managed(Faulty):
-    _inner: ManagedStore
+    _inner: SupportsManagement
 
     async def cancel(self, message_id: str) -> Outcome:
         return await self._call("cancel", lambda: self._inner.cancel(message_id), message_id)
@@ -142,32 +142,32 @@ class _Managed(Faulty):
 
 
 class _WakeUps(Faulty):
-    _inner: StoreWakeUps
+    _inner: SupportsNotifications
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         return self._inner.on_stored(callback)
 
 
 class _Clock(Faulty):
-    _inner: StoreClock
+    _inner: SupportsClock
 
     def clock(self) -> Clock:
         return self._inner.clock()
 
 
 class _Closable(Faulty):
-    _inner: ClosableStore
+    _inner: SupportsClose
 
     async def close(self) -> None:
         await self._call("close", self._inner.close)
 
 
 _CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
-    (StoreInfrastructure, _Infrastructure),
-    (StoreTransactions, _Transactions),
-    (BatchStore, _Batches),
-    (ManagedStore, _Managed),
-    (StoreWakeUps, _WakeUps),
-    (StoreClock, _Clock),
-    (ClosableStore, _Closable),
+    (SupportsSetup, _Infrastructure),
+    (SupportsTransactions, _Transactions),
+    (SupportsBatches, _Batches),
+    (SupportsManagement, _Managed),
+    (SupportsNotifications, _WakeUps),
+    (SupportsClock, _Clock),
+    (SupportsClose, _Closable),
 )

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from delayline.testing.faults import Fault, Faulty
 from delayline.transport import (
-    FindsQueues,
-    ManagedQueues,
-    QualifiedQueues,
     ReceivedMessage,
     Receiver,
+    SupportsQualifiedQueues,
+    SupportsQueueLookup,
+    SupportsQueueManagement,
+    SupportsTransportTransactions,
     Transport,
-    TransportTransactions,
 )
 
 if TYPE_CHECKING:
@@ -92,14 +92,14 @@ class FaultyReceiver:
 
 
 class _Transactions(Faulty):
-    _inner: TransportTransactions
+    _inner: SupportsTransportTransactions
 
     def transaction(self) -> Transaction:
         return self._faulty(self._inner.transaction())
 
 
 class _Queues(Faulty):
-    _inner: ManagedQueues
+    _inner: SupportsQueueManagement
 
     async def count(self, queue: str) -> int:
         return await self._call("count", lambda: self._inner.count(queue), queue)
@@ -115,7 +115,7 @@ class _Queues(Faulty):
 
 
 class _Finds(Faulty):
-    _inner: FindsQueues
+    _inner: SupportsQueueLookup
 
     async def has_queue(self, queue: str) -> bool:
         return await self._call("has_queue", lambda: self._inner.has_queue(queue), queue)
@@ -125,15 +125,15 @@ class _Finds(Faulty):
 
 
 class _Names(Faulty):
-    _inner: QualifiedQueues
+    _inner: SupportsQualifiedQueues
 
     def qualified(self, queue: str, qualifier: str) -> str:
         return self._inner.qualified(queue, qualifier)
 
 
 _CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
-    (TransportTransactions, _Transactions),
-    (ManagedQueues, _Queues),
-    (QualifiedQueues, _Names),
-    (FindsQueues, _Finds),
+    (SupportsTransportTransactions, _Transactions),
+    (SupportsQueueManagement, _Queues),
+    (SupportsQualifiedQueues, _Names),
+    (SupportsQueueLookup, _Finds),
 )

@@ -8,16 +8,16 @@ from delayline.message import TimeoutHeaders
 from delayline.timeouts.manager import TimeoutManagerDelivery
 from delayline.timeouts.memory import MemoryTimeoutPersister
 from delayline.timeouts.persister import (
-    CountedTimeouts,
     DueTimeout,
     LockedTimeouts,
-    LocksTimeouts,
-    TakesTimeouts,
+    SupportsCount,
+    SupportsOpen,
+    SupportsTake,
+    SupportsTimeoutLocks,
     Timeout,
     TimeoutCount,
     TimeoutPersister,
     TimeoutsChunk,
-    TimeoutStorage,
 )
 from delayline.timeouts.routing import ExternalTimeoutManager
 
@@ -34,19 +34,19 @@ else:
 
 
 __all__ = [
-    "CountedTimeouts",
     "DueTimeout",
     "ExternalTimeoutManager",
     "LockedTimeouts",
-    "LocksTimeouts",
     "MemoryTimeoutPersister",
     "SqlTimeoutPersister",
-    "TakesTimeouts",
+    "SupportsCount",
+    "SupportsOpen",
+    "SupportsTake",
+    "SupportsTimeoutLocks",
     "Timeout",
     "TimeoutCount",
     "TimeoutHeaders",
     "TimeoutManagerDelivery",
     "TimeoutPersister",
-    "TimeoutStorage",
     "TimeoutsChunk",
 ]

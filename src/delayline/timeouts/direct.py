@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from delayline.delayed.store import ForwardingStore
+from delayline.delayed.store import SupportsForwarding
 from delayline.errors import CorruptHeaders
 from delayline.message import DelayedMessage
-from delayline.timeouts.persister import LocksTimeouts, TimeoutPersister
+from delayline.timeouts.persister import SupportsTimeoutLocks, TimeoutPersister
 from delayline.timeouts.poll import HELD_FOR, LookAhead, as_sent, request_for
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REMEMBERED: Final = 1000
 
 
-class DirectPersister(TimeoutPersister, LocksTimeouts, Protocol):
+class DirectPersister(TimeoutPersister, SupportsTimeoutLocks, Protocol):
     """A persister whose timeouts the poller can send itself."""
 
 
@@ -63,11 +63,11 @@ class DirectTimeouts:
 
     def forwards_to(self, transport: object) -> bool:
         """Tell whether the persister can move expired timeouts to that transport's queues by itself."""
-        return isinstance(self._persister, ForwardingStore) and self._persister.forwards_to(transport)
+        return isinstance(self._persister, SupportsForwarding) and self._persister.forwards_to(transport)
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
         """Let the persister move expired timeouts; what it leaves is fetched."""
-        assert isinstance(self._persister, ForwardingStore)  # noqa: S101 - asked before
+        assert isinstance(self._persister, SupportsForwarding)  # noqa: S101 - asked before
         self._ahead.fetching(None)
         return await self._persister.forward_due(at, limit, max_bytes=max_bytes)
 

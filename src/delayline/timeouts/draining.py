@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from delayline.delayed.host import satellite_queues
 from delayline.errors import QueueNotFound
 from delayline.timeouts.manager import TWO_MINUTES, TimeoutManagerDelivery
-from delayline.transport import ManagedQueues
+from delayline.transport import SupportsQueueManagement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ async def remains_of(url: str, endpoint_name: str, transport: Transport, *, sche
     table = persister.table_of(endpoint_name)
     queues, queued = [], 0
     for queue in satellite_queues(transport, endpoint_name):
-        if isinstance(transport, ManagedQueues):
+        if isinstance(transport, SupportsQueueManagement):
             try:
                 queued += await transport.count(queue)
             except QueueNotFound:

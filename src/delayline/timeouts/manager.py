@@ -19,14 +19,14 @@ from delayline.delayed.host import Satellite, satellite_queues
 from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.scope import scope_of
-from delayline.delayed.store import StoreClock, StoreInfrastructure, StoreTransactions, StoreWakeUps
+from delayline.delayed.store import SupportsClock, SupportsNotifications, SupportsSetup, SupportsTransactions
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.events import Event
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.timeouts.direct import DirectTimeouts
-from delayline.timeouts.persister import LocksTimeouts, TimeoutStorage
+from delayline.timeouts.persister import SupportsOpen, SupportsTimeoutLocks
 from delayline.timeouts.poll import ExpiredTimeouts
-from delayline.timeouts.routing import joined, send, to_clear, to_timeouts_queue
+from delayline.timeouts.routing import enlisted, send, to_clear, to_timeouts_queue
 from delayline.timeouts.satellites import DispatchingSatellite, StoringSatellite
 from delayline.transaction import strongest_mode
 from delayline.transport import TransportOperation
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
     from datetime import datetime
 
-    from delayline.callers import Caller
     from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost, Receiving
+    from delayline.external import ExternalTransaction
     from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction
 
@@ -94,16 +94,16 @@ class TimeoutManagerDelivery:
     @property
     def transaction_domain(self) -> Hashable | None:
         """The persister's domain: a message is sent exactly once when the transport's is the same."""
-        return self.persister.transaction_domain if isinstance(self.persister, StoreTransactions) else None
+        return self.persister.transaction_domain if isinstance(self.persister, SupportsTransactions) else None
 
     @property
     def clock(self) -> Clock | None:
         """The persister's own clock, or None where the machine's will do."""
-        return self.persister.clock() if isinstance(self.persister, StoreClock) else None
+        return self.persister.clock() if isinstance(self.persister, SupportsClock) else None
 
     @property
     def store(self) -> TimeoutPersister:
-        """What `endpoint.delayed` looks into: the persister, where it is a ManagedStore."""
+        """What `endpoint.delayed` looks into: the persister, where it is a SupportsManagement."""
         return self.persister
 
     @property
@@ -142,7 +142,7 @@ class TimeoutManagerDelivery:
     async def setup_infrastructure(self) -> None:
         """Create the two queues, and the storage where the persister can."""
         await self.host.transport.setup_infrastructure([self.timeouts_queue, self.dispatcher_queue])
-        if isinstance(self.persister, StoreInfrastructure):
+        if isinstance(self.persister, SupportsSetup):
             await self.persister.setup_infrastructure(self.host.endpoint_name)
 
     def set_up_later(self) -> None:
@@ -178,13 +178,13 @@ class TimeoutManagerDelivery:
         for close in reversed(self._closers):
             close()
         self._closers.clear()
-        if self._started and self.polling and isinstance(self.persister, TimeoutStorage):
+        if self._started and self.polling and isinstance(self.persister, SupportsOpen):
             await self.persister.close()
         self._started = False
 
-    async def join(self, caller: Caller) -> Transaction:
-        """Return the caller's transaction as one that deferring, which is a send, can be part of."""
-        return await joined(self.host.transport, caller)
+    async def enlist(self, external: ExternalTransaction) -> Transaction:
+        """Return the external transaction as one that deferring, which is a send, can take part in."""
+        return await enlisted(self.host.transport, external)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Send the operation to the timeouts queue; what is due already goes straight to its destination.
@@ -222,7 +222,7 @@ class TimeoutManagerDelivery:
         if self._set_up_later:
             await self.setup_infrastructure()
             self._set_up_later = False
-        if isinstance(self.persister, TimeoutStorage):
+        if isinstance(self.persister, SupportsOpen):
             await self.persister.open(host.endpoint_name)
         expired = self._expired()
         poller = self._new_poller(expired, fetching)
@@ -231,7 +231,7 @@ class TimeoutManagerDelivery:
             expired.stored(due)
             poller.signal(due)
 
-        if isinstance(self.persister, StoreWakeUps):
+        if isinstance(self.persister, SupportsNotifications):
             self._closers.append(self.persister.on_stored(stored))
         satellites: list[Receiving] = []
         try:
@@ -250,7 +250,7 @@ class TimeoutManagerDelivery:
         storing = StoringSatellite(
             host,
             self.persister,
-            breaker=self._breaker("TimeoutStorage", "Failed to store timeouts"),
+            breaker=self._breaker("SupportsOpen", "Failed to store timeouts"),
             stored=stored,
             stopping=self._stopping,
             holds=self.concurrency // 2,
@@ -264,7 +264,7 @@ class TimeoutManagerDelivery:
     def _expired(self) -> DirectTimeouts | ExpiredTimeouts:
         """Return what expires: sent by the poller itself where one transaction can hold all of it."""
         persister, queue, clock = self.persister, self.dispatcher_queue, self.host.clock
-        if scope_of(persister, self.host.transport).shared and isinstance(persister, LocksTimeouts):
+        if scope_of(persister, self.host.transport).shared and isinstance(persister, SupportsTimeoutLocks):
             return DirectTimeouts(persister, queue, clock)
         return ExpiredTimeouts(persister, queue, clock)
 

@@ -1,6 +1,6 @@
 """Where a timeout manager keeps timeouts: one small protocol for IPersistTimeouts and IQueryTimeouts (reference 2.6).
 
-Capabilities are those of a delayed message store: StoreInfrastructure, StoreTransactions, StoreClock; and the two here.
+Capabilities are those of a delayed message store: SupportsSetup, SupportsTransactions, SupportsClock; and the two here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TimeoutPersister(Protocol):
 
 
 @runtime_checkable
-class TimeoutStorage(Protocol):
+class SupportsOpen(Protocol):
     """Capability: the persister has connections or files, and has to learn whose timeouts it keeps."""
 
     async def open(self, endpoint_name: str) -> None:
@@ -103,7 +103,7 @@ class TimeoutStorage(Protocol):
 
 
 @runtime_checkable
-class TakesTimeouts(Protocol):
+class SupportsTake(Protocol):
     """Capability: `peek` and `remove` in one step, for a transaction that dispatches in between or after."""
 
     async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
@@ -122,7 +122,7 @@ class LockedTimeouts:
 
 
 @runtime_checkable
-class LocksTimeouts(Protocol):
+class SupportsTimeoutLocks(Protocol):
     """Capability: a transaction that sends expired timeouts, many at once, locks, removes or keeps them."""
 
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
@@ -151,7 +151,7 @@ class TimeoutCount:
 
 
 @runtime_checkable
-class CountedTimeouts(Protocol):
+class SupportsCount(Protocol):
     """Capability: people can see what waits."""
 
     async def count(self) -> TimeoutCount:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.callers import JoinsCallers
 from delayline.errors import ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
+from delayline.external import SupportsExternalTransactions
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders, to_wire_time
 from delayline.timeouts.poll import control_message
 from delayline.transport import TransportOperation
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import uuid
     from datetime import datetime
 
-    from delayline.callers import Caller
     from delayline.delayed.host import DeliveryHost
+    from delayline.external import ExternalTransaction
     from delayline.message import Message
     from delayline.transaction import Transaction
     from delayline.transport import Transport
@@ -49,12 +49,12 @@ async def send(transport: Transport, operation: TransportOperation, transaction:
         raise failed.failures[0] from failed
 
 
-async def joined(transport: Transport, caller: Caller) -> Transaction:
-    """Return the caller's transaction as one that deferring, which is a send, can be part of."""
-    if isinstance(transport, JoinsCallers):
-        return await transport.join(caller)
+async def enlisted(transport: Transport, external: ExternalTransaction) -> Transaction:
+    """Return the external transaction as one that sends on `transport` can take part in."""
+    if isinstance(transport, SupportsExternalTransactions):
+        return await transport.enlist(external)
     raise ConfigurationError(
-        f"{type(transport).__name__} cannot take part in a caller's transaction: send without transaction="
+        f"{type(transport).__name__} cannot take part in an external transaction: send without transaction="
     )
 
 
@@ -101,9 +101,9 @@ class ExternalTimeoutManager:
         """Defer no more."""
         self._started = False
 
-    async def join(self, caller: Caller) -> Transaction:
-        """Return the caller's transaction as one that deferring can be part of."""
-        return await joined(self._bound.transport, caller)
+    async def enlist(self, external: ExternalTransaction) -> Transaction:
+        """Return the external transaction as one that deferring can take part in."""
+        return await enlisted(self._bound.transport, external)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Send the operation to the timeout manager; what is due already goes straight to its destination.

@@ -13,7 +13,7 @@ from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed,
 from delayline.events import Event, emit
 from delayline.message import DelayedMessage, Headers, TimeoutHeaders, from_wire_time, id_from, to_wire_time
 from delayline.recoverability import error_operations
-from delayline.timeouts.persister import NO_SAGA, TakesTimeouts, Timeout
+from delayline.timeouts.persister import NO_SAGA, SupportsTake, Timeout
 from delayline.timeouts.poll import as_sent, timeout_of
 from delayline.transport import TransportOperation
 
@@ -198,7 +198,7 @@ class DispatchingSatellite:
                 f"message {message.id!r} has no header {TimeoutHeaders.TIMEOUT_ID}: it asks for nothing"
             )
         async with self._locking(transaction) as locking:
-            if locking is not None and isinstance(self._persister, TakesTimeouts):
+            if locking is not None and isinstance(self._persister, SupportsTake):
                 timeout = await self._persister.take(timeout_id, locking)
                 if timeout is not None:
                     await self._forward(timeout, self._scope.of_dispatch(locking))

@@ -247,7 +247,7 @@ class ServerDialect:
 
     def place(self, connection: Connection, table: Table) -> Place:
         """Refuse, where nobody has said how to tell."""
-        raise ConfigurationError(f"{self} cannot take part in a caller's transaction yet: send without transaction=")
+        raise ConfigurationError(f"{self} cannot take part in an external transaction yet: send without transaction=")
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition that the column is one of the list bound as `name`."""

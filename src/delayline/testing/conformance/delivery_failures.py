@@ -19,7 +19,7 @@ from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, Delive
 from delayline.testing.conformance.messages import AT, ENDPOINT
 from delayline.testing.faults import STORE, Fault
 from delayline.transaction import TransactionMode
-from delayline.transport import FindsQueues, TransportOperation
+from delayline.transport import SupportsQueueLookup, TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,8 +164,8 @@ class DeliveryFailures(DeliveryRoom):
 
     async def test_a_misspelt_destination_of_a_delayed_send_is_refused(self, parts: Parts) -> None:
         """By the send, not when it is due; a destination that is there is asked for once."""
-        if not isinstance(parts.transport, FindsQueues):
-            pytest.skip("not claimed: FindsQueues")
+        if not isinstance(parts.transport, SupportsQueueLookup):
+            pytest.skip("not claimed: SupportsQueueLookup")
         asked: list[str] = []
         parts.transport.inject(Fault("has_queue", before=lambda: asked.append("!")))
         async with parts.endpoint() as endpoint:
@@ -180,8 +180,8 @@ class DeliveryFailures(DeliveryRoom):
 
     async def test_a_destination_that_cannot_be_looked_for_is_stored(self, parts: Parts) -> None:
         """An outage of the queues is none of the store."""
-        if not isinstance(parts.transport, FindsQueues):
-            pytest.skip("not claimed: FindsQueues")
+        if not isinstance(parts.transport, SupportsQueueLookup):
+            pytest.skip("not claimed: SupportsQueueLookup")
         parts.transport.inject(Fault("has_queue", error=BackendUnavailable("no answer")))
         async with parts.endpoint() as endpoint:
             await endpoint.send(ELSEWHERE, b"", delay=5 * SECOND)

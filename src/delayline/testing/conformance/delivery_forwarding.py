@@ -1,4 +1,4 @@
-"""Capability ForwardingStore: due messages move to their queues inside the back end, or stay for the poller."""
+"""Capability SupportsForwarding: due messages move to their queues inside the back end, or stay for the poller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.store import DelayedMessageStore, ForwardingStore
+from delayline.delayed.store import DelayedMessageStore, SupportsForwarding
 from delayline.endpoint import Endpoint
 from delayline.events import Event
 from delayline.message import Headers
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from delayline.message import DelayedMessage
     from delayline.transport import Transport
 
-    class Forwards(DelayedMessageStore, ForwardingStore, Protocol):
+    class Forwards(DelayedMessageStore, SupportsForwarding, Protocol):
         """A store that claims forwarding."""
 
 
@@ -80,8 +80,8 @@ class DeliveryInside(DeliveryRoom):
     async def inside(self, tmp_path: Path) -> AsyncIterator[Inside]:
         """Provide the parts as they are, without faults: those would have to pass through this process."""
         transport, store = await self.make_parts(tmp_path)
-        if not isinstance(store, ForwardingStore) or not store.forwards_to(transport):
-            pytest.skip("not claimed: ForwardingStore")
+        if not isinstance(store, SupportsForwarding) or not store.forwards_to(transport):
+            pytest.skip("not claimed: SupportsForwarding")
         await transport.start()
         await transport.setup_infrastructure([BILLING, ELSEWHERE, "error"])
         await opened(store)

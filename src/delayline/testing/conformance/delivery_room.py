@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.scope import scope_between
-from delayline.delayed.store import StoreInfrastructure, StoreTransactions
+from delayline.delayed.store import SupportsSetup, SupportsTransactions
 from delayline.endpoint import Endpoint
 from delayline.errors import UnsupportedTransactionMode
 from delayline.events import Event
@@ -97,7 +97,7 @@ class Parts:
     @property
     def shared(self) -> bool:
         """Whether transport and store are in one transaction: then a batch is fetched, sent and removed in one."""
-        return isinstance(self.store, StoreTransactions) and share_transactions(self.store, self.transport)
+        return isinstance(self.store, SupportsTransactions) and share_transactions(self.store, self.transport)
 
     @property
     def transactional(self) -> bool:
@@ -225,7 +225,7 @@ class DeliveryRoom:
             parts = Parts(FaultyTransport(transport), FaultyStore(store), signals)
             await parts.transport.start()
             await parts.transport.setup_infrastructure([ENDPOINT, ELSEWHERE])
-            if isinstance(store, StoreInfrastructure):
+            if isinstance(store, SupportsSetup):
                 await store.setup_infrastructure(ENDPOINT)
             yield parts
             parts.heal()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline.delayed.store import StoreWakeUps
+from delayline.delayed.store import SupportsNotifications
 from delayline.events import Event
 from delayline.message import DelayedMessage, Message
 from delayline.testing.clock import settle
@@ -98,8 +98,8 @@ class DeliveryInTime(DeliveryRoom):
 
     async def test_what_somebody_else_stores_wakes_the_poller(self, parts: Parts) -> None:
         """With wake-ups it arrives while the clock stands still."""
-        if not isinstance(parts.store, StoreWakeUps):
-            pytest.skip("not claimed: StoreWakeUps")
+        if not isinstance(parts.store, SupportsNotifications):
+            pytest.skip("not claimed: SupportsNotifications")
         async with parts.endpoint():
             await parts.poller_sleeps(AT + 60 * SECOND)
             await parts.store.store(delayed(due=AT, destination=ENDPOINT))

@@ -1,4 +1,4 @@
-"""Capability BatchStore: many messages in one round trip."""
+"""Capability SupportsBatches: many messages in one round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capabilities ManagedStore and StoreWakeUps."""
+"""Capabilities SupportsManagement and SupportsNotifications."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline.delayed.store import DueCount, Outcome, StoreTransactions
+from delayline.delayed.store import DueCount, Outcome, SupportsTransactions
 from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import AT, HOSTILE_NAMES, LOOKALIKES, PATIENCE, delayed, same
 from delayline.testing.conformance.store_room import StoreRoom
@@ -61,8 +61,8 @@ class StoreManagement(StoreRoom):
     @pytest.mark.parametrize("verb", ["cancel", "reschedule"])
     async def test_a_message_that_leaves_meanwhile(self, managed: Managed, verb: str) -> None:
         """In a race with a transaction that removes the message the answer is never DONE."""
-        if not isinstance(managed, StoreTransactions):
-            pytest.skip("not claimed: StoreTransactions")
+        if not isinstance(managed, SupportsTransactions):
+            pytest.skip("not claimed: SupportsTransactions")
         await managed.store(delayed())
         async with managed.transaction() as transaction:
             fetched = await managed.fetch_next_due(AT, transaction)
@@ -188,8 +188,8 @@ class StoreSignals(StoreRoom):
 
     async def test_a_transaction_wakes_after_its_commit(self, waking: WakingUp) -> None:
         """Not before: the poller would look, find nothing and sleep."""
-        if not isinstance(waking, StoreTransactions):
-            pytest.skip("not claimed: StoreTransactions")
+        if not isinstance(waking, SupportsTransactions):
+            pytest.skip("not claimed: SupportsTransactions")
         woken, message = asyncio.Event(), delayed()
         stop = waking.on_stored(lambda due: woken.set() if due == message.due else None)
         async with waking.transaction() as transaction:

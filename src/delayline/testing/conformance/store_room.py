@@ -8,13 +8,13 @@ import pytest
 import pytest_asyncio
 
 from delayline.delayed.store import (
-    BatchStore,
-    ClosableStore,
     DelayedMessageStore,
-    ManagedStore,
-    StoreInfrastructure,
-    StoreTransactions,
-    StoreWakeUps,
+    SupportsBatches,
+    SupportsClose,
+    SupportsManagement,
+    SupportsNotifications,
+    SupportsSetup,
+    SupportsTransactions,
 )
 from delayline.errors import UnsupportedTransactionMode
 from delayline.testing.conformance.messages import ENDPOINT, TICK
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class InBatches(DelayedMessageStore, BatchStore, Protocol):
+class InBatches(DelayedMessageStore, SupportsBatches, Protocol):
     """A store that claims batches."""
 
 
-class InTransactions(DelayedMessageStore, StoreTransactions, Protocol):
+class InTransactions(DelayedMessageStore, SupportsTransactions, Protocol):
     """A store that claims transactions."""
 
 
-class Managed(DelayedMessageStore, ManagedStore, Protocol):
+class Managed(DelayedMessageStore, SupportsManagement, Protocol):
     """A store that claims management."""
 
 
-class WakingUp(DelayedMessageStore, StoreWakeUps, Protocol):
+class WakingUp(DelayedMessageStore, SupportsNotifications, Protocol):
     """A store that claims wake-ups."""
 
 
 async def opened(store: DelayedMessageStore, endpoint_name: str = ENDPOINT) -> DelayedMessageStore:
     """Set the store up and initialize it in the strongest mode it accepts."""
-    if isinstance(store, StoreInfrastructure):
+    if isinstance(store, SupportsSetup):
         await store.setup_infrastructure(endpoint_name)
     for mode in sorted(TransactionMode, reverse=True):
         try:
@@ -57,7 +57,7 @@ async def opened(store: DelayedMessageStore, endpoint_name: str = ENDPOINT) -> D
 
 async def closed(store: DelayedMessageStore) -> None:
     """Close the store if it can be closed."""
-    if isinstance(store, ClosableStore):
+    if isinstance(store, SupportsClose):
         await store.close()
 
 
@@ -101,27 +101,27 @@ class StoreRoom:
     @pytest.fixture
     def batches(self, store: DelayedMessageStore) -> InBatches:
         """Provide an open store that works in batches."""
-        if not isinstance(store, BatchStore):
-            pytest.skip("not claimed: BatchStore")
+        if not isinstance(store, SupportsBatches):
+            pytest.skip("not claimed: SupportsBatches")
         return store
 
     @pytest.fixture
     def transactional(self, store: DelayedMessageStore) -> InTransactions:
         """Provide an open store with transactions."""
-        if not isinstance(store, StoreTransactions):
-            pytest.skip("not claimed: StoreTransactions")
+        if not isinstance(store, SupportsTransactions):
+            pytest.skip("not claimed: SupportsTransactions")
         return store
 
     @pytest.fixture
     def managed(self, store: DelayedMessageStore) -> Managed:
         """Provide an open store that people can look into."""
-        if not isinstance(store, ManagedStore):
-            pytest.skip("not claimed: ManagedStore")
+        if not isinstance(store, SupportsManagement):
+            pytest.skip("not claimed: SupportsManagement")
         return store
 
     @pytest.fixture
     def waking(self, store: DelayedMessageStore) -> WakingUp:
         """Provide an open store that tells when something was stored."""
-        if not isinstance(store, StoreWakeUps):
-            pytest.skip("not claimed: StoreWakeUps")
+        if not isinstance(store, SupportsNotifications):
+            pytest.skip("not claimed: SupportsNotifications")
         return store

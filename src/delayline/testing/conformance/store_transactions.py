@@ -1,4 +1,4 @@
-"""Capability StoreTransactions: all of a transaction happens, or nothing does.
+"""Capability SupportsTransactions: all of a transaction happens, or nothing does.
 
 Where a back end lets one writer in at a time, what another caller asks meanwhile may wait for the transaction's end:
 so the tests ask in a task, and look at its answer afterwards.
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline.delayed.store import BatchStore
+from delayline.delayed.store import SupportsBatches
 from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import AT, PATIENCE, delayed, same
 from delayline.testing.conformance.store_room import StoreRoom
-from delayline.transaction import Savepoints
+from delayline.transaction import SupportsSavepoints
 
 if TYPE_CHECKING:
     from delayline.testing.conformance.store_room import InTransactions
@@ -156,8 +156,8 @@ class StoreTransactionality(StoreRoom):
     async def test_failures_are_counted_in_a_transaction(self, transactional: InTransactions) -> None:
         """At its commit, with the new due time; after a rollback they are as they were."""
         store = transactional
-        if not isinstance(store, BatchStore):
-            pytest.skip("not claimed: BatchStore")
+        if not isinstance(store, SupportsBatches):
+            pytest.skip("not claimed: SupportsBatches")
         await store.store_many([delayed("a"), delayed("b")])
         with pytest.raises(RolledBackError):
             async with store.transaction() as transaction:
@@ -178,8 +178,8 @@ class StoreTransactionality(StoreRoom):
         store, called = transactional, list[str]()
         await store.store(delayed("old"))
         async with store.transaction() as transaction:
-            if not isinstance(transaction, Savepoints):
-                pytest.skip("not claimed: Savepoints")
+            if not isinstance(transaction, SupportsSavepoints):
+                pytest.skip("not claimed: SupportsSavepoints")
             await store.store(delayed("before", LATER), transaction)
             with pytest.raises(RolledBackError):
                 async with transaction.savepoint():
@@ -248,8 +248,8 @@ class StoreTransactionality(StoreRoom):
     async def test_batches_in_a_transaction(self, transactional: InTransactions) -> None:
         """Fetch, remove and store many: rolled back, then committed."""
         store = transactional
-        if not isinstance(store, BatchStore):
-            pytest.skip("not claimed: BatchStore")
+        if not isinstance(store, SupportsBatches):
+            pytest.skip("not claimed: SupportsBatches")
         await store.store_many([delayed(f"m{number}") for number in range(10)])
         with pytest.raises(RolledBackError):
             async with store.transaction() as transaction:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline.delayed.store import StoreInfrastructure, StoreTransactions
+from delayline.delayed.store import SupportsSetup, SupportsTransactions
 from delayline.errors import UnsupportedTransactionMode
 from delayline.testing.conformance.messages import AT, ENDPOINT, delayed, same
 from delayline.testing.conformance.store_room import StoreRoom, closed, opened
@@ -169,8 +169,8 @@ class StoreVerbs(StoreRoom):
 
     async def test_setup_may_run_again(self, tmp_path: Path, store: DelayedMessageStore) -> None:
         """Set up twice, one after the other and at once, and nothing stored is lost."""
-        if not isinstance(store, StoreInfrastructure):
-            pytest.skip("not claimed: StoreInfrastructure")
+        if not isinstance(store, SupportsSetup):
+            pytest.skip("not claimed: SupportsSetup")
         await store.store(delayed())
         await store.setup_infrastructure(ENDPOINT)
         await asyncio.gather(*(store.setup_infrastructure(ENDPOINT) for _ in range(4)))
@@ -180,13 +180,13 @@ class StoreVerbs(StoreRoom):
     async def test_a_mode_works_or_is_refused(self, tmp_path: Path, mode: TransactionMode) -> None:
         """Initialize accepts a mode and the store works, or raises UnsupportedTransactionMode (reference H11)."""
         store = await self.make_store(tmp_path)
-        if isinstance(store, StoreInfrastructure):
+        if isinstance(store, SupportsSetup):
             await store.setup_infrastructure(ENDPOINT)
         try:
             await store.initialize(ENDPOINT, mode)
         except UnsupportedTransactionMode:
             assert mode > TransactionMode.NONE, "the weakest mode asks nothing of a store"
-            if mode is not TransactionMode.TRANSACTION_SCOPE or isinstance(store, StoreTransactions):
+            if mode is not TransactionMode.TRANSACTION_SCOPE or isinstance(store, SupportsTransactions):
                 raise
             pytest.skip(f"not claimed: {mode.name}")
         await store.store(delayed())

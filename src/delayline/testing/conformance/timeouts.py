@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import pytest
 import pytest_asyncio
 
-from delayline.delayed.store import StoreInfrastructure, StoreTransactions
+from delayline.delayed.store import SupportsSetup, SupportsTransactions
 from delayline.message import Message
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT
 from delayline.timeouts.persister import (
     NO_SAGA,
-    CountedTimeouts,
-    LocksTimeouts,
-    TakesTimeouts,
+    SupportsCount,
+    SupportsOpen,
+    SupportsTake,
+    SupportsTimeoutLocks,
     Timeout,
     TimeoutCount,
     TimeoutPersister,
-    TimeoutStorage,
 )
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ MINUTE: Final = timedelta(minutes=1)
 SECOND: Final = timedelta(seconds=1)
 
 
-class InTransactions(TimeoutPersister, StoreTransactions, Protocol):
+class InTransactions(TimeoutPersister, SupportsTransactions, Protocol):
     """A persister that claims transactions."""
 
 
-class LockingTimeouts(InTransactions, LocksTimeouts, Protocol):
+class LockingTimeouts(InTransactions, SupportsTimeoutLocks, Protocol):
     """A persister that claims transactions which send what has expired."""
 
 
@@ -60,16 +60,16 @@ def a_timeout(
 
 async def opened(persister: TimeoutPersister, endpoint_name: str = ENDPOINT) -> TimeoutPersister:
     """Set the persister up and open it."""
-    if isinstance(persister, StoreInfrastructure):
+    if isinstance(persister, SupportsSetup):
         await persister.setup_infrastructure(endpoint_name)
-    if isinstance(persister, TimeoutStorage):
+    if isinstance(persister, SupportsOpen):
         await persister.open(endpoint_name)
     return persister
 
 
 async def closed(persister: TimeoutPersister) -> None:
     """Close it if it can be closed."""
-    if isinstance(persister, TimeoutStorage):
+    if isinstance(persister, SupportsOpen):
         await persister.close()
 
 
@@ -109,15 +109,15 @@ class TimeoutPersisterConformance:
     @pytest.fixture
     def transactional(self, persister: TimeoutPersister) -> InTransactions:
         """Provide an open persister with transactions."""
-        if not isinstance(persister, StoreTransactions):
-            pytest.skip("not claimed: StoreTransactions")
+        if not isinstance(persister, SupportsTransactions):
+            pytest.skip("not claimed: SupportsTransactions")
         return persister
 
     @pytest.fixture
     def locking(self, transactional: InTransactions) -> LockingTimeouts:
         """Provide an open persister whose transactions lock what has expired."""
-        if not isinstance(transactional, LocksTimeouts):
-            pytest.skip("not claimed: LocksTimeouts")
+        if not isinstance(transactional, SupportsTimeoutLocks):
+            pytest.skip("not claimed: SupportsTimeoutLocks")
         return cast("LockingTimeouts", transactional)
 
     async def test_what_was_added_is_given_back_as_it_was(self, persister: TimeoutPersister) -> None:
@@ -255,8 +255,8 @@ class TimeoutPersisterConformance:
 
     async def test_what_waits_is_counted(self, persister: TimeoutPersister) -> None:
         """With the first and the last due time."""
-        if not isinstance(persister, CountedTimeouts):
-            pytest.skip("not claimed: CountedTimeouts")
+        if not isinstance(persister, SupportsCount):
+            pytest.skip("not claimed: SupportsCount")
         assert await persister.count() == TimeoutCount(0, None, None)
         for number in range(3):
             await persister.add(a_timeout(number, AT + number * SECOND))
@@ -308,8 +308,8 @@ class TimeoutPersisterConformance:
 
     async def test_taking_is_peeking_and_removing(self, transactional: InTransactions) -> None:
         """Undone with its transaction; nothing where nothing is."""
-        if not isinstance(transactional, TakesTimeouts):
-            pytest.skip("not claimed: TakesTimeouts")
+        if not isinstance(transactional, SupportsTake):
+            pytest.skip("not claimed: SupportsTake")
         await transactional.add(a_timeout())
         with pytest.raises(RolledBack):
             async with transactional.transaction() as transaction:

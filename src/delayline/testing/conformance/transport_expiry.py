@@ -12,7 +12,7 @@ from delayline.message import Headers, Message
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.transport_queues import ids
 from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
-from delayline.transport import ManagedQueues, TransportOperation, TransportTransactions
+from delayline.transport import SupportsQueueManagement, SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
     from delayline.testing.conformance.transport_room import WithManagedQueues
@@ -45,7 +45,7 @@ class TransportExpiry(TransportRoom):
         if self.tells_expired:
             assert len(told) == 1
             assert "late" in told[0].getMessage()
-        if isinstance(transport, ManagedQueues):
+        if isinstance(transport, SupportsQueueManagement):
             await self.counted(cast("WithManagedQueues", transport), "billing", visible=0, hidden=2)
 
     async def test_many_expired_messages_are_passed_over(self, transport: Transport) -> None:
@@ -54,7 +54,7 @@ class TransportExpiry(TransportRoom):
         receiver = await transport.receiver("billing")
         assert ids(await received(receiver, 1)) == ["m"]
         await nothing_left(transport, "billing")
-        if isinstance(transport, ManagedQueues):
+        if isinstance(transport, SupportsQueueManagement):
             await self.counted(cast("WithManagedQueues", transport), "billing", visible=0, hidden=1)
 
     @pytest.mark.parametrize("span", [DAY, LONG, "soon", "", "00:00", "25:00:00", "-00:00:01"])
@@ -72,8 +72,8 @@ class TransportExpiry(TransportRoom):
 
     async def test_an_expired_message_in_a_transaction(self, transport: Transport) -> None:
         """The same, when it was sent in one."""
-        if not isinstance(transport, TransportTransactions):
-            pytest.skip("not claimed: TransportTransactions")
+        if not isinstance(transport, SupportsTransportTransactions):
+            pytest.skip("not claimed: SupportsTransportTransactions")
         async with transport.transaction() as transaction:
             await transport.dispatch([expiring(AT_ONCE, "late"), operation("billing")], transaction)
         assert ids(await received(await transport.receiver("billing"))) == ["m"]

@@ -1,4 +1,4 @@
-"""Capability ManagedQueues: looking into queues."""
+"""Capability SupportsQueueManagement: looking into queues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delayline.testing.conformance.messages import AWKWARD_HEADERS, HOSTILE_NAME
 from delayline.testing.conformance.store_transactions import RolledBackError
 from delayline.testing.conformance.transport_queues import ids
 from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
-from delayline.transport import TransportOperation, TransportTransactions
+from delayline.transport import SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
     from delayline.testing.conformance.transport_room import WithManagedQueues
@@ -76,8 +76,8 @@ class TransportManagement(TransportRoom):
 
     async def test_take_in_a_transaction(self, managed: WithManagedQueues) -> None:
         """Taken at the commit; a rollback puts it back in its place."""
-        if not isinstance(managed, TransportTransactions):
-            pytest.skip("not claimed: TransportTransactions")
+        if not isinstance(managed, SupportsTransportTransactions):
+            pytest.skip("not claimed: SupportsTransportTransactions")
         await managed.dispatch([operation("error", "first"), operation("error", "second")])
         with pytest.raises(RolledBackError):
             async with managed.transaction() as transaction:

@@ -19,7 +19,7 @@ from delayline.testing.conformance.messages import (
 )
 from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
 from delayline.transaction import TransactionMode
-from delayline.transport import ReceivedMessage, TransportOperation, TransportTransactions
+from delayline.transport import ReceivedMessage, SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
     from delayline.transport import Transport
@@ -197,7 +197,7 @@ class TransportQueues(TransportRoom):
         """Modes with transactions need transactions, and one scope needs a domain to share."""
         highest = transport.highest_transaction_mode
         if highest >= TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
-            assert isinstance(transport, TransportTransactions)
+            assert isinstance(transport, SupportsTransportTransactions)
         if highest is TransactionMode.TRANSACTION_SCOPE:
             assert transport.transaction_domain is not None
 

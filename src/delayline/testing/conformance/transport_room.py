@@ -11,7 +11,7 @@ import pytest_asyncio
 from delayline.errors import ConfigurationError
 from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import PATIENCE
-from delayline.transport import ManagedQueues, Transport, TransportTransactions
+from delayline.transport import SupportsQueueManagement, SupportsTransportTransactions, Transport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 QUEUES = ["billing", "sales", "error"]
 
 
-class Transacting(Transport, TransportTransactions, Protocol):
+class Transacting(Transport, SupportsTransportTransactions, Protocol):
     """A transport that claims transactions."""
 
 
-class WithManagedQueues(Transport, ManagedQueues, Protocol):
+class WithManagedQueues(Transport, SupportsQueueManagement, Protocol):
     """A transport that claims queue management."""
 
 
@@ -114,13 +114,13 @@ class TransportRoom:
     @pytest.fixture
     def transacting(self, transport: Transport) -> Transacting:
         """Provide a started transport with transactions."""
-        if not isinstance(transport, TransportTransactions):
-            pytest.skip("not claimed: TransportTransactions")
+        if not isinstance(transport, SupportsTransportTransactions):
+            pytest.skip("not claimed: SupportsTransportTransactions")
         return transport
 
     @pytest.fixture
     def managed(self, transport: Transport) -> WithManagedQueues:
         """Provide a started transport whose queues people can look into."""
-        if not isinstance(transport, ManagedQueues):
-            pytest.skip("not claimed: ManagedQueues")
+        if not isinstance(transport, SupportsQueueManagement):
+            pytest.skip("not claimed: SupportsQueueManagement")
         return transport

@@ -1,4 +1,4 @@
-"""Capability TransportTransactions: receives and sends together, or not at all."""
+"""Capability SupportsTransportTransactions: receives and sends together, or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.store_transactions import RolledBackError
 from delayline.testing.conformance.transport_queues import ids
 from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
-from delayline.transaction import Savepoints
+from delayline.transaction import SupportsSavepoints
 
 if TYPE_CHECKING:
     from delayline.testing.conformance.transport_room import Transacting
@@ -51,8 +51,8 @@ class TransportTransactionality(TransportRoom):
     async def test_a_savepoint_undoes_its_sends_only(self, transacting: Transacting) -> None:
         """What was sent inside it is not; what was sent before and after it is."""
         async with transacting.transaction() as transaction:
-            if not isinstance(transaction, Savepoints):
-                pytest.skip("not claimed: Savepoints")
+            if not isinstance(transaction, SupportsSavepoints):
+                pytest.skip("not claimed: SupportsSavepoints")
             await transacting.dispatch([operation("sales", "before")], transaction)
             with pytest.raises(RolledBackError):
                 async with transaction.savepoint():

@@ -1,4 +1,4 @@
-"""The caller's own transaction: what `send(transaction=...)` takes besides delayline's, and who can take part in it."""
+"""External transactions: the user's own database transactions, which `send(transaction=...)` can take part in."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         | AsyncSession
         | async_scoped_session[AsyncSession]
     )
-    #: On what a caller can have a transaction; a text is an alias of Django's DATABASES.
-    CallersConnection: TypeAlias = (
+    #: A connection or session with a transaction; a str is an alias of Django's DATABASES.
+    ExternalConnection: TypeAlias = (
         OfSqlAlchemy
         | psycopg.Connection[Any]
         | psycopg.AsyncConnection[Any]
@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 
 
 class NotGiven(Enum):
-    """What an argument is that was left out, where None would be a mistake."""
+    """The default of an argument for which None would be a mistake."""
 
     NOT_GIVEN = "left out"
 
@@ -71,8 +71,8 @@ class NotGiven(Enum):
 NOT_GIVEN: Final = NotGiven.NOT_GIVEN
 
 
-def given_transaction(transaction: object) -> Any:  # noqa: ANN401 - what a caller has passed
-    """Return what was passed as `transaction=`, None where it was left out; raises ConfigurationError for None."""
+def given_transaction(transaction: object) -> Any:  # noqa: ANN401 - any connection or session
+    """Return the `transaction=` argument, None where it was left out; raises ConfigurationError for None."""
     if transaction is NOT_GIVEN:
         return None
     if transaction is None:
@@ -84,7 +84,7 @@ def given_transaction(transaction: object) -> Any:  # noqa: ANN401 - what a call
     return transaction
 
 
-class CallersThread(Protocol):
+class ConnectionThread(Protocol):
     """Runs work on the thread that a connection belongs to."""
 
     async def run(self, work: Callable[[], Result]) -> Result:
@@ -93,20 +93,20 @@ class CallersThread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """Somebody who has a transaction, on a connection or session of their own."""
+class ExternalTransaction:
+    """A transaction of the user, on the user's connection or session."""
 
-    connection: CallersConnection
-    thread: CallersThread | None = None
-    """The thread that the caller is waiting on; None for a caller on the event loop."""
+    connection: ExternalConnection
+    thread: ConnectionThread | None = None
+    """The thread that waits for the send and runs its statements; None where the send is awaited on the event loop."""
 
 
 @runtime_checkable
-class JoinsCallers(Protocol):
-    """Capability of a transport, store or delayed delivery: to take part in transactions that are not delayline's."""
+class SupportsExternalTransactions(Protocol):
+    """Capability of a transport, store or delayed delivery: take part in external transactions."""
 
-    async def join(self, caller: Caller) -> Transaction:
-        """Return the caller's transaction as one of delayline's, which the caller alone commits or rolls back.
+    async def enlist(self, external: ExternalTransaction) -> Transaction:
+        """Return the external transaction as one of delayline's, which only the user's code commits or rolls back.
 
         Raises ConfigurationError where it is on another database, or the connection is in autocommit; TypeError for
         what is no connection.
@@ -115,34 +115,34 @@ class JoinsCallers(Protocol):
 
 
 class WaitingThread:
-    """A thread that waits for a coroutine on another thread's event loop, and does its errands meanwhile."""
+    """A thread that waits for a coroutine on another thread's event loop, and runs work for it while it waits."""
 
     def __init__(self) -> None:
-        self._errands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the waiting thread; called on the event loop."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Result] = loop.create_future()
 
-        def errand() -> None:
+        def job() -> None:
             try:
                 result = work()
             except BaseException as error:
                 settle = _fail(outcome, error)
             else:
                 settle = _succeed(outcome, result)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the the loop is closed: no task waits for the result
                 loop.call_soon_threadsafe(settle)
 
-        self._errands.put(errand)
+        self._jobs.put(job)
         return await outcome
 
     def wait_for(self, outcome: Future[Result]) -> Result:
         """Wait, and return or raise what comes of it; called on the waiting thread."""
-        outcome.add_done_callback(lambda _: self._errands.put(None))
-        while (errand := self._errands.get()) is not None:
-            errand()
+        outcome.add_done_callback(lambda _: self._jobs.put(None))
+        while (job := self._jobs.get()) is not None:
+            job()
         return outcome.result()
 
 

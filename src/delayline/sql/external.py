@@ -1,4 +1,4 @@
-"""The connections and sessions on which callers have transactions, as something that the SQL room's work runs on."""
+"""External transactions: connections and sessions of the user that statements of stores and queues run on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from psycopg import AsyncConnection, AsyncCursor
     from sqlalchemy import Connection
 
-    from delayline.callers import Caller
+    from delayline.external import ExternalTransaction
 
 Result = TypeVar("Result")
 #: Before 3.12 sqlite3 knew nothing else.
@@ -28,7 +28,7 @@ LEGACY_AUTOCOMMIT: Final = getattr(sqlite3, "LEGACY_TRANSACTION_CONTROL", -1)
 
 
 class Hold(Protocol):
-    """A caller's connection, with the transaction that is open on it, or begins with the first statement."""
+    """A user's connection, with the transaction that is open on it, or that its first statement begins."""
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on the connection, where its thread rules allow."""
@@ -36,7 +36,7 @@ class Hold(Protocol):
 
 
 class Borrowed:
-    """What work is given of a caller's connection: cursors that return tuples, and the product's name."""
+    """The part of a user's connection that statements need: cursors that return tuples, and the product's name."""
 
     def __init__(self, product: str, cursor: Callable[[], object]) -> None:
         self.product = product
@@ -48,19 +48,19 @@ class Borrowed:
         return self
 
 
-async def hold_of(caller: Caller) -> Hold:
-    """Return the hold on what the caller has passed. Raises ConfigurationError for what cannot be used."""
-    given: Any = caller.connection
+async def hold_of(external: ExternalTransaction) -> Hold:
+    """Return the connection that `external` names, ready for statements. Raises ConfigurationError."""
+    given: Any = external.connection
     if isinstance(given, str) or any(_is(given, module, name) for module, name in OF_DJANGO):
-        return SyncHold(caller, given, borrow_django, bound=True)
+        return SyncHold(external, given, borrow_django, bound=True)
     if _is(given, "sqlalchemy.orm", "scoped_session") or _is(given, "sqlalchemy.ext.asyncio", "async_scoped_session"):
-        given = given() if caller.thread is None else await caller.thread.run(given)
+        given = given() if external.thread is None else await external.thread.run(given)
     for module, name, borrow in SYNCHRONOUS:
         if _is(given, module, name):
-            return SyncHold(caller, given, borrow)
+            return SyncHold(external, given, borrow)
     for module, name, kind in ASYNCHRONOUS:
         if _is(given, module, name):
-            if caller.thread is not None:
+            if external.thread is not None:
                 raise ConfigurationError(
                     f"transaction= is an {name}, which belongs to its event loop: await Endpoint.send(...) there, "
                     "or give SyncEndpoint a synchronous connection"
@@ -86,13 +86,13 @@ class SyncHold:
 
     def __init__(
         self,
-        caller: Caller,
+        external: ExternalTransaction,
         connection: object,
         borrow: Callable[[Any], AbstractContextManager[Borrowed]],
         *,
         bound: bool = False,
     ) -> None:
-        self._thread = caller.thread
+        self._thread = external.thread
         self._connection = connection
         self._borrow = borrow
         self._bound = bound
