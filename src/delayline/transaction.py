@@ -109,7 +109,7 @@ class SupportsSavepoints(Protocol):
         """Return a part of the transaction: left with an exception it is undone, and the exception raised.
 
         Callbacks registered inside are undone too: those for the end run at once, those for the commit never.
-        SupportsSavepoints nest; the transaction stays usable, unless the back end has gone away. Any error other than the one
+        Savepoints nest; the transaction stays usable, unless the back end has gone away. Any error other than the one
         raised inside means that the part may not be undone: roll the whole transaction back.
         """
         ...
