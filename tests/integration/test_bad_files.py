@@ -168,7 +168,10 @@ async def test_locked_by_another_program(file: Path, make_endpoint: Callable[...
         # When another process holds the write lock
         with locked(file):
             # Then a send fails, and says what to do; reading goes on
-            with pytest.raises(BackendUnavailable, match=r"locked by another program.*end it, or.*\?timeout="):
+            with pytest.raises(
+                BackendUnavailable,
+                match=r"another process holds the write lock of .*end its transaction, or.*\?timeout=",
+            ):
                 await endpoint.send("orders", b"", message_id="refused", delay=timedelta(hours=1))
             assert list(await endpoint.delayed.pending()) == []
         # And afterwards everything works again

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
 
 SHORT = 2.0
+MARGIN = 8.0
+"""Seconds, on a busy machine."""
+AT_ONCE = 5.0
+"""Seconds, on a busy machine; far from the default limit of 15."""
 PATIENCE = 30.0
 
 
@@ -81,7 +85,7 @@ async def test_a_proxy_that_swallows_is_noticed_and_replaced(rabbitmq_url: str) 
                 began = time.monotonic()
                 with pytest.raises(BackendUnavailable, match="unknown outcome: it may have arrived"):
                     await shop.endpoint.send("shop", b"")
-                assert time.monotonic() - began < SHORT + 1.5
+                assert time.monotonic() - began < SHORT + MARGIN
                 with pytest.raises(BackendUnavailable):
                     await shop.endpoint.send("shop", b"", delay=timedelta(seconds=1))
                 await signals.wait_for(Event.RECEIVE_FAILED, timeout=PATIENCE)
@@ -99,7 +103,7 @@ async def test_a_delayed_send_is_limited_too(rabbitmq_url: str) -> None:
             began = time.monotonic()
             with pytest.raises(BackendUnavailable):
                 await shop.endpoint.send("shop", b"", delay=timedelta(seconds=1))
-            assert time.monotonic() - began < 2 * SHORT + 2
+            assert time.monotonic() - began < 2 * SHORT + MARGIN
             wire.let_through()
 
 
@@ -113,7 +117,7 @@ async def test_confirms_that_do_not_come_are_limited_without_heartbeats(rabbitmq
             began = time.monotonic()
             with pytest.raises(BackendUnavailable, match="was silent for 2 s"):
                 await shop.endpoint.send("shop", b"")
-            assert time.monotonic() - began < SHORT + 1
+            assert time.monotonic() - began < SHORT + MARGIN
             wire.let_through()
 
 
@@ -128,7 +132,7 @@ async def test_a_cancelled_send_returns_at_once(rabbitmq_url: str) -> None:
                 began = time.monotonic()
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(shop.endpoint.send("shop", b"", delay=delay), 0.5)
-                assert time.monotonic() - began < 1
+                assert time.monotonic() - began < AT_ONCE
             wire.let_through()
 
 
@@ -151,7 +155,7 @@ async def test_an_endpoint_stops_in_time_while_its_brokers_process_is_stopped(
         stopping = asyncio.create_task(ends())
         with pytest.raises(BackendUnavailable, match="unknown outcome"):
             await shop.endpoint.send("shop", b"")
-        assert time.monotonic() - began < 17
+        assert time.monotonic() - began < 15 + AT_ONCE
         assert await asyncio.wait_for(stopping, PATIENCE) < 20
         go_on()
         await shop.handles("after")

@@ -108,7 +108,7 @@ class Database(ABC):
             self._close()
             return False
 
-        _, opening = start_thread(opened)
+        thread, opening = start_thread(opened)
         try:
             await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -117,6 +117,9 @@ class Database(ABC):
             if any(one.exception() is None and one.result() for one in done):
                 await self.close()
             raise
+        finally:
+            if opening.done():
+                thread.join()  # it has nothing left to do
 
     async def close(self) -> None:
         """Undo one `open`; the last one disconnects. What a silent server keeps from its end ends by itself, later."""

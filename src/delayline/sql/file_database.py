@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.clock import SystemClock
@@ -74,10 +75,12 @@ class FileDatabase(Database):
         return ClaimedRows(self, statements, tables)
 
     def begin_stop(self) -> None:
-        """Do nothing: no server is waited for."""
+        """Limit the waits for other processes' transactions."""
+        self.dialect.stops.begin()
 
     def end_stop(self) -> None:
-        """Do nothing."""
+        """Wait as long as usual again."""
+        self.dialect.stops.end()
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on a reading connection."""
@@ -87,7 +90,9 @@ class FileDatabase(Database):
 
     async def hold(self) -> WriterHold:
         """Wait for the lane."""
+        asked_at = time.monotonic()
         await self.lane.enter()
+        self.dialect.asked_at = asked_at
         return WriterHold(self)
 
     async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
@@ -110,6 +115,7 @@ class FileDatabase(Database):
         try:
             if not write.finished:
                 group = self._group.take()
+                self.dialect.asked_at = max(one.asked_at for one in group)
                 await self.on_writer(lambda connection: self._group.run(group, connection))
         finally:
             self.lane.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -22,6 +23,7 @@ class Write(Generic[Result]):
 
     def __init__(self, work: Callable[[Connection], Result]) -> None:
         self.work = work
+        self.asked_at = time.monotonic()
         self.finished = False
         self._results: list[Result] = []
         self._error: BaseException | None = None

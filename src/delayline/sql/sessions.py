@@ -166,10 +166,10 @@ class Session:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        thread, self._thread = self._thread, threading.get_ident()
-        if thread not in (None, self._thread):
-            self._thread = thread
+        thread, this = self._thread, threading.get_ident()
+        if thread not in (None, this):
             raise BackendUnavailable(f"{self._dialect} has not answered what was asked before on this connection")
+        self._thread = this
         try:
             yield
         finally:

@@ -202,5 +202,10 @@ def start_thread(work: Callable[[], Result]) -> tuple[threading.Thread, asyncio.
 async def in_thread(work: Callable[[], Result]) -> Result:
     """Run `work` to its end on a thread of its own, for work that may wait for other work of its kind."""
     job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
-    threading.Thread(target=job.run, name="delayline caller", daemon=True).start()
-    return await job.end()
+    thread = threading.Thread(target=job.run, name="delayline caller", daemon=True)
+    thread.start()
+    try:
+        return await job.end()
+    finally:
+        if job.finished:
+            thread.join()  # it has nothing left to do

@@ -25,7 +25,7 @@ from delayline.sql.dialects.sqlite_wake_ups import WakeUps
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
-from delayline.sql.silence import SERVER_TIMEOUT
+from delayline.sql.silence import SERVER_TIMEOUT, StopLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
 LONGEST_WAIT: Final = 0.005
+SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken for the same one
 LONGEST_NAME: Final = 1000  # bytes; SQLite has no limit of its own
 #: SQLite's levels; below FULL a commit may be lost with the power.
 SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
@@ -53,7 +54,6 @@ class Sqlite:
     """What the SQL room needs to know of one SQLite file."""
 
     clock_tick = timedelta(milliseconds=1)
-    server_timeout: float = SERVER_TIMEOUT  # of no use: there is no server
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
     forces_indexes = False
 
@@ -65,6 +65,12 @@ class Sqlite:
         self.path = Path(url.database).resolve()
         self.identity = f"sqlite:{self.path}"
         self._timeout = _seconds(url)
+        self._server_timeout: float | None = None
+        self.stops = StopLimit()
+        self.asked_at = 0.0
+        """When the transaction that begins next was asked for, by `time.monotonic`: it may have waited for its turn."""
+        self._locked_since: float | None = None
+        self._refused_at = 0.0
         self.engine = create_engine(
             "sqlite://", creator=self._connect, poolclass=NullPool, isolation_level="AUTOCOMMIT"
         )
@@ -73,6 +79,20 @@ class Sqlite:
         self._claiming = threading.Lock()
         self._opened_file: tuple[int, int] | None = None
         self.wake_ups = WakeUps(self._directory)
+
+    @property
+    def server_timeout(self) -> float:
+        """Seconds to wait, where they are named, for other processes' transactions; there is no server."""
+        return SERVER_TIMEOUT if self._server_timeout is None else self._server_timeout
+
+    @server_timeout.setter
+    def server_timeout(self, seconds: float) -> None:
+        self._server_timeout = seconds
+
+    @property
+    def busy_timeout(self) -> float:
+        """Seconds to wait for other processes' transactions."""
+        return self._timeout if self._server_timeout is None else min(self._timeout, self._server_timeout)
 
     @property
     def decides(self) -> None:
@@ -208,21 +228,31 @@ class Sqlite:
     def begin(self, connection: Connection) -> None:
         """Begin a writing transaction; waits for other processes' up to the busy timeout.
 
-        Raises BackendUnusable when the file is gone: SQLite would go on in what nobody can find any more.
+        What was waiting meanwhile for its turn does not wait as long again for the same lock. Raises BackendUnavailable
+        when the lock is not given, and BackendUnusable when the file is gone: SQLite would go on in what
+        nobody can find any more.
         """
         self._check_in_place()
         self.rollback(connection)  # what could not be rolled back when it should have been
-        deadline = time.monotonic() + self._timeout
+        began = time.monotonic()
+        since = began
+        if self._locked_since is not None and began - self._refused_at < SAME_LOCK:
+            since = self._locked_since if self.stops.at is not None else max(self._locked_since, self.asked_at)
         wait = FIRST_WAIT
         while True:
             try:
                 _driver(connection).execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:
-                if not _name(error).startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+                now = time.monotonic()
+                if not _name(error).startswith("SQLITE_BUSY"):
+                    raise
+                if now > self.stops.end_of(since + self.busy_timeout, since):
+                    self._locked_since, self._refused_at = since, now
                     raise
                 time.sleep(wait)
                 wait = min(wait * 2, LONGEST_WAIT)
             else:
+                self._locked_since = None
                 return
 
     def commit(self, connection: Connection) -> None:
@@ -401,7 +431,8 @@ def _name(error: BaseException) -> str:
 
 def _busy(path: Path, error: BaseException) -> Exception:
     return BackendUnavailable(
-        f"{path} is locked by another program's transaction ({error}): end it, or allow longer with ?timeout=SECONDS"
+        f"another process holds the write lock of {path} ({error}), and nothing was written: end its transaction, or "
+        "the process where it is stopped or hangs (lsof and fuser name it), or allow longer with ?timeout=SECONDS"
     )
 
 
