@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import hypothesis
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
@@ -20,6 +21,10 @@ from tests.servers.rabbitmq import RabbitmqServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+# On a busy machine an example takes longer than usual; what limits a test is its timeout.
+hypothesis.settings.register_profile("delayline", deadline=None)
+hypothesis.settings.load_profile("delayline")
 
 #: The fixtures that start one; parameters are called so, too.
 SERVERS: Final = {
