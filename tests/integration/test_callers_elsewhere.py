@@ -246,6 +246,30 @@ async def test_none_as_a_transaction_is_refused(tmp_path: Path, kind: str) -> No
             assert list(sync.run(shop.delayed.pending())) == []
 
 
+async def test_a_mysql_url_of_an_application_is_the_same_server_as_a_mariadb_url(
+    mariadb: MariadbServer, mariadb_url: str
+) -> None:
+    """Given an engine on mysql+pymysql://, when it sends, then the server decides whether it is the store's."""
+    other = mariadb.new_database()
+    engines = [
+        create_engine(url.replace("mariadb:", "mysql+pymysql:"), poolclass=NullPool) for url in (mariadb_url, other)
+    ]
+    try:
+        async with shop_in(mariadb_url) as shop:
+            with engines[0].begin() as connection:
+                await shop.send("shop", "kept", delay=LATER, message_id="kept", transaction=connection)
+                assert list(await shop.delayed.pending()) == []
+            assert [message.id for message in await shop.delayed.pending()] == ["kept"]
+            with Session(engines[0]) as session:
+                await shop.send("shop", "undone", delay=LATER, transaction=session)
+                session.rollback()
+            assert [message.id for message in await shop.delayed.pending()] == ["kept"]
+            with engines[1].begin() as elsewhere, pytest.raises(ConfigurationError, match="begin it on a connection"):
+                await shop.send("shop", "", delay=LATER, transaction=elsewhere)
+    finally:
+        mariadb.drop_database(other)
+
+
 @pytest.mark.parametrize("driver", ["psycopg2", "pymysql"])
 async def test_a_raw_connection_of_another_driver_is_taken(driver: str, request: pytest.FixtureRequest) -> None:
     """Given the driver's own connection, when it sends and rolls back or commits, then the message does so too."""

@@ -289,7 +289,8 @@ class Database(ABC):
 
     def _theirs(self, connection: Connection, table: Table) -> Place:
         product = getattr(connection, "product", "")
-        if product != self.dialect.sql.name:
+        # Applications name MariaDB's servers mysql:// too; `place` says whether it is the same server.
+        if product != self.dialect.sql.name and not {product, self.dialect.sql.name} <= {"mysql", "mariadb"}:
             raise ConfigurationError(
                 f"transaction= is a connection to {product}, and the messages are in the {self.dialect}: "
                 "begin it on a connection to that one"
