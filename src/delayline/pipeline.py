@@ -25,6 +25,7 @@ from delayline.recoverability import (
     back_off,
     brief,
     error_operations,
+    is_outage,
     may_fit_smaller,
 )
 from delayline.transaction import TransactionMode
@@ -300,12 +301,15 @@ class Pipeline:
             await self._move_to_error(received, error)
             return
         for attempt in count(1):
+            handled = False
             try:
-                await self._attempt(received, attempt)
+                outgoing = await self._run_handlers(received, attempt)
+                handled = True
+                await self._complete(received, outgoing)
             except _AlreadyHandled:
                 raise
             except Exception as error:
-                if not await self._recover(received, error, attempt):
+                if not await self._recover(received, error, attempt, handled=handled):
                     return
             else:
                 self._unmoved.pop(message.id, None)
@@ -313,19 +317,27 @@ class Pipeline:
                 emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
                 return
 
-    async def _attempt(self, received: ReceivedMessage, attempt: int) -> None:
+    async def _run_handlers(self, received: ReceivedMessage, attempt: int) -> list[Outgoing]:
+        """Return what the handlers send."""
         context = MessageContext(received.message, self.queue, attempt, self.composer)
         try:
             for handler in self.handlers:
                 await _run(handler, context.message, context)
         finally:
             context.end()
-        await self._complete(received, context.outgoing)
+        return context.outgoing
 
-    async def _recover(self, received: ReceivedMessage, error: Exception, attempt: int) -> bool:
-        """Decide what follows a failed attempt; True is another one at once."""
+    async def _recover(self, received: ReceivedMessage, error: Exception, attempt: int, *, handled: bool) -> bool:
+        """Decide what follows a failed attempt; True is another one at once.
+
+        handled: the handlers had succeeded, so that an outage costs the message no round, and never its queue.
+        """
         message = received.message.logical  # the id that handlers see
         decision = self.recoverability.decide(error, attempt, message.headers, self.host.clock.now())
+        outage = handled and is_outage(error) and not isinstance(error, self.recoverability.unrecoverable)
+        # In mode NONE the message has left its queue: there is nothing to give back to.
+        if outage and not isinstance(decision, RetryNow) and self.host.mode is not TransactionMode.NONE:
+            decision = GiveBack()
         if isinstance(decision, GiveBack):
             text = "Message %s stays in %s for now: %s"
             emit(logger, logging.WARNING, Event.RECEIVE_FAILED, text, message.id, self.queue, error, message=message)

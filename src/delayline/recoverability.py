@@ -166,6 +166,13 @@ def error_operations(
     yield TransportOperation(named.under(usable_id(named.id)), error_queue)
 
 
+def is_outage(error: Exception) -> bool:
+    """Tell whether it is a back end's fault alone that something was not sent or stored."""
+    if isinstance(error, DispatchFailed):
+        return all(map(is_outage, error.failures.values()))
+    return isinstance(error, BackendUnavailable)
+
+
 def may_fit_smaller(error: Exception) -> bool:
     """Tell whether a message that was not sent because of `error` may be taken in a smaller form."""
     if isinstance(error, DispatchFailed):

@@ -477,6 +477,40 @@ async def test_an_outage_while_recovering_waits_and_gives_the_message_back(clock
     await house.endpoint.stop()
 
 
+@pytest.mark.parametrize("mode", STRONGER)
+@pytest.mark.parametrize("retries", [0, 2])
+async def test_an_outage_after_the_handler_has_succeeded_costs_its_message_nothing(
+    clock: ManualClock, mode: TransactionMode, retries: int
+) -> None:
+    """Given a server that is away when a handler's outcome is committed, when it is back, then that is repeated."""
+    recoverability = Recoverability(immediate_retries=retries, delayed_retries=0)
+    house = build(clock, transaction_mode=mode, recoverability=recoverability)
+    failures = 0
+
+    def away(ids: Sequence[str]) -> Exception | None:
+        nonlocal failures
+        if "reply" not in ids or failures == 2 * (retries + 1):
+            return None
+        failures += 1
+        return DOWN
+
+    async def reply(message: Message, context: MessageContext) -> None:
+        await context.send("out", b"", message_id="reply")
+
+    house.faults.on["dispatch"] = away
+    seen = await start(house, reply)
+    # When the outage outlasts two rounds, in which a move to the error queue would have succeeded
+    await receive(house)
+    for _ in range(6):
+        await clock.advance(1)
+    # Then the message is handled again, from its first attempt on, and is nowhere else
+    assert failures == 2 * (retries + 1)
+    assert [attempt for _, attempt in seen] == [*range(1, retries + 2)] * 2 + [1]
+    assert (await house.ids("error"), await house.ids("out"), await house.ids("sales")) == ([], ["reply"], [])
+    assert house.critical == []
+    await house.endpoint.stop()
+
+
 async def test_a_cancelled_error_out_of_a_handler_is_a_failure_like_any_other(clock: ManualClock) -> None:
     house = build(clock, recoverability=Recoverability(immediate_retries=1, delayed_retries=0))
 
