@@ -166,6 +166,29 @@ async def test_an_endpoint_stops_in_time_while_its_brokers_process_is_stopped(
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.slow
+async def test_a_stop_ends_together_what_waits_for_a_silent_broker(crashing_rabbitmq: RabbitmqServer) -> None:
+    """Given a limit of a minute and handlers that send, when the process stops, then a stop waits for none of it."""
+    shop = Shop(f"{crashing_rabbitmq.new_vhost()}?heartbeat=10", 60)
+    handling, may_end = asyncio.Event(), asyncio.Event()
+
+    @shop.endpoint.handler
+    async def send_on(message: Message, context: MessageContext) -> None:
+        handling.set()
+        await may_end.wait()
+        await context.send("shop", b"")
+
+    await shop.endpoint.start()
+    await shop.endpoint.send("shop", b"")
+    await asyncio.wait_for(handling.wait(), PATIENCE)
+    with stopped(crashing_rabbitmq):
+        may_end.set()
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        await shop.endpoint.stop()
+        assert time.monotonic() - began < 20
+
+
 async def test_a_broker_that_stays_silent_is_a_critical_error(rabbitmq_url: str) -> None:
     """Given a broker that does not come back, when receiving has failed for 30 s, then the breaker triggers."""
     async with wire_to(rabbitmq_url) as (wire, url):

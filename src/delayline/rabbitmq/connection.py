@@ -15,7 +15,7 @@ from aio_pika.abc import ConnectionParameter
 from aio_pika.connection import make_url
 
 from delayline.checks import HomeProcess
-from delayline.errors import BackendUnusable
+from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.amqp.confirms import Closed
 from delayline.rabbitmq.amqp.errors import ACCESS_REFUSED, not_connected, refused_connection
 from delayline.rabbitmq.amqp.methods import PermissionMissing
@@ -77,6 +77,7 @@ class BrokerConnection:
         self._channels: list[Channel] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
+        self._not_before = 0.0
         self._process = HomeProcess()
         self.generation = 0
         """How often it was opened: what was learnt over an earlier one may no longer hold."""
@@ -89,6 +90,8 @@ class BrokerConnection:
         async with self._opening:
             if self._connection is not None and self._connection.connected.is_set():
                 return self._connection
+            if asyncio.get_running_loop().time() < self._not_before:
+                raise BackendUnavailable(f"RabbitMQ at {self._address} was silent: the connection is given up")
             await self._drop()
             with explained(self._address):
                 self._connection = await self._connect()
@@ -109,6 +112,12 @@ class BrokerConnection:
                         with contextlib.suppress(*LOST):
                             await channel.close()
             await self._drop()
+
+    def hang_up_if_silent(self, seconds: float) -> None:
+        """Give a connection up on which nothing has come for so long, and connect no more for as long."""
+        if self._streams is not None and self._streams.silent_for >= seconds:
+            self._streams.abort()
+            self._not_before = asyncio.get_running_loop().time() + seconds
 
     async def channel(self) -> Channel:
         """Return a new channel, to be closed by the caller, or with the connection."""
@@ -169,6 +178,7 @@ class BrokerConnection:
     async def _connect(self) -> NamedConnection:
         address = self._address
         streams = Streams(tls=address.tls is not None, limit=address.server_timeout, watched=address.heartbeat > 0)
+        self._streams = streams
         connection = NamedConnection(
             make_url(
                 host=address.host,
@@ -193,7 +203,6 @@ class BrokerConnection:
             raise
         finally:
             OWN.reset(own)
-        self._streams = streams
         return connection
 
     async def _drop(self) -> None:

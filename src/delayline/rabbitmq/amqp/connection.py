@@ -53,6 +53,7 @@ class PublishingConnection(asyncio.Protocol):
         self._heartbeat = 0
         self._ticking: asyncio.TimerHandle | None = None
         self._received = self._sent = False
+        self._received_at = self._loop.time()
         self._silent = 0
         self.frame_max = FRAME_MAX
         self.lost: Exception | None = None
@@ -153,6 +154,11 @@ class PublishingConnection(asyncio.Protocol):
         """Send one method."""
         self.write(frame.marshal(method, channel))
 
+    @property
+    def silent_for(self) -> float:
+        """Seconds since something has come."""
+        return self._loop.time() - self._received_at
+
     async def close(self, patience: float) -> None:
         """Say good-bye and wait so many seconds for the answer, then hang up. Idempotent."""
         if self.lost is None:
@@ -182,7 +188,11 @@ class PublishingConnection(asyncio.Protocol):
 
     def give_up(self) -> BackendUnavailable:
         """Hang up on a broker that has not answered for the limit, and return the error that says so."""
-        error = self._silence(self._address.server_timeout)
+        return self.hang_up(self._address.server_timeout)
+
+    def hang_up(self, seconds: float) -> BackendUnavailable:
+        """Hang up on a broker that was silent for so many seconds, and return the error that says so."""
+        error = self._silence(seconds)
         self._end(error)
         self.abort()
         return error
@@ -220,6 +230,7 @@ class PublishingConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take the broker's frames."""
         self._received = True
+        self._received_at = self._loop.time()
         try:
             self._rest = read_frames(self._rest + data if self._rest else data, self._channels, self._on_method)
         except (PAMQPException, ValueError, OverflowError, RecursionError, struct.error) as error:

@@ -76,6 +76,13 @@ class Publisher:
         self._not_before = 0.0
         await self._connected()
 
+    def hang_up_if_silent(self, seconds: float) -> None:
+        """Give a connection up on which nothing has come for so long, and connect no more for as long."""
+        link = self._link
+        if link is not None and link.connection.lost is None and link.connection.silent_for >= seconds:
+            self._failed = link.connection.hang_up(seconds)
+            self._not_before = asyncio.get_running_loop().time() + seconds
+
     async def close(self) -> None:
         """Wait for what is outstanding, ten seconds at most, then disconnect. Idempotent."""
         self._started = False

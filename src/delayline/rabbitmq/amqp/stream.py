@@ -85,6 +85,14 @@ class Streams:
         self._limit = limit
         self._watched = watched
         self._writer: asyncio.StreamWriter | None = None
+        self._frames: ReadableFrames | None = None
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since something has come, 0 where nothing is connected."""
+        if self._frames is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._frames.received_at
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:  # noqa: ANN401 - aiormq's
         """Connect. Raises OSError."""
@@ -92,7 +100,7 @@ class Streams:
         reader, self._writer = await asyncio.open_connection(
             url.host, url.port, ssl=await context.get_context() if self._tls else None, **kwargs
         )
-        frames = ReadableFrames(reader, self._writer, self._limit)
+        self._frames = frames = ReadableFrames(reader, self._writer, self._limit)
         if self._watched:
             frames.watch_later()
         return cast("asyncio.StreamReader", frames), self._writer
@@ -115,6 +123,7 @@ class ReadableFrames:
         self._heard = False
         self._silent = 0
         self._given_up = False
+        self.received_at = asyncio.get_running_loop().time()
 
     def at_eof(self) -> bool:
         """Return whether nothing is left."""
@@ -157,6 +166,7 @@ class ReadableFrames:
                 raise ConnectionResetError(f"the broker was silent for {self._limit:g} s") from None
             raise
         self._heard = True
+        self.received_at = asyncio.get_running_loop().time()
         return readable(frame)
 
 
