@@ -194,7 +194,7 @@ async def test_a_send_to_a_silent_server_fails_within_the_limit(
             assert any("is not known" in text for text in texts), texts
         # When the server answers again, then so do sends
         frozen.go_on()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while (await seconds_of(endpoint.send("error", b"after", delay=delay)))[1] is not None:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
@@ -229,7 +229,7 @@ async def test_a_cancelled_send_is_usually_stored(server_url: str) -> None:
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(await endpoint.delayed.pending()) < 2:  # noqa: ASYNC110 - nothing else says so
                 await asyncio.sleep(0.01)
 
@@ -245,7 +245,7 @@ async def test_silence_becomes_a_critical_error(server_url: str, frozen: Frozen)
     async with endpoint:
         await endpoint.send("orders", b"", delay=timedelta(seconds=1))
         frozen.stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not all(any(text.startswith(start) for text in raised) for start in STORING_AND_POLLING):
                 with contextlib.suppress(BackendUnavailable):
                     await endpoint.send("orders", b"", delay=timedelta(seconds=1))
@@ -288,7 +288,7 @@ async def test_nothing_is_lost_or_doubled_by_silence(
                 sending += 5
                 await asyncio.sleep(0.3)
             frozen.go_on() if how == "frozen" else setattr(swallower, "swallows", False)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while True:
                 sending += 1
                 await send(sending)
@@ -297,7 +297,7 @@ async def test_nothing_is_lost_or_doubled_by_silence(
                 assert time.monotonic() < deadline, round_
                 await asyncio.sleep(0.1)
         transport: Any = endpoint.transport
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not set(accepted) <= set(done):
             found = await transport.browse("done", 10_000)
             done = Counter(message.body.decode() for message in found)
