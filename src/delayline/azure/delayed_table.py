@@ -21,8 +21,7 @@ from delayline.azure.table import Table
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH, SystemClock
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.one_of_many import OneOfMany
-from delayline.delayed.store import DueCount, Outcome
+from delayline.delayed.store import DueCount, Outcome, SingleMessageVerbs
 from delayline.errors import ConfigurationError, DelaylineError, NotStarted, UnsupportedTransactionMode
 from delayline.events import Event, emit
 from delayline.message import in_utc
@@ -50,7 +49,7 @@ MOST_REPORTED: Final = 1000
 NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, or call initialize first"
 
 
-class AzureDelayedTable(OneOfMany):
+class AzureDelayedTable(SingleMessageVerbs):
     """Keeps an endpoint's delayed messages in a table; whoever dispatches has the lease on a container.
 
     table_name: of table and container; `delays` and the SHA-1 of the endpoint's name when left out.

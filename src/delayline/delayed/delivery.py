@@ -1,4 +1,4 @@
-"""The ways a message can wait; StoredDelivery keeps it in a delayed message store."""
+"""Delayed delivery: the protocol, and `StoredDelivery`, which keeps messages in a delayed message store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
-from delayline.delayed.batch import Mover
+from delayline.delayed.batch import Mover, scope_between
 from delayline.delayed.grouping import StoreGroup
 from delayline.delayed.one_at_a_time import batches_of
 from delayline.delayed.poller import Poller
 from delayline.delayed.recovery import Recovery
-from delayline.delayed.scope import scope_between
 from delayline.delayed.store import (
     SupportsBatches,
     SupportsClock,
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
+    from delayline.delayed.batch import BatchScope
     from delayline.delayed.host import DeliveryHost
-    from delayline.delayed.scope import Scope
     from delayline.delayed.store import DelayedMessageStore
     from delayline.external import ExternalTransaction
     from delayline.transaction import Transaction
@@ -44,45 +43,48 @@ THIRTY_SECONDS: Final = timedelta(seconds=30)
 
 
 class DelayedDelivery(Protocol):
-    """A way of waiting. An endpoint has exactly one, and drives it in this order: bind, set up, start, defer, stop."""
+    """Delivers messages when they are due. An endpoint calls bind, setup, start, defer and stop in this order."""
 
     @property
     def transaction_domain(self) -> Hashable | None:
-        """Equal to the transport's domain when deferring can be part of its transactions."""
+        """Equal to the transport's domain if deferring can be part of its transactions."""
         ...
 
     @property
     def clock(self) -> Clock | None:
-        """The back end's clock, where it decides what is due: an endpoint goes by it unless it is given another."""
+        """The back end's clock, where that decides when messages are due; the endpoint uses it unless given another."""
         ...
 
     def bind(self, host: DeliveryHost) -> None:
-        """Learn whose messages these are; called once before anything else. No I/O."""
+        """Attach to the endpoint; called once before anything else. No I/O."""
         ...
 
     async def setup_infrastructure(self) -> None:
-        """Create what waiting needs. Idempotent."""
+        """Create tables, queues or exchanges. Idempotent."""
         ...
 
     async def start(self) -> None:
-        """Begin to deliver what is due. Raises UnsupportedTransactionMode or a BackendUnusable."""
+        """Start to deliver due messages. Raises UnsupportedTransactionMode or BackendUnusable."""
         ...
 
     async def stop(self) -> None:
-        """Finish what is in flight and stop; nothing is lost. Idempotent."""
+        """Finish messages in flight and stop; none is lost. Idempotent."""
         ...
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
-        """Keep the operation until `due`, durably on return or at the commit of `transaction`; overdue means now."""
+        """Keep the operation until `due`, durably on return or at the commit of `transaction`.
+
+        A due time in the past means now.
+        """
         ...
 
 
 @runtime_checkable
 class SupportsDeferredSetup(Protocol):
-    """Capability of a delayed delivery: an endpoint starts while its storage is out of reach."""
+    """Capability of a delayed delivery: the endpoint can start while the storage is unavailable."""
 
     def set_up_later(self) -> None:
-        """Set up when the storage can be reached, before anything else is done with it."""
+        """Set up as soon as the storage is available, before any other operation on it."""
         ...
 
 
@@ -94,14 +96,26 @@ class SupportsDestinationCheck(Protocol):
 
 
 class StoredDelivery:
-    """Delayed delivery through a delayed message store and a poller, over any transport (seeds 000).
+    """Delayed delivery through a delayed message store and a poller, over any transport.
 
-    number_of_retries: further attempts to forward a due message after the first failed one; 0 or more.
-    time_to_trigger_..._circuit_breaker: how long storing, fetching or dispatching may fail before a critical error.
-    maximum_recovery_failures_per_second: how often moving or counting failed messages may itself fail; 1 or more.
-    batch_size, batch_bytes: how much the poller takes at once; both 1 or more. Where store and queues have no
-    transaction in common it holds a second batch ready while one is sent.
-    polling: False stores only and leaves dispatching to other processes of the same endpoint.
+    Args:
+        store: Keeps the messages until they are due.
+        number_of_retries: Attempts to dispatch a due message after the first one has failed; 0 or more.
+        time_to_trigger_store_circuit_breaker: How long storing may fail before a critical error.
+        time_to_trigger_fetch_circuit_breaker: How long fetching due messages may fail before a critical error.
+        time_to_trigger_dispatch_circuit_breaker: How long dispatching may fail before a critical error.
+        maximum_recovery_failures_per_second: How often the recovery of failed messages may itself fail; 1 or more.
+        batch_size: The most messages that the poller takes at once; 1 or more.
+        batch_bytes: The most bytes of headers and bodies that the poller takes at once; 1 or more. Where store and
+            queues share no transaction, a second batch is prefetched while the first is sent.
+        polling: False only stores messages, and leaves dispatching to other processes of the endpoint.
+
+    Raises:
+        ConfigurationError: `store` lacks one of the six verbs, or a value is out of range.
+
+    Example:
+        >>> from delayline import MemoryDelayedMessageStore, StoredDelivery
+        >>> delivery = StoredDelivery(MemoryDelayedMessageStore(), number_of_retries=7)
     """
 
     def __init__(
@@ -149,12 +163,12 @@ class StoredDelivery:
 
     @property
     def clock(self) -> Clock | None:
-        """The store's own clock, or None where the machine's will do."""
+        """The store's clock, or None if it has none of its own."""
         return self.store.clock() if isinstance(self.store, SupportsClock) else None
 
     @property
     def host(self) -> DeliveryHost:
-        """The endpoint this delivery belongs to. Raises NotStarted before `bind`."""
+        """The endpoint that this delivery belongs to. Raises NotStarted before `bind`."""
         if self._host is None:
             raise NotStarted(
                 "this StoredDelivery belongs to no endpoint yet: pass it to Endpoint(delayed_delivery=...)"
@@ -162,7 +176,7 @@ class StoredDelivery:
         return self._host
 
     def bind(self, host: DeliveryHost) -> None:
-        """Belong to that endpoint. Raises ConfigurationError when it belongs to another one already."""
+        """Attach to the endpoint. Raises ConfigurationError if attached to another one already."""
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this StoredDelivery belongs to endpoint {self._host.endpoint_name!r}; "
@@ -171,12 +185,12 @@ class StoredDelivery:
         self._host = host
 
     async def setup_infrastructure(self) -> None:
-        """Create the store's tables where the store can; runs before `start` (seeds 000, 001)."""
+        """Create the store's tables if the store supports that; runs before `start`."""
         if isinstance(self.store, SupportsSetup):
             await self.store.setup_infrastructure(self.host.endpoint_name)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the statements that grant what the store's user lacks, as `SupportsRightsCheck` says."""
+        """Return the statements that grant the store's user the missing rights, see `SupportsRightsCheck`."""
         if not isinstance(self.store, SupportsRightsCheck):
             return ()
         return await self.store.missing_rights(endpoint_name, takes=takes and self.polling)
@@ -193,7 +207,7 @@ class StoredDelivery:
             self._poller.start()
 
     async def stop(self) -> None:
-        """Let the poller finish its batch and the waiting stores end, then close the store if it can be closed."""
+        """Wait for the poller's batch and for running stores, then close the store if it supports that."""
         if self._poller is not None:
             await self._poller.stop()
             self._poller = None
@@ -216,9 +230,9 @@ class StoredDelivery:
         )
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
-        """Store the operation until `due`; what is due already goes straight to the transport (reference 1.7).
+        """Store the operation until `due`; an operation that is due already goes straight to the transport.
 
-        Unless it cannot go there in `transaction`: then it is stored too, and the poller takes it at once.
+        If the transport cannot take part in `transaction`, it is stored all the same, and the poller moves it at once.
         """
         if self._group is None:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
@@ -237,7 +251,7 @@ class StoredDelivery:
         return transaction is None or transaction.domain == self.host.transport.transaction_domain
 
     def _signal(self, due: datetime) -> None:
-        """Signal the poller; a store with notifications does that itself."""
+        """Signal the poller, unless the store notifies it."""
         if self._poller is not None and not isinstance(self.store, SupportsNotifications):
             self._poller.signal(due)
 
@@ -260,7 +274,7 @@ class StoredDelivery:
                 scope=scope,
                 recovery=recovery,
                 batch_bytes=self.batch_bytes,
-                looks_ahead=isinstance(self.store, SupportsBatches),
+                prefetches=isinstance(self.store, SupportsBatches),
             ),
             forwarding=self._forwarding(scope),
             fetch_breaker=self._breaker("DelayedMessageFetch", "Failed to fetch due delayed messages from the storage"),
@@ -271,7 +285,7 @@ class StoredDelivery:
             batch_bytes=self.batch_bytes,
         )
 
-    def _forwarding(self, scope: Scope) -> SupportsForwarding | None:
+    def _forwarding(self, scope: BatchScope) -> SupportsForwarding | None:
         store = self.store
         if scope.shared and isinstance(store, SupportsForwarding) and store.forwards_to(self.host.transport):
             return store

@@ -1,4 +1,4 @@
-"""Concurrent sends share transactions: each waits for its own message only."""
+"""Group commit: concurrent sends share transactions, and each waits for its own message only."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ logger = logging.getLogger(__name__)
 
 MAXIMUM_GROUP: Final = 500
 
-Waiting = tuple["DelayedMessage", "asyncio.Future[None]"]
+PendingStore = tuple["DelayedMessage", "asyncio.Future[None]"]
 
 
 class StoreGroup:
-    """Stores messages; those that arrive while a transaction is under way go together into the next one."""
+    """Stores messages; messages that arrive while a transaction is running share the next one."""
 
     def __init__(self, store: DelayedMessageStore, breaker: RepeatedFailuresOverTime) -> None:
         self._store = store
         self._batches = store if isinstance(store, SupportsBatches) else None
         self._breaker = breaker
-        self._waiting: list[Waiting] = []
+        self._waiting: list[PendingStore] = []
         self._writing = False
         self._under_way: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def store(self, message: DelayedMessage) -> None:
-        """Return when the message is durable; raise what its store raised.
+        """Return when the message is durable; raises the store's error.
 
-        A caller that is cancelled cannot know whether its message is stored; it is not stored twice.
+        After a cancellation the message may or may not be stored, but not twice.
         """
         try:
             if self._batches is None:
@@ -62,14 +62,14 @@ class StoreGroup:
                 message=message,
             )
             if not isinstance(error, InvalidMessage):  # the message's fault, not the store's
-                self._breaker.note(error)  # without a pause: the caller is told at once
+                self._breaker.note(error)  # without a pause: the caller gets the error at once
             raise
         self._breaker.success()
         if logger.isEnabledFor(logging.DEBUG):
             emit(logger, logging.DEBUG, Event.STORED, "stored %s due %s", message.id, message.due, messages=(message,))
 
     async def stop(self) -> None:
-        """Wait until everything accepted so far is stored or has failed."""
+        """Wait until every accepted message is stored or has failed."""
         while self._under_way or not self._idle.is_set():
             await asyncio.gather(self._idle.wait(), *self._under_way, return_exceptions=True)
 
@@ -77,7 +77,7 @@ class StoreGroup:
         await self._store.store(message)
 
     async def _store_alone(self, batches: SupportsBatches, message: DelayedMessage) -> None:
-        """Store without a task between: most sends are alone. Those that come meanwhile form the next group."""
+        """Store without creating a task: most sends are alone. Sends during it form the next group."""
         self._writing = True
         self._idle.clear()
         try:
@@ -106,7 +106,7 @@ class StoreGroup:
         task.add_done_callback(self._under_way.discard)
         return task
 
-    async def _write_group(self, batches: SupportsBatches, group: list[Waiting]) -> None:
+    async def _write_group(self, batches: SupportsBatches, group: list[PendingStore]) -> None:
         try:
             await batches.store_many([message for message, _ in group])
         except (BackendUnavailable, BackendUnusable) as error:
@@ -115,7 +115,7 @@ class StoreGroup:
             if len(group) == 1:
                 _finish(group, error)
                 return
-            # One message the store cannot take must not fail its neighbours.
+            # A message that the store cannot take must not fail the others.
             for one in group:
                 await self._write_group(batches, [one])
         except BaseException:
@@ -126,7 +126,7 @@ class StoreGroup:
             _finish(group, None)
 
 
-def _finish(group: list[Waiting], error: Exception | None) -> None:
+def _finish(group: list[PendingStore], error: Exception | None) -> None:
     for _, done in group:
         if done.done():
             continue

@@ -1,4 +1,4 @@
-"""Whose messages a delayed delivery keeps."""
+"""The endpoint as seen by its delayed delivery, and the satellite queues that a delivery may have."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ DISPATCHER: Final = "TimeoutsDispatcher"
 
 
 def satellite_queues(transport: Transport, endpoint_name: str) -> tuple[str, str]:
-    """Return the names of the timeout manager's two queues: to be stored, and to be dispatched (reference 2.1)."""
+    """Return the names of the timeout manager's two queues: timeouts to be stored, and timeouts to be dispatched.
+
+    NServiceBus names them so: https://docs.particular.net/nservicebus/messaging/timeout-manager
+    """
     if isinstance(transport, SupportsQualifiedQueues):
         return transport.qualified(endpoint_name, TIMEOUTS), transport.qualified(endpoint_name, DISPATCHER)
     return f"{endpoint_name}.{TIMEOUTS}", f"{endpoint_name}.{DISPATCHER}"
 
 
 class SatelliteWork(Protocol):
-    """What is done with each message of a satellite's queue; what fails is tried again, five times in all."""
+    """Handles the messages of a satellite's queue; a failed message is tried five times in all."""
 
     async def prepare(self, message: Message, attempt: int) -> None:
-        """Do what comes before the receive is committed; `attempt` counts from 1."""
+        """Prepare for `message` before the receive is committed; `attempt` counts from 1."""
         ...
 
     async def work(self, message: Message, transaction: Transaction | None) -> None:
-        """Do it: in `transaction` where the receive is a part of it too, else before the message leaves its queue."""
+        """Handle the message: in `transaction` where the receive is part of it, else before it leaves its queue."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Satellite:
-    """A queue of a delayed delivery's own, received from like the endpoint's."""
+    """An extra queue of a delayed delivery, received from like the endpoint's input queue."""
 
     queue: str
     work: SatelliteWork
@@ -49,29 +52,29 @@ class Satellite:
     concurrency: int
 
 
-class Receiving(Protocol):
-    """A receiver that runs."""
+class RunningSatellite(Protocol):
+    """The receiver of a satellite's queue."""
 
     def start(self) -> None:
-        """Begin to receive."""
+        """Start to receive."""
         ...
 
     async def stop(self) -> None:
-        """Take no more messages and finish those at work. Idempotent."""
+        """Receive no more messages and finish those being handled. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryHost:
-    """What a delayed delivery learns from the endpoint it belongs to."""
+    """The endpoint that a delayed delivery belongs to."""
 
     endpoint_name: str
     transport: Transport
     mode: TransactionMode
     error_queue: str
     clock: Clock
-    """What the endpoint goes by: the one it was given, else the delivery's, else this machine's."""
+    """The endpoint's clock: the one it was given, else the delivery's, else this machine's."""
     critical_error: Callable[[str, Exception], None]
     """Reports a fault that lasted too long; returns at once."""
-    satellite: Callable[[DeliveryHost, Satellite], Awaitable[Receiving]]
+    satellite: Callable[[DeliveryHost, Satellite], Awaitable[RunningSatellite]]
     """Returns the receiver of a satellite's queue, not started yet. Raises QueueNotFound."""

@@ -1,4 +1,4 @@
-"""A store with the six verbs only, driven as the document describes: one message at a time."""
+"""Stores that implement the six verbs only: the poller moves one message at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolledStore(Protocol):
-    """What the poller asks of a store, whichever way it is provided: as in SupportsBatches."""
+    """The methods of a store that the poller calls, as in `SupportsBatches`."""
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message, or None."""
@@ -52,10 +52,10 @@ class PolledStore(Protocol):
 
 
 class OneAtATime:
-    """Gives a six-verb store the shape of a SupportsBatches.
+    """Adapts a store with the six verbs to `PolledStore`.
 
-    A message that backs off stays locked, out of everybody's way, and is counted as failed when its time has come:
-    six verbs have no other place to wait in. A crash in between costs its last attempt's count, never the message.
+    A message that backs off stays locked and is counted as failed at the end of its back-off: the six verbs cannot
+    store a later due time. After a crash in between its last attempt is not counted; the message is not lost.
     """
 
     def __init__(self, store: DelayedMessageStore, clock: Clock) -> None:
@@ -65,39 +65,35 @@ class OneAtATime:
         self._backing_off: list[tuple[datetime, DelayedMessage]] = []
 
     async def next_due(self) -> datetime | None:
-        """Return the store's next due time, or when the first message has backed off long enough."""
+        """Return the store's next due time, or the end of the first back-off if that is earlier."""
         times = [at for at, _ in self._backing_off] + [message.due for message in self._released]
         stored = await self._store.next_due()
         return min([*times, stored] if stored is not None else times, default=None)
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        """Store each."""
         for message in messages:
             await self._store.store(message, transaction)
 
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
-        """Return the next due message, or none."""
         del limit, max_bytes
         await self._end_back_off()
         if self._released:
             return [self._released.pop(0)]
-        held = {message.id for _, message in self._backing_off}
+        backing_off = {message.id for _, message in self._backing_off}
         while (message := await self._store.fetch_next_due(at, transaction)) is not None:
-            if message.id not in held:
+            if message.id not in backing_off:
                 return [message]
-            held.discard(message.id)  # its lease ran out and we have it again: go on to the next one
+            backing_off.discard(message.id)  # its lease ran out and we have it again: fetch the next one
         return []
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
-        """Remove each and return how many were still there."""
         return sum([await self._store.remove(message, transaction) for message in messages])
 
     async def retry_many(
         self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
     ) -> int:
-        """Keep the messages until `at`, then count them as failed; locked meanwhile if there is no transaction."""
         if transaction is None:
             self._back_off(messages, at)
         else:
@@ -105,7 +101,6 @@ class OneAtATime:
         return len(messages)
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
-        """Keep the messages, locked, for the next fetch."""
         self._released += messages
 
     def _back_off(self, messages: Sequence[DelayedMessage], at: datetime) -> None:
@@ -121,7 +116,7 @@ class OneAtATime:
                 self._back_off([message], self._clock.now() + LONGEST_BACK_OFF)
 
     async def _count(self, message: DelayedMessage) -> bool:
-        """Count a failed attempt; False where that fails for this one message, which must not hold up the others."""
+        """Count a failed attempt; return False if that fails for this message, which must not delay the others."""
         try:
             await self._store.increment_failure_count(message)
         except BackendUnavailable:
@@ -143,5 +138,5 @@ class OneAtATime:
 
 
 def batches_of(store: DelayedMessageStore, clock: Clock) -> PolledStore:
-    """Return the store itself when it works in batches, else a face that drives it one message at a time."""
+    """Return the store itself if it supports batches, else an adapter that moves one message at a time."""
     return store if isinstance(store, SupportsBatches) else OneAtATime(store, clock)

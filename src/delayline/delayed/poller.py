@@ -1,4 +1,27 @@
-"""The poller: wake when something is due, fetch it, dispatch it, remove it, sleep until the next due time."""
+"""The poller: sleep until the next due time, then fetch the due messages, dispatch them and remove them.
+
+::
+
+      start
+        |
+        v          a message is due                        dispatched and removed
+    +--------+ ----------------------> +-----------------+ -----------------------> back to LOOK
+    |  LOOK  |                         | MOVE            |
+    | ask for| <---------------------- | a batch: in the |
+    | the    |   all due messages are  | database, or    | -- several failed --> MOVE SINGLY, as many
+    | next   |   locked elsewhere:     | fetch, dispatch,|                       as the batch had
+    | due    |   again in 50 ms        | remove          | -- sent, not removed -> REMOVE, before
+    | time   |                         +-----------------+                         any other move
+    +--------+                            |
+      ^    | nothing is due              | back end away: the breaker counts, no message does
+      |    v                             v
+      |  SLEEP until the next          PAUSE, longer with each failure, then back to LOOK
+      |  due time, 60 s at most
+      +---- woken by the time, by a notification of an earlier message, or by stop()
+
+One bad message delays no other: a batch that fails as a whole is moved again message by message, and the message that
+fails then is counted and backs off alone (`recovery`).
+"""
 
 from __future__ import annotations
 
@@ -25,15 +48,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAXIMUM_SLEEP: Final = timedelta(seconds=60)  # reference 1.8
-#: How long to leave messages alone that are due but locked by somebody else (reference H5).
+#: Notifications may get lost: a message stored by another process is found after this time at the latest.
+MAXIMUM_SLEEP: Final = timedelta(seconds=60)
+#: Pause while all due messages are locked by other processes; without one the poller would query in a tight loop.
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
 
 
 class Poller:
-    """Moves due messages from the store to their destinations, strictly in the order of their due times.
+    """Moves due messages from a store to their destinations, in the order of their due times.
 
-    With `forwarding` the store moves what it can by itself; `mover` moves the rest. Belongs to one event loop.
+    Belongs to one event loop.
+
+    Args:
+        mover: Fetches, dispatches and removes messages.
+        forwarding: The store, where it can move messages to their queues inside the database; `mover` moves the rest.
+        maximum_sleep: The longest time without a look at the store.
     """
 
     def __init__(
@@ -63,12 +92,15 @@ class Poller:
         self._woken = asyncio.Event()
         self._wakes_at: datetime | None = None
         self._task: asyncio.Task[None] | None = None
-        self._isolating = 0
-        self._by_hand = False
-        self._looked_ahead: Forwarded | None = None
+        #: How many messages of a failed batch are still to be moved one at a time.
+        self._singles_left = 0
+        #: Whether the next batch is fetched although the store can move messages: one of them needs the poller.
+        self._bypass_forwarding = False
+        #: The last move in the database, whose `next_due` saves a query.
+        self._forwarded: Forwarded | None = None
 
     def start(self) -> None:
-        """Begin polling on the running event loop."""
+        """Start polling on the running event loop."""
         self._task = asyncio.create_task(self._run(), name=f"delayline poller {self._host.endpoint_name}")
 
     async def stop(self) -> None:
@@ -80,49 +112,49 @@ class Poller:
             self._task = None
 
     def signal(self, due: datetime) -> None:
-        """Wake up if `due` is earlier than what the poller sleeps for. Never blocks; signals coalesce."""
+        """Wake the poller if `due` is earlier than the end of its sleep. Never blocks; signals coalesce."""
         if self._wakes_at is None or due < self._wakes_at:
             self._woken.set()
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
             if self._woken.is_set():
-                self._looked_ahead = None
+                self._forwarded = None
             self._woken.clear()
             self._wakes_at = None
             try:
                 await self._poll()
             except Exception as error:
                 await self._fetch_failed(error)
-        await self._give_back_ahead()
+        await self._return_prefetched()
         await self._remove_sent()
 
     async def _poll(self) -> None:
         if not await self._remove_sent():
             return
-        if self._mover.is_ahead and await self._dispatch_due(self._clock.now()):
+        if self._mover.has_prefetched and await self._dispatch_due(self._clock.now()):
             return
-        looked, self._looked_ahead = self._looked_ahead, None
-        due = await self._store.next_due() if looked is None else looked.next_due
+        forwarded, self._forwarded = self._forwarded, None
+        due = await self._store.next_due() if forwarded is None else forwarded.next_due
         now = self._clock.now()
         if due is not None and due <= now:
             if await self._dispatch_due(now) == 0:
                 await self._sleep_until(now + LOCKED_ELSEWHERE)
         else:
-            self._isolating = 0
+            self._singles_left = 0
             self._fetch_breaker.success()
             latest = now + self._maximum_sleep
             await self._sleep_until(latest if due is None else min(due, latest))
 
     async def _dispatch_due(self, now: datetime) -> int:
-        """Move one batch and return its size; whatever goes wrong with it is dealt with here."""
-        if not (self._isolating or self._by_hand) and (moved := await self._forward_inside(now)):
+        """Move one batch and return its size; failures of the batch are handled here."""
+        if not (self._singles_left or self._bypass_forwarding) and (moved := await self._forward_in_database(now)):
             return moved
-        self._by_hand = False
+        self._bypass_forwarding = False
         batch = Batch()
         try:
-            await self._mover.move(batch, now, 1 if self._isolating else self._batch_size)
-            self._isolating = max(0, self._isolating - len(batch.messages))
+            await self._mover.move(batch, now, 1 if self._singles_left else self._batch_size)
+            self._singles_left = max(0, self._singles_left - len(batch.messages))
         except Exception as error:
             if not batch.messages:
                 raise
@@ -131,15 +163,15 @@ class Poller:
         self._fetch_breaker.success()
         if batch.sent:
             self._dispatch_breaker.success()
-        if batch.kept or batch.trouble is not None or self._isolating:
-            await self._give_back_ahead()
+        if batch.kept or batch.backend_error is not None or self._singles_left:
+            await self._return_prefetched()
         await self._release(batch.kept)
-        if batch.trouble is not None:
-            await self._pause(self._dispatch_breaker.failure(batch.trouble))
+        if batch.backend_error is not None:
+            await self._pause(self._dispatch_breaker.failure(batch.backend_error))
         return len(batch.messages)
 
-    async def _forward_inside(self, now: datetime) -> int:
-        """Let the store move a batch by itself; where that fails the ordinary way finds out whose fault it is."""
+    async def _forward_in_database(self, now: datetime) -> int:
+        """Move a batch inside the database and return its size; after an error other than an outage move singly."""
         if self._forwarding is None:
             return 0
         try:
@@ -149,13 +181,13 @@ class Poller:
             await self._pause(self._dispatch_breaker.failure(error))
             return 1
         except Exception as error:
-            self._isolating = self._batch_size
+            self._singles_left = self._batch_size
             text = "Failed to move due messages inside the store: %s"
             emit(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
             return 0
         if forwarded.number:
-            self._looked_ahead = forwarded
-            self._by_hand = forwarded.left > 0
+            self._forwarded = forwarded
+            self._bypass_forwarding = forwarded.left > 0
             self._fetch_breaker.success()
             self._dispatch_breaker.success()
             text = "moved %d messages inside the store"
@@ -163,23 +195,26 @@ class Poller:
         return forwarded.number
 
     async def _batch_failed(self, batch: Batch, error: Exception) -> None:
-        """Decide whose fault it was: the back end's, one message's, or, not known yet, of one among several."""
+        """Blame the back end, the only message, or, for a batch of several, find the message by moving them singly."""
         if self._mover.unremoved:
-            self._isolating = max(0, self._isolating - len(batch.messages))
+            self._singles_left = max(0, self._singles_left - len(batch.messages))
             self._remove_failed(error)
-            batch.trouble = error
+            batch.backend_error = error
         elif isinstance(error, BackendUnavailable):
             self._outage(error, len(batch.messages))
-            batch.kept, batch.trouble = list(batch.messages), error
+            batch.kept, batch.backend_error = list(batch.messages), error
         elif len(batch.messages) > 1:
             batch.kept = list(batch.messages)
-            self._isolating = len(batch.messages)
+            self._singles_left = len(batch.messages)
         else:
-            self._isolating = max(0, self._isolating - 1)
+            self._singles_left = max(0, self._singles_left - 1)
             await self._mover.recover(batch, error)
 
     async def _remove_sent(self) -> bool:
-        """Remove what was sent before; until that works nothing else is sent (reference H7)."""
+        """Remove the messages sent before, and return whether that worked.
+
+        Until it does nothing else is sent: an unremoved message is still due, and would be sent again in each round.
+        """
         if not self._mover.unremoved:
             return True
         try:
@@ -199,16 +234,16 @@ class Poller:
         )
 
     def _outage(self, error: BackendUnavailable, size: int) -> None:
-        """Count nobody; where space is short go on in small steps, as far as it reaches."""
+        """Log an outage; no message's attempt is counted. On a full disk the messages are then moved one at a time."""
         text = "Failure during polling: %s"
         self._dispatch_breaker.log_failure(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
         if isinstance(error, StorageFull):
-            self._isolating = size
+            self._singles_left = size
 
-    async def _give_back_ahead(self) -> None:
-        """Hold nothing that is not to be sent next."""
+    async def _return_prefetched(self) -> None:
+        """Return a prefetched batch: the next one may be another."""
         try:
-            await self._mover.give_back_ahead()
+            await self._mover.return_prefetched()
             await self._mover.release(())
         except Exception as error:
             await self._fetch_failed(error)

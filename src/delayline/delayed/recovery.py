@@ -1,4 +1,4 @@
-"""A due message could not be forwarded: count it and back off, or move it to the error queue. It is never lost."""
+"""Recovery of messages that could not be dispatched: count and back off, or move to the error queue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from delayline.delayed.scope import savepoint, spoilt
+from delayline.delayed.batch import is_unusable, savepoint
 from delayline.delayed.store import SupportsJournal
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.circuit_breaker import FailureRate
-    from delayline.delayed.batch import Batch
+    from delayline.delayed.batch import Batch, BatchScope
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
-    from delayline.delayed.scope import Scope
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
@@ -31,7 +30,7 @@ Failures = list[tuple["DelayedMessage", Exception]]
 
 
 class Recovery:
-    """Decides what becomes of messages that failed, in their batch's transaction; other messages go on meanwhile."""
+    """Recovers failed messages in the transaction of their batch; the other messages of the batch are not delayed."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class Recovery:
         host: DeliveryHost,
         *,
         number_of_retries: int,
-        scope: Scope,
+        scope: BatchScope,
         failure_rate: FailureRate,
     ) -> None:
         self._store = store
@@ -51,19 +50,19 @@ class Recovery:
     async def recover(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
         """Count each failed attempt, or move its message to the error queue and add it to `batch.sent`.
 
-        An outage counts against no message. An error in dealing with one is logged and counted, and its message stays
-        stored; raises only what spoils `transaction`.
+        An outage is not counted as an attempt. A message whose recovery fails stays in the store, and the failure is
+        logged and counted. Raises only errors after which `transaction` is unusable.
         """
         given_up: Failures = []
         for message, error in failures:
             if isinstance(error, BackendUnavailable):
                 batch.kept.append(message)
-                batch.trouble = error
+                batch.backend_error = error
             elif isinstance(error, QueueNotFound):
                 given_up.append((message, error))
             else:
                 last = message.number_of_retries >= self._number_of_retries
-                self._tell_failed(message, error, last=last)
+                self._log_failed(message, error, last=last)
                 if last:
                     given_up.append((message, error))
                 else:
@@ -72,17 +71,17 @@ class Recovery:
             await self._give_up(batch, given_up, transaction)
 
     async def keep(
-        self, batch: Batch, message: DelayedMessage, trouble: Exception, transaction: Transaction | None
+        self, batch: Batch, message: DelayedMessage, failure: Exception, transaction: Transaction | None
     ) -> None:
-        """Let a message back off that could not be moved to the error queue."""
-        self._tell_trouble(
+        """Back off a message that could not be moved to the error queue."""
+        self._log_recovery_failure(
             "Failed to move delayed message %s to the error queue %r after %d failed attempts at dispatching it to "
             "the destination; it stays stored",
             message.id,
             self._host.error_queue,
             message.number_of_retries + 1,
             message=message,
-            trouble=trouble,
+            failure=failure,
         )
         await self._back_off(batch, message, transaction)
 
@@ -91,29 +90,29 @@ class Recovery:
         try:
             async with savepoint(transaction):
                 await self._store.retry_many([message], until, transaction)
-        except Exception as trouble:
-            if spoilt(transaction, trouble):
+        except Exception as failure:
+            if is_unusable(transaction, failure):
                 raise
             text = "Failed to count a failed attempt to forward delayed message %s: %s"
-            self._tell_trouble(text, message.id, trouble, message=message, trouble=trouble)
+            self._log_recovery_failure(text, message.id, failure, message=message, failure=failure)
             batch.kept.append(message)
-            batch.trouble = trouble
+            batch.backend_error = failure
             return
-        _when_certain(transaction, partial(self._tell_backed_off, message, until))
+        _after_commit(transaction, partial(self._log_backed_off, message, until))
 
     async def _give_up(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
-        """Move messages to the error queue, together, or each by itself and in the form that fits where that fails."""
+        """Move messages to the error queue in one dispatch; those that are too large alone, in ever smaller forms."""
         sending = self._scope.of_dispatch(transaction)
         forms = [self._forms(message, error) for message, error in failures]
         unsent = await self._send([next(form) for form in forms], sending)
-        apart = [position for position in unsent if len(failures) > 1 and may_fit_smaller(unsent[position])]
-        for position in apart:
+        alone = [position for position in unsent if len(failures) > 1 and may_fit_smaller(unsent[position])]
+        for position in alone:
             await self._give_up(batch, [failures[position]], transaction)
         if len(failures) == 1:
             while unsent and may_fit_smaller(unsent[0]) and (smaller := next(forms[0], None)) is not None:
                 unsent = await self._send([smaller], sending)
         for position, (message, error) in enumerate(failures):
-            if position in apart:
+            if position in alone:
                 continue
             if position in unsent:
                 await self.keep(batch, message, unsent[position], transaction)
@@ -121,22 +120,22 @@ class Recovery:
                 batch.sent.append(message)
                 if isinstance(self._store, SupportsJournal):
                     self._store.gave_up([message])
-                _when_certain(sending, partial(self._tell_moved, message, error))
+                _after_commit(sending, partial(self._log_moved, message, error))
 
     async def _send(
         self, operations: Sequence[TransportOperation], transaction: Transaction | None
     ) -> Mapping[int, Exception]:
-        """Send, and return why which of them were not sent; raises only what spoils the transaction."""
+        """Dispatch, and return the failures by position; raises only errors after which `transaction` is unusable."""
         try:
             async with savepoint(transaction):
                 try:
                     await self._host.transport.dispatch(operations, transaction)
                 except DispatchFailed as failed:
                     return failed.failures
-        except Exception as trouble:
-            if spoilt(transaction, trouble):
+        except Exception as failure:
+            if is_unusable(transaction, failure):
                 raise
-            return dict.fromkeys(range(len(operations)), trouble)
+            return dict.fromkeys(range(len(operations)), failure)
         return {}
 
     def _forms(self, message: DelayedMessage, error: Exception) -> Iterator[TransportOperation]:
@@ -150,7 +149,7 @@ class Recovery:
             now=host.clock.now(),
         )
 
-    def _tell_failed(self, message: DelayedMessage, error: Exception, *, last: bool) -> None:
+    def _log_failed(self, message: DelayedMessage, error: Exception, *, last: bool) -> None:
         emit(
             logger,
             logging.ERROR,
@@ -164,11 +163,11 @@ class Recovery:
             message=message,
         )
 
-    def _tell_backed_off(self, message: DelayedMessage, until: datetime) -> None:
+    def _log_backed_off(self, message: DelayedMessage, until: datetime) -> None:
         text = "Delayed message %s is tried again at %s"
         emit(logger, logging.INFO, Event.BACKED_OFF, text, message.id, until, message=message, until=until)
 
-    def _tell_moved(self, message: DelayedMessage, error: Exception) -> None:
+    def _log_moved(self, message: DelayedMessage, error: Exception) -> None:
         emit(
             logger,
             logging.WARNING,
@@ -180,11 +179,11 @@ class Recovery:
             message=message,
         )
 
-    def _tell_trouble(self, text: str, *values: object, message: DelayedMessage, trouble: Exception) -> None:
-        emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, text, *values, exception=trouble, message=message)
-        if not isinstance(trouble, InvalidMessage):  # a fault of this message alone stops no endpoint
-            self._failure_rate.failure(trouble)
+    def _log_recovery_failure(self, text: str, *values: object, message: DelayedMessage, failure: Exception) -> None:
+        emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, text, *values, exception=failure, message=message)
+        if not isinstance(failure, InvalidMessage):  # the fault of this message alone must not stop the endpoint
+            self._failure_rate.failure(failure)
 
 
-def _when_certain(transaction: Transaction | None, tell: Callable[[], None]) -> None:
-    tell() if transaction is None else transaction.after_commit(tell)
+def _after_commit(transaction: Transaction | None, callback: Callable[[], None]) -> None:
+    callback() if transaction is None else transaction.after_commit(callback)

@@ -1,8 +1,7 @@
-"""Where delayed messages wait: the six verbs of a store, and the capabilities it may add.
+"""The delayed message store: its six verbs, and the capabilities that a store may add.
 
-A class that implements DelayedMessageStore and nothing else works end to end. Every further protocol here is found
-with `isinstance` when the endpoint starts, and used when present. Prove a store with
-`delayline.testing.StoreConformance`.
+A class with the methods of `DelayedMessageStore` alone works end to end. An endpoint checks for every other protocol
+here with `isinstance` when it starts. `delayline.testing.StoreConformance` tests a store.
 """
 
 from __future__ import annotations
@@ -25,28 +24,37 @@ if TYPE_CHECKING:
 class DelayedMessageStore(Protocol):
     """Keeps delayed messages until they are due. Called from one event loop; calls may overlap.
 
-    A fetched message is locked, so that nobody else can fetch it: until its transaction ends, or, fetched without
-    one, until it is removed, counted as failed, or its lease runs out. A lease must be longer than a dispatch takes;
-    a minute is a good one. Every method may raise BackendUnavailable for a fault that may pass. Source: seeds 000,
-    IDelayedMessageStore; reference 1.4.
+    A fetched message is locked, so that no other process can fetch it: until its transaction ends, or, fetched without
+    one, until it is removed, counted as failed, or its lease runs out. A lease must be longer than a dispatch takes; a
+    minute is a good choice. Every method may raise BackendUnavailable for a fault that may pass. The verbs are those of
+    NServiceBus' `IDelayedMessageStore`, https://docs.particular.net/transports/sql/native-delayed-delivery
+
+    Example:
+        A store over a dict, with no capability, is in `docs/how-to/custom-store.md`.
     """
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
-        """Open the store for one endpoint; called once, after `setup_infrastructure` where there is one.
+        """Open the store for one endpoint; called once, after `setup_infrastructure` if the store has that.
 
-        Raises UnsupportedTransactionMode when it cannot honour `mode`.
+        Args:
+            endpoint_name: The endpoint whose messages are stored.
+            mode: The endpoint's transaction mode.
+
+        Raises:
+            UnsupportedTransactionMode: The store cannot honour `mode`.
         """
         ...
 
     async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:
-        """Keep the message, durably on return or at the commit of `transaction`.
+        """Store the message, durably on return or at the commit of `transaction`.
 
-        Idempotent by message id: storing an id that already waits succeeds and changes nothing (reference H4).
+        Idempotent by message id: storing an id that is pending already succeeds and changes nothing, so that a sender
+        can repeat a send whose outcome is unknown.
         """
         ...
 
     async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
-        """Lock and return the message with the earliest due time not after `at`; None when there is none unlocked."""
+        """Lock and return the unlocked message with the earliest due time not after `at`, or None."""
         ...
 
     async def next_due(self) -> datetime | None:
@@ -54,43 +62,46 @@ class DelayedMessageStore(Protocol):
         ...
 
     async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
-        """Delete the message; False when it was gone already."""
+        """Delete the message; return False if it was gone already."""
         ...
 
     async def increment_failure_count(self, message: DelayedMessage) -> bool:
-        """Add one to the message's `number_of_retries`, durably, and unlock it; False when it was gone already."""
+        """Add one to the message's `number_of_retries`, durably, and unlock it; return False if it was gone already."""
         ...
 
 
 @runtime_checkable
 class SupportsSetup(Protocol):
-    """Capability: the store can create what it needs (tables, folders)."""
+    """Capability: the store can create its tables or folders."""
 
     async def setup_infrastructure(self, endpoint_name: str) -> None:
-        """Create it. Idempotent; safe in several processes at once. Called before `initialize`."""
+        """Create missing tables or folders; called before `initialize`.
+
+        Idempotent, and safe in several processes at once.
+        """
         ...
 
 
 @runtime_checkable
 class SupportsRightsCheck(Protocol):
-    """Capability of stores, deliveries and transports: the tables' owner grants a user rights on each of them."""
+    """Capability of stores, deliveries and transports: report missing rights on their tables."""
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the statements that grant what the user lacks on the tables that are there; it need not be open.
+        """Return the statements that grant the missing rights on existing tables; works on a closed store.
 
         Args:
-            endpoint_name: the endpoint that needs the rights.
-            takes: whether it also takes messages out again, as pollers and receivers do, or only puts them in.
+            endpoint_name: The endpoint that needs the rights.
+            takes: Whether the endpoint also removes messages, as pollers and receivers do, or only adds them.
 
         Raises:
-            BackendUnavailable, BackendUnusable: the database cannot be asked.
+            BackendUnavailable, BackendUnusable: The database cannot be queried.
         """
         ...
 
 
 @runtime_checkable
 class SupportsTransactions(Protocol):
-    """Capability: the store's verbs can share one transaction, and with a transport of the same domain its sends."""
+    """Capability: the verbs can share a transaction, also with the sends of a transport of the same domain."""
 
     @property
     def transaction_domain(self) -> Hashable | None:
@@ -99,9 +110,9 @@ class SupportsTransactions(Protocol):
 
     @property
     def locks_rows(self) -> bool:
-        """True when a transaction locks only the rows it touches.
+        """Whether a transaction locks only the rows it touches.
 
-        Then it may stay open while messages are dispatched elsewhere.
+        It may then stay open while messages are dispatched to another system.
         """
         ...
 
@@ -112,129 +123,149 @@ class SupportsTransactions(Protocol):
 
 @runtime_checkable
 class SupportsBatches(Protocol):
-    """Capability: many messages in one round trip, and failures that wait their turn inside the store."""
+    """Capability: many messages in one round trip, and a later due time for failed messages."""
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        """Like `store` for each, in one transaction: all or none."""
+        """Store all of the messages in one transaction, or none."""
         ...
 
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
-        """Lock and return up to `limit` messages due not after `at`, earliest first, ties in the order stored.
+        """Lock and return messages due not after `at`, earliest first, ties in the order stored.
 
-        Stops before the bodies and headers exceed `max_bytes` together, but returns at least one that is due.
+        Args:
+            at: The latest due time.
+            limit: The most messages to return.
+            max_bytes: The most bytes of bodies and headers together; at least one due message is returned anyway.
+            transaction: The transaction that locks the messages; without it they are locked until they are removed,
+                released, or a lease runs out.
         """
         ...
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
-        """Delete the messages and return how many were still there."""
+        """Delete the messages and return how many still existed."""
         ...
 
     async def retry_many(
         self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
     ) -> int:
-        """Count a failure of each, make each due at `at`, unlock; return how many were still there.
+        """Count a failed attempt of each message, make it due at `at` and unlock it; return how many still existed.
 
         Durable on return, or at the commit of `transaction`.
         """
         ...
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
-        """Unlock messages that were fetched without a transaction, uncounted. Idempotent."""
+        """Unlock messages that were fetched without a transaction; no attempt is counted. Idempotent."""
         ...
+
+
+class SingleMessageVerbs:
+    """Mixin for a store with SupportsBatches: the verbs for one message, each as a batch of one."""
+
+    async def fetch_next_due(
+        self: SupportsBatches, at: datetime, transaction: Transaction | None = None
+    ) -> DelayedMessage | None:
+        batch = await self.fetch_due(at, 1, max_bytes=1, transaction=transaction)
+        return batch[0] if batch else None
+
+    async def remove(self: SupportsBatches, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
+        return await self.remove_many([message], transaction) == 1
+
+    async def increment_failure_count(self: SupportsBatches, message: DelayedMessage) -> bool:
+        return await self.retry_many([message], message.due) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What a SupportsForwarding did."""
+    """The result of `SupportsForwarding.forward_due`."""
 
     number: int
-    """How many messages moved."""
+    """How many messages were moved."""
     next_due: datetime | None
-    """The earliest due time of all that is left in the store, or `at` where more may be due; None when it is empty."""
+    """The earliest due time of all remaining messages, `at` if more may be due, or None for an empty store."""
     left: int = 0
-    """Due messages passed over because they need the poller's own hands, such as one whose queue does not exist."""
+    """Due messages that cannot be moved inside the database, such as those for an unknown queue: the poller's task."""
 
 
 @runtime_checkable
 class SupportsForwarding(Protocol):
-    """Capability: due messages move to a transport's queues inside the back end, in one step."""
+    """Capability: move due messages to a transport's queues inside the back end."""
 
     def forwards_to(self, transport: object) -> bool:
-        """Tell whether that transport's queues are where this store can move messages to."""
+        """Return whether this store can move messages to that transport's queues."""
         ...
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
         """Move up to `limit` messages due not after `at` to their queues, earliest first.
 
-        One transaction, all or none; bounded like `fetch_due`. A message that needs the poller's own hands, such as
-        one whose queue does not exist or whose headers hold dispatch properties, stays: the store stops before it, or
-        passes over it and counts it as `left`. None moved says that such a message is the next one, that somebody
-        holds messages without a transaction, or that none is due. After `left`, or none moved, the poller fetches
-        and sends one batch itself.
+        One transaction, all or none, bounded like `fetch_due`. A message that only the poller can dispatch, such as one
+        for an unknown queue or with dispatch properties in its headers, stays: the store stops before it, or skips it
+        and counts it in `left`. If no message was moved, the next one is of that kind, other processes have locked the
+        due messages, or none is due. After `left` or no move the poller fetches and dispatches one batch itself.
         """
         ...
 
 
 @runtime_checkable
 class SupportsNotifications(Protocol):
-    """Capability: tells when anybody, in this process or another, has stored something."""
+    """Capability: notify of messages stored by this process or another."""
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
-        """Call `callback` on this event loop with the earliest due time after each commit; return how to stop it.
+        """Call `callback` on this event loop with the earliest due time of each commit; return an unsubscribe function.
 
-        Calls may come late, doubled or, at worst, not at all: the poller's sleep is capped.
+        Calls may be late, repeated or lost: the poller's sleep is capped.
         """
         ...
 
 
 @runtime_checkable
 class SupportsJournal(Protocol):
-    """Writes down what becomes of each message."""
+    """Capability: record the outcome of each message in a journal."""
 
     def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
-        """Note that these go to the error queue: their removal, which comes next, is not that of dispatched ones."""
+        """Record that these messages go to the error queue: their removal, which follows, is no dispatch."""
         ...
 
 
 @runtime_checkable
 class SupportsClock(Protocol):
-    """Capability: the back end's clock decides, whatever the clocks of the machines around it say."""
+    """Capability: the back end's clock decides when messages are due, not the clocks of the machines."""
 
     def clock(self) -> Clock:
-        """Return the back end's clock: what is due and what a delay means go by it.
+        """Return the back end's clock, which due times and delays are measured with.
 
-        Asked for once, before `setup_infrastructure`; until the store is open it may tell this machine's time.
-        `now` must not block: a back end far away is asked now and then, and this machine's elapsed time added. What
-        that leaves uncertain makes messages early, unless the clock is a `delayline.clock.BoundedClock`.
+        Called once, before `setup_infrastructure`; until the store is open the clock may return this machine's time.
+        `now` must not block: query a remote back end now and then, and add the elapsed time of this machine. The error
+        of that makes messages early, unless the clock is a `delayline.clock.BoundedClock`.
         """
         ...
 
 
 @runtime_checkable
 class SupportsClose(Protocol):
-    """Capability: the store holds connections or files while it is open."""
+    """Capability: the store has connections or files to close."""
 
     async def close(self) -> None:
-        """Let go of them, and of every lock. Idempotent; `initialize` opens the store again."""
+        """Close them and release every lock. Idempotent; `initialize` opens the store again."""
         ...
 
 
 class Outcome(StrEnum):
-    """How a cancel or a reschedule ended; exactly one of these, whatever the poller does at the same moment."""
+    """The outcome of a cancel or reschedule: exactly one of these, also in a race with the poller."""
 
     DONE = "done"
-    """It took effect: the message did not leave, or will leave at its new time only."""
+    """The message was cancelled, or leaves at its new time only."""
     DISPATCHING = "dispatching"
-    """Too late: the poller is sending the message now."""
+    """Too late: the poller is dispatching the message."""
     NOT_PENDING = "not pending"
-    """No such message waits: it has left, was cancelled, or never was."""
+    """No such message is pending: it was dispatched or cancelled, or never existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DueCount:
-    """How many messages fall due for one destination in the bucket that starts at `start`."""
+    """The number of messages due for one destination in the bucket that starts at `start`."""
 
     start: datetime
     destination: str
@@ -243,20 +274,20 @@ class DueCount:
 
 @runtime_checkable
 class SupportsManagement(Protocol):
-    """Capability: people can look at what waits, cancel it and reschedule it."""
+    """Capability: list, cancel and reschedule pending messages."""
 
     async def cancel(self, message_id: str) -> Outcome:
-        """Delete a waiting message, if the poller does not have it already."""
+        """Delete a pending message, unless the poller has it already."""
         ...
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
-        """Give a waiting message a new due time, if the poller does not have it already. Raises InvalidDueTime."""
+        """Give a pending message a new due time, unless the poller has it already. Raises InvalidDueTime."""
         ...
 
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return waiting messages, earliest due first, without locking them."""
+        """Return pending messages, earliest due first, without locking them."""
         ...
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
@@ -265,7 +296,7 @@ class SupportsManagement(Protocol):
 
 
 def managed(store: object) -> SupportsManagement:
-    """Return the store as one that people can look into; raises ConfigurationError."""
+    """Return the store as one with management; raises ConfigurationError if it has none."""
     if not isinstance(store, SupportsManagement):
         raise ConfigurationError(
             f"{type(store).__name__} cannot list, cancel or reschedule messages: use a store with SupportsManagement"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from delayline.checks import time_span
 from delayline.clock import EPOCH
-from delayline.delayed.one_of_many import OneOfMany
-from delayline.delayed.store import DueCount, Outcome
+from delayline.delayed.store import DueCount, Outcome, SingleMessageVerbs
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
 from delayline.message import in_utc
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 Key = tuple["datetime", int, str]  # due, order of arrival, id
 
 
-class MemoryDelayedMessageStore(OneOfMany):
+class MemoryDelayedMessageStore(SingleMessageVerbs):
     """Keeps delayed messages in memory: for tests, tutorials and messages that may die with the process."""
 
     def __init__(self) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.one_of_many import OneOfMany
-from delayline.delayed.store import DueCount, Forwarded, Outcome
+from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageVerbs
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import setup
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 MICROSECOND: Final = timedelta(microseconds=1)
 
 
-class SqlDelayedMessageStore(StorePart, OneOfMany):
+class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
     """Keeps delayed messages in a table of a SQL database; `sqlite:///file.db` needs no server.
 
     table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
-from delayline.delayed.batch import Mover
+from delayline.delayed.batch import Mover, scope_of
 from delayline.delayed.host import Satellite, satellite_queues
 from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
 from delayline.delayed.recovery import Recovery
-from delayline.delayed.scope import scope_of
 from delayline.delayed.store import SupportsClock, SupportsNotifications, SupportsSetup, SupportsTransactions
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.events import Event
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
-    from delayline.delayed.host import DeliveryHost, Receiving
+    from delayline.delayed.host import DeliveryHost, RunningSatellite
     from delayline.external import ExternalTransaction
     from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction
@@ -88,7 +87,7 @@ class TimeoutManagerDelivery:
         self._stopping = asyncio.Event()
         self._beginning: asyncio.Task[None] | None = None
         self._poller: Poller | None = None
-        self._satellites: list[Receiving] = []
+        self._satellites: list[RunningSatellite] = []
         self._closers: list[Callable[[], None]] = []
 
     @property
@@ -233,7 +232,7 @@ class TimeoutManagerDelivery:
 
         if isinstance(self.persister, SupportsNotifications):
             self._closers.append(self.persister.on_stored(stored))
-        satellites: list[Receiving] = []
+        satellites: list[RunningSatellite] = []
         try:
             for one in self._new_satellites(stored):
                 satellites.append(await host.satellite(host, one))  # noqa: PERF401 - each is to be stopped

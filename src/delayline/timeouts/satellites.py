@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
+    from delayline.delayed.batch import BatchScope
     from delayline.delayed.host import DeliveryHost
-    from delayline.delayed.scope import Scope
     from delayline.message import Message
     from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction
@@ -179,7 +179,7 @@ class StoringSatellite:
 class DispatchingSatellite:
     """Takes requests off `{endpoint}.TimeoutsDispatcher` and sends the timeouts that they ask for."""
 
-    def __init__(self, host: DeliveryHost, persister: TimeoutPersister, scope: Scope) -> None:
+    def __init__(self, host: DeliveryHost, persister: TimeoutPersister, scope: BatchScope) -> None:
         self._host = host
         self._persister = persister
         self._scope = scope

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 import pytest_asyncio
 
+from delayline.delayed.batch import scope_between
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.scope import scope_between
 from delayline.delayed.store import SupportsSetup, SupportsTransactions
 from delayline.endpoint import Endpoint
 from delayline.errors import UnsupportedTransactionMode

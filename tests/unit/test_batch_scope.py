@@ -10,7 +10,7 @@ import pytest
 from tests.unit.conftest import START, FaultyStore, FaultyTransaction, FaultyTransport, House, SixVerbs, build, delayed
 
 from delayline import BackendUnavailable, DispatchFailed
-from delayline.delayed.scope import scope_between
+from delayline.delayed.batch import scope_between
 from delayline.memory.transaction import MemoryTransaction
 from delayline.testing.clock import settle
 
