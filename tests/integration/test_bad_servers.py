@@ -25,12 +25,14 @@ from delayline import (
     SqlTransport,
     StoredDelivery,
     TransactionMode,
+    TwoPhaseCommit,
 )
 from delayline.cli import main
 from delayline.external import ExternalTransaction
 from delayline.spi import TransportOperation
 from delayline.sql.dialects import postgresql as dialect
 from delayline.testing.conformance.messages import delayed, operation
+from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,6 +208,56 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
         async with allowed, asyncio.timeout(20):
             await allowed.send("sales", b"", delay=timedelta(milliseconds=1))
             await handled.wait()
+
+
+async def test_the_rights_on_a_journal_on_decisions_and_on_timeouts_are_in_the_block(
+    guarded: PostgresqlServer, database: str
+) -> None:
+    # Given a store with a journal, a transport that decides, and a timeout manager, and a user without any right
+    url, own = f"postgresql://{USER}:{SECRET}@{database}", f"postgresql://delayline@{database}"
+
+    def parts(at: str) -> tuple[SqlDelayedMessageStore, SqlTransport, TimeoutManagerDelivery]:
+        two_phase = TwoPhaseCommit()
+        transport = SqlTransport(at, two_phase=two_phase)
+        return SqlDelayedMessageStore(at), transport, TimeoutManagerDelivery(SqlTimeoutPersister(at))
+
+    await SqlDelayedMessageStore(own, journal=True).setup_infrastructure("sales")
+    await parts(own)[1].setup_infrastructure(["sales", "error", "sales.Timeouts", "sales.TimeoutsDispatcher"])
+    await SqlTimeoutPersister(own).setup_infrastructure("sales")
+    every, none = "SELECT, INSERT, UPDATE, DELETE", f"TO {USER};"
+    # When each is asked what is missing
+    store, transport, manager = parts(url)
+    of_store = await store.missing_rights("sales", takes=True)
+    of_transport = await transport.missing_rights("sales", takes=True)
+    of_manager = await manager.missing_rights("sales", takes=True)
+    # Then the tables that only these settings use are named
+    assert f"GRANT INSERT ON TABLE public.delayline_journal {none}" in of_store
+    assert f"GRANT {every} ON TABLE public.delayline_decisions {none}" in of_transport
+    assert f'GRANT {every} ON TABLE public."sales_TimeoutData" {none}' in of_manager
+    assert f"GRANT {every} ON TABLE public.delayline_leases {none}" in of_manager
+    assert not await TimeoutManagerDelivery(SqlTimeoutPersister(url), polling=False).missing_rights("sales", takes=True)
+    plain = await SqlTransport(url).missing_rights("sales", takes=True)
+    assert [grant for grant in plain if "decisions" in grant] == []
+    # And doctor prints those of the timeout manager, and what is granted is enough for an endpoint with one
+    with guarded.administrator(database.rpartition("/")[2]) as administrator:
+        for grant in {*of_store, *plain, *of_manager}:
+            administrator.execute(grant.encode())
+        endpoint = Endpoint(
+            "sales", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)),
+            draining=TimeoutManagerDelivery(SqlTimeoutPersister(url)), setup_infrastructure=False,
+        )  # fmt: skip
+        handled = asyncio.Event()
+
+        @endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            handled.set()
+
+        async with endpoint, asyncio.timeout(20):
+            await endpoint.send("sales", b"", delay=timedelta(milliseconds=1))
+            await handled.wait()
+        administrator.execute(f'REVOKE DELETE ON "sales_TimeoutData" FROM {USER}')
+        with pytest.raises(BackendUnusable, match=r'GRANT DELETE ON TABLE public."sales_TimeoutData"'):
+            await endpoint.start()
 
 
 async def test_rights_on_a_schema_and_a_sequence_and_of_an_owner(guarded: PostgresqlServer, database: str) -> None:

@@ -121,7 +121,7 @@ async def _connection(settings: Settings) -> AsyncIterator[Finding]:
 async def _rights(settings: Settings) -> AsyncIterator[Finding]:
     endpoint = endpoint_from(settings)
     missing: dict[str, None] = {}
-    parts: list[object] = [endpoint.transport, endpoint.delayed_delivery]
+    parts: list[object] = [endpoint.transport, endpoint.delayed_delivery, endpoint.draining]
     for part in parts:
         if isinstance(part, SupportsRightsCheck):
             missing |= dict.fromkeys(await part.missing_rights(endpoint.name, takes=True))

@@ -173,6 +173,11 @@ class Journal:
         """Whether a journal was kept when it was looked at."""
         return self._kept
 
+    @property
+    def entries(self) -> Table:
+        """The table that the triggers write to."""
+        return self._tables.entries
+
     def gave_up(self, messages: Iterable[DelayedMessage]) -> None:
         """Note that these are about to be removed because they go to the error queue."""
         if self._kept:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delayline.sql.database import Database
-from delayline.sql.schema import queue_tables
+from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from sqlalchemy import Table
 
     from delayline.clock import Clock
     from delayline.sql.transactions import SqlTransaction
@@ -44,6 +46,17 @@ class SqlPart:
         if self._stops < self._opened:
             self._stops += 1
             self._database.begin_stop()
+
+    async def _missing_rights(self, needed: Mapping[Table, Sequence[str]], *, takes: bool | None = None) -> list[str]:
+        """Return the GRANTs that give the user what it lacks on tables that are there.
+
+        takes: whether messages are taken out of a store; None for parts that have nothing to do with its shared tables.
+        """
+        dialect, every = self._database.dialect, {self._tables.versions: TO_READ, **needed}
+        if takes is not None:
+            further = [one for one in self._tables.of(dialect.sql.name) if one not in self._tables.all]
+            every |= dict.fromkeys(further, EVERY_RIGHT if takes else TO_READ)
+        return await self._database.look(lambda connection: dialect.missing_rights(connection, every))
 
     async def _open_database(self) -> None:
         """Open the database; `_close_database` undoes it."""

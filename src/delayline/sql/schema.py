@@ -44,6 +44,7 @@ MAXIMUM_NAME_LENGTH: Final = 120
 LONGEST_INDEX_NAME: Final = 63  # bytes, PostgreSQL's
 #: What a user needs on a table: of those who only look, who put messages in, who take them out, and who change them.
 TO_READ: Final = ("SELECT",)
+TO_WRITE: Final = ("INSERT",)
 TO_PUT: Final = ("SELECT", "INSERT")
 TO_TAKE: Final = ("SELECT", "INSERT", "DELETE")
 EVERY_RIGHT: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")

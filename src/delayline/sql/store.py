@@ -15,7 +15,7 @@ from delayline.sql import setup
 from delayline.sql.journal import Journal
 from delayline.sql.looking import Lookout
 from delayline.sql.part import StorePart
-from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_PUT, TO_READ, in_order
+from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_PUT, TO_WRITE, in_order
 from delayline.sql.silence import long_work
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
@@ -103,11 +103,12 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
             own: tuple[str, ...] = EVERY_RIGHT
         else:  # MariaDB's insert of what may be there already is an update
             own = (*TO_PUT, "UPDATE") if dialect.sql.name in {"mysql", "mariadb"} else TO_PUT
-        needed = {self._tables.versions: TO_READ, table: own}
-        for shared in self._tables.of(dialect.sql.name):
-            if shared not in self._tables.all:
-                needed[shared] = EVERY_RIGHT if takes else TO_READ
-        return await self._database.look(lambda connection: dialect.missing_rights(connection, needed))
+        needed: dict[Table, Sequence[str]] = {table: own}
+        journal = Journal(table, dialect)
+        await self._database.look(journal.look)
+        if journal.kept and dialect.sql.name == "postgresql":  # other products' triggers have their owner's rights
+            needed[journal.entries] = TO_WRITE
+        return await self._missing_rights(needed, takes=takes)
 
     @long_work
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:

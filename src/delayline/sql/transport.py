@@ -19,7 +19,7 @@ from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.idle_queues import IdleQueues
 from delayline.sql.part import SqlPart
-from delayline.sql.schema import TO_PUT, TO_READ, TO_TAKE
+from delayline.sql.schema import EVERY_RIGHT, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.silence import long_work
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
@@ -107,9 +107,11 @@ class SqlTransport(SqlPart):
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
         """Return the GRANTs that give the user what it lacks, as `SupportsRightsCheck` says."""
         del endpoint_name
-        tables, dialect = self._tables, self._database.dialect
-        needed = {tables.versions: TO_READ, tables.queues: TO_READ, tables.queued: TO_TAKE if takes else TO_PUT}
-        return await self._database.look(lambda connection: dialect.missing_rights(connection, needed))
+        tables = self._tables
+        needed: dict[Table, Sequence[str]] = {tables.queues: TO_READ, tables.queued: TO_TAKE if takes else TO_PUT}
+        if self._two_phase is not None:
+            needed[tables.decisions] = EVERY_RIGHT
+        return await self._missing_rights(needed)
 
     async def start(self) -> None:
         """Open the database."""

@@ -18,7 +18,13 @@ from delayline.delayed.batch import Mover, scope_of
 from delayline.delayed.host import Satellite, satellite_queues
 from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
 from delayline.delayed.recovery import Recovery
-from delayline.delayed.store import SupportsClock, SupportsNotifications, SupportsSetup, SupportsTransactions
+from delayline.delayed.store import (
+    SupportsClock,
+    SupportsNotifications,
+    SupportsRightsCheck,
+    SupportsSetup,
+    SupportsTransactions,
+)
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.events import Event
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
@@ -32,7 +38,7 @@ from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     import uuid
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime
 
     from delayline.clock import Clock
@@ -144,6 +150,12 @@ class TimeoutManagerDelivery:
         if isinstance(self.persister, SupportsSetup):
             await self.persister.setup_infrastructure(self.host.endpoint_name)
 
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the statements that grant what the persister's user lacks, as `SupportsRightsCheck` says."""
+        if not isinstance(self.persister, SupportsRightsCheck):
+            return ()
+        return await self.persister.missing_rights(endpoint_name, takes=takes and self.polling)
+
     def set_up_later(self) -> None:
         """Set up once the storage is there: the endpoint starts without it."""
         self._set_up_later = True
@@ -249,7 +261,7 @@ class TimeoutManagerDelivery:
         storing = StoringSatellite(
             host,
             self.persister,
-            breaker=self._breaker("SupportsOpen", "Failed to store timeouts"),
+            breaker=self._breaker("TimeoutStorage", "Failed to store timeouts"),
             stored=stored,
             stopping=self._stopping,
             holds=self.concurrency // 2,

@@ -17,6 +17,7 @@ from delayline.events import Event, emit
 from delayline.message import in_utc
 from delayline.sql import setup
 from delayline.sql.part import StorePart
+from delayline.sql.schema import EVERY_RIGHT
 from delayline.sql.silence import long_work
 from delayline.sql.statements import check_size, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
@@ -94,6 +95,13 @@ class SqlTimeoutPersister(StorePart):
             lambda connection: setup.plan(connection, self._tables, *others),
             lambda: setup.whole(self._database.dialect, self._tables, *others),
         )
+
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the GRANTs that give the user what it lacks, as `SupportsRightsCheck` says."""
+        if not takes:
+            return ()  # who only routes to the manager's queue touches no table of it
+        needed = dict.fromkeys(self._others(self._table(endpoint_name)), EVERY_RIGHT)
+        return await self._missing_rights(needed, takes=takes)
 
     async def open(self, endpoint_name: str) -> None:
         """Open the database, check that the endpoint's table is there, and add what pollers take turns with."""
