@@ -17,7 +17,7 @@ from delayline.errors import ConfigurationError
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.setting_sources import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags
 from delayline.setting_values import masked
-from delayline.timeouts.draining import drained_from, persister_at
+from delayline.timeouts.draining import draining_delivery, persister_at
 from delayline.timeouts.manager import TimeoutManagerDelivery
 from delayline.transaction import TransactionMode
 
@@ -514,7 +514,7 @@ def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpa
         transaction_mode=settings.transaction_mode,
         error_queue=settings.error_queue,
         concurrency=settings.concurrency,
-        draining=drained_from(
+        draining=draining_delivery(
             settings.timeouts_url,
             polling=polling,
             schema=settings.schema,

@@ -62,7 +62,7 @@ def test_it_belongs_to_one_endpoint() -> None:
     with pytest.raises(NotStarted, match="belongs to no endpoint yet"):
         _ = delivery.host
     Endpoint("a", transport=MemoryTransport(), delayed_delivery=delivery)
-    with pytest.raises(ConfigurationError, match="belongs to endpoint 'a'; give endpoint 'b' one of its own"):
+    with pytest.raises(ConfigurationError, match="belongs to endpoint 'a'; create another one for endpoint 'b'"):
         Endpoint("b", transport=MemoryTransport(), delayed_delivery=delivery)
 
 

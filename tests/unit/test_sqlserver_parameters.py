@@ -42,7 +42,7 @@ WVARCHAR, VARBINARY, BIGINT, TIMESTAMP = -9, -3, -5, 93
 AT = datetime(2026, 1, 1)  # noqa: DTZ001 - as the column keeps it
 ASCII, CYRILLIC, BEYOND = "a-long-ascii-id", "Ключ", "🚚" * 3
 #: Values of every parameter that a statement of delayline's has, by its name there.
-TEXTS = ["id", "destination", "queue", "name", "key", "store", "this_store", "turn", "saga", "mark", "reader"]
+TEXTS = ["id", "destination", "queue", "name", "key", "store", "this_store", "lock", "saga", "mark", "reader"]
 TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value"]
 LISTS = ["keys", "names"]
 BYTES = ["headers", "body", "State", "marker", "expiry"]

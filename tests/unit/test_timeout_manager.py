@@ -211,7 +211,7 @@ async def test_a_sagas_timeouts_are_cleared(house: TimeoutHouse) -> None:
             {TimeoutHeaders.CLEAR: "True"},
             "Invalid saga id specified, clear timeouts is only supported for saga instances",
         ),
-        ({TimeoutHeaders.EXPIRE: to_wire_time(START + FIVE), TimeoutHeaders.SAGA_ID: "no guid"}, "which is no GUID"),
+        ({TimeoutHeaders.EXPIRE: to_wire_time(START + FIVE), TimeoutHeaders.SAGA_ID: "no guid"}, "not a GUID"),
     ],
 )
 async def test_what_is_no_timeout_goes_to_the_error_queue(
@@ -230,7 +230,7 @@ async def test_a_request_without_an_id_goes_to_the_error_queue(clock: ManualCloc
     house = build_timeouts(clock)
     await house.start()
     await house.put(DISPATCHER, Message("m", {}, b""))
-    assert "asks for nothing" in (await house.one("error")).headers[Headers.EXCEPTION_MESSAGE]
+    assert "requests no timeout" in (await house.one("error")).headers[Headers.EXCEPTION_MESSAGE]
     await house.endpoint.stop()
 
 
@@ -313,7 +313,7 @@ def test_a_negative_wait_is_refused(wait: timedelta) -> None:
 def test_a_delivery_has_one_endpoint() -> None:
     delivery = TimeoutManagerDelivery(MemoryTimeoutPersister())
     Endpoint("sales", transport=MemoryTransport(), delayed_delivery=delivery)
-    with pytest.raises(ConfigurationError, match="'billing' one of its own"):
+    with pytest.raises(ConfigurationError, match="another one for endpoint 'billing'"):
         Endpoint("billing", transport=MemoryTransport(), delayed_delivery=delivery)
 
 
@@ -379,7 +379,7 @@ async def test_an_external_timeout_manager_that_is_not_there_is_said(clock: Manu
         await endpoint.send("crm", b"", deliver_at=START - FIVE)
     with pytest.raises(NotStarted, match="not started"):
         await delivery.defer(None, START)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="'billing' one of its own"):
+    with pytest.raises(ConfigurationError, match="another one for endpoint 'billing'"):
         Endpoint("billing", transport=MemoryTransport(), delayed_delivery=delivery)
     with pytest.raises(UnsupportedTransactionMode):
         Endpoint(

@@ -75,10 +75,10 @@ class FaultyPersister(MemoryTimeoutPersister):
         return await super().remove_by_saga(saga_id, transaction)
 
     async def next_chunk(
-        self, at: datetime, limit: int, *, hold_until: datetime, transaction: Transaction | None = None
+        self, at: datetime, limit: int, *, lease_until: datetime, transaction: Transaction | None = None
     ) -> TimeoutsChunk:
         self.faults.check("take" if limit else "look")
-        return await super().next_chunk(at, limit, hold_until=hold_until, transaction=transaction)
+        return await super().next_chunk(at, limit, lease_until=lease_until, transaction=transaction)
 
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
         self.faults.check("lock_due")
@@ -88,13 +88,13 @@ class FaultyPersister(MemoryTimeoutPersister):
         self.faults.check("remove_many")
         return await super().remove_many(ids, transaction)
 
-    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
-        self.faults.check("set_aside")
-        await super().set_aside(ids, until, transaction)
+    async def lease_locked(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        self.faults.check("lease_locked")
+        await super().lease_locked(ids, until, transaction)
 
-    async def hold(self, ids: Sequence[str], until: datetime) -> None:
-        self.faults.check("hold")
-        await super().hold(ids, until)
+    async def lease(self, ids: Sequence[str], until: datetime) -> None:
+        self.faults.check("lease")
+        await super().lease(ids, until)
 
 
 class AskingPersister(FaultyPersister):

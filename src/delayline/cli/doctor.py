@@ -26,7 +26,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import DelaylineError, QueueNotFound
 from delayline.setting_values import masked
-from delayline.timeouts.draining import remains_of
+from delayline.timeouts.draining import remaining_timeouts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from delayline.cli.screen import Screen
     from delayline.config import Settings
     from delayline.delayed.store import SupportsManagement
-    from delayline.timeouts.draining import Remains
+    from delayline.timeouts.draining import RemainingTimeouts
 
 #: Longer overdue than this means that nobody dispatches.
 STALE: Final = timedelta(seconds=10)
@@ -186,12 +186,12 @@ async def _timeouts(settings: Settings) -> AsyncIterator[Finding]:
     must_exist(settings.timeouts_url)
     async with open_transport(settings) as transport:
         yield _drained(
-            await remains_of(settings.timeouts_url, settings.named_endpoint, transport, schema=settings.schema),
+            await remaining_timeouts(settings.timeouts_url, settings.named_endpoint, transport, schema=settings.schema),
             settings,
         )
 
 
-def _drained(remains: Remains, settings: Settings) -> Finding:
+def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
     what, disabled, timeouts = "timeout manager", settings.disable_timeout_manager, remains.timeouts
     if not remains.empty:
         number, now = 0 if timeouts is None else timeouts.number, datetime.now(UTC)

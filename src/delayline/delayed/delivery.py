@@ -163,7 +163,7 @@ class StoredDelivery:
 
     @property
     def clock(self) -> Clock | None:
-        """The store's clock, or None if it has none of its own."""
+        """The store's clock; None if it uses the machine's."""
         return self.store.clock() if isinstance(self.store, SupportsClock) else None
 
     @property
@@ -180,7 +180,7 @@ class StoredDelivery:
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this StoredDelivery belongs to endpoint {self._host.endpoint_name!r}; "
-                f"give endpoint {host.endpoint_name!r} one of its own"
+                f"create another one for endpoint {host.endpoint_name!r}"
             )
         self._host = host
 

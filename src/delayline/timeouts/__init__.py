@@ -1,4 +1,4 @@
-"""The timeout manager: delayed messages wait in the timeouts table of an NServiceBus endpoint, or in memory."""
+"""Timeout manager: delayed delivery through a table of timeouts that is compatible with NServiceBus, or in memory."""
 
 from __future__ import annotations
 

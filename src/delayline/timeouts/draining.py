@@ -1,4 +1,4 @@
-"""An old timeout manager beside a new way of waiting: what is left in it, and what can be deleted when nothing is."""
+"""Draining an old timeout manager after a change of delayed delivery: remaining timeouts and queues to delete."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Remains:
-    """What is left of a timeout manager."""
+class RemainingTimeouts:
+    """Timeouts and messages that remain in a timeout manager."""
 
     timeouts: TimeoutCount | None
-    """What its table holds; None when the table is gone."""
+    """The count of its table; None if the table is gone."""
     queued: int
-    """How many messages are in its queues."""
+    """Messages in its queues."""
     queues: Sequence[str]
-    """Its queues, those that are there."""
+    """Its existing queues."""
     table: str
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits any more."""
+        """Whether no timeout and no message remains."""
         return self.queued == 0 and (self.timeouts is None or self.timeouts.number == 0)
 
 
-def drained_from(
+def draining_delivery(
     url: str | None, *, polling: bool = True, schema: str | None = None, outage: timedelta = TWO_MINUTES
 ) -> TimeoutManagerDelivery | None:
-    """Return the timeout manager whose timeouts are at the URL; None for none. Raises ConfigurationError.
+    """Return a timeout manager on the database at `url`, or None without a URL. Raises ConfigurationError.
 
-    outage: how long its storage may be out of reach before a critical error.
+    outage: how long its storage may be unreachable before a critical error.
     """
     if url is None:
         return None
@@ -54,16 +54,18 @@ def drained_from(
 def persister_at(
     url: str, *, schema: str | None = None, two_phase: TwoPhaseCommit | None = None
 ) -> SqlTimeoutPersister:
-    """Return the timeout persister on that database; only here SQLAlchemy is loaded, which is slow."""
+    """Return the timeout persister on the database at `url`; imports SQLAlchemy, which is slow, only here."""
     from delayline.timeouts import SqlTimeoutPersister
 
     return SqlTimeoutPersister(url, schema=schema, two_phase=two_phase)
 
 
-async def remains_of(url: str, endpoint_name: str, transport: Transport, *, schema: str | None = None) -> Remains:
-    """Return what is left of the endpoint's timeout manager; the transport is started.
+async def remaining_timeouts(
+    url: str, endpoint_name: str, transport: Transport, *, schema: str | None = None
+) -> RemainingTimeouts:
+    """Count what remains in the endpoint's timeout manager. The transport must be started.
 
-    Raises BackendUnusable for a table that is there and cannot be used, as one of .NET's before `delayline setup`.
+    Raises BackendUnusable for a table of an unexpected shape, such as .NET's before `delayline setup`.
     """
     persister = persister_at(url, schema=schema)
     table = persister.table_of(endpoint_name)
@@ -76,9 +78,9 @@ async def remains_of(url: str, endpoint_name: str, transport: Transport, *, sche
                 continue
         queues.append(queue)
     if not await persister.has_table(endpoint_name):
-        return Remains(None, queued, queues, table)
+        return RemainingTimeouts(None, queued, queues, table)
     await persister.open(endpoint_name)
     try:
-        return Remains(await persister.count(), queued, queues, table)
+        return RemainingTimeouts(await persister.count(), queued, queues, table)
     finally:
         await persister.close()

@@ -1,4 +1,4 @@
-"""What people ask of a table of timeouts: what waits there, cancelled and rescheduled under the id it was sent with."""
+"""Management of a table of timeouts: list, count, cancel and reschedule by message id."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from delayline.timeouts.statements import TimeoutStatements
 
 MICROSECOND: Final = timedelta(microseconds=1)
-#: Where headers are in a column that is no text to compare with.
+#: Products whose Headers column has the type JSON, which LIKE does not accept.
 JSON_COLUMNS: Final = ("mysql", "mariadb")
 
 
@@ -49,7 +49,7 @@ class TimeoutManagement:
         self._move = Prepared(update(self._table).where(of_id).values(Time=bindparam("at")), sql, ["at", "key"])
 
     def pending(self, connection: Connection, destination: str | None, limit: int, offset: int) -> list[DelayedMessage]:
-        """Return what waits, earliest due first."""
+        """Return a page of the pending messages, earliest due first."""
         columns = self._table.c
         query = select(columns.Id).where(columns.Time.is_not(None)).order_by(columns.Time, columns.Id)
         if destination is not None:
@@ -58,7 +58,7 @@ class TimeoutManagement:
         return [_delayed(timeout) for timeout in self._statements.read(connection, ids)]
 
     def count_by_due(self, connection: Connection, bucket: timedelta) -> list[DueCount]:
-        """Count what waits by bucket and destination."""
+        """Count pending messages by bucket and destination."""
         columns, times = self._table.c, self._statements.times
         named = self._exact(columns.Destination)
         query = select(columns.Time, named, func.count()).where(columns.Time.is_not(None))
@@ -74,23 +74,23 @@ class TimeoutManagement:
         return self._if_free(connection, message_id, self._statements.remove)
 
     def reschedule(self, connection: Connection, message_id: str, due: datetime) -> Outcome:
-        """Move the timeouts of the message, unless somebody has been asked to send one."""
-        kept, held = self._statements.times.kept(due), self._statements.held(connection)
+        """Change the due time of the message's timeouts, unless the dispatcher was requested to send one."""
+        kept, leased = self._statements.times.kept(due), self._statements.leased(connection)
 
         def move(connection: Connection, key: str) -> object:
             return self._move.change(connection, kept, key)
 
-        return self._if_free(connection, message_id, move, held)
+        return self._if_free(connection, message_id, move, leased)
 
     def _if_free(
         self,
         connection: Connection,
         message_id: str,
         work: Callable[[Connection, str], object],
-        held: Sequence[str] = (),
+        leased: Sequence[str] = (),
     ) -> Outcome:
         keys = self._keys_of(connection, message_id)
-        done = [key for key in keys if key not in held and self._free.rows(connection, key)]
+        done = [key for key in keys if key not in leased and self._free.rows(connection, key)]
         for key in done:
             work(connection, key)
         if done:
@@ -99,7 +99,7 @@ class TimeoutManagement:
         return Outcome.DISPATCHING if there else Outcome.NOT_PENDING
 
     def _keys_of(self, connection: Connection, message_id: str) -> list[str]:
-        """Return the timeouts with that id, their own or their message's."""
+        """Return the ids of timeouts whose own id or message id is `message_id`."""
         words = {json.dumps(message_id), json.dumps(message_id, ensure_ascii=False)}
         query = select(self._table.c.Id).where(or_(*(self._headers.contains(word, autoescape=True) for word in words)))
         keys = {str(key).lower() for key in connection.execute(query).scalars()}
@@ -113,7 +113,7 @@ def _delayed(timeout: Timeout) -> DelayedMessage:
 
 
 def _logical(message: Message) -> Message:
-    """Return the message under the id it was sent with; under the timeout's where its headers cannot be read."""
+    """Return the message with its original id; with the timeout's id if its headers are unreadable."""
     try:
         return message.logical
     except CorruptHeaders:

@@ -1,8 +1,9 @@
-"""The timeout manager: the oldest way of waiting, for transports that cannot delay and systems that already have one.
+"""Delayed delivery through a timeout manager, as in NServiceBus versions before native delays.
 
-A delayed message goes to `{endpoint}.Timeouts`; from there it is stored. When it expires, a request for it goes to
-`{endpoint}.TimeoutsDispatcher`; from there it is sent to its destination (seeds 003; reference 2). Where queues and
-storage share transactions, an expired one is sent without that request.
+A delayed message is sent to `{endpoint}.Timeouts`, where a satellite stores it as a timeout. When it expires, the
+poller sends a request to `{endpoint}.TimeoutsDispatcher`, where another satellite sends the message to its
+destination. Where queues and storage share transactions, the poller sends expired messages itself.
+See https://docs.particular.net/nservicebus/messaging/timeout-manager.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from delayline.delayed.store import (
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.events import Event
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.timeouts.direct import DirectTimeouts
 from delayline.timeouts.persister import SupportsOpen, SupportsTimeoutLocks
-from delayline.timeouts.poll import ExpiredTimeouts
+from delayline.timeouts.poll import DirectTimeoutStore, TimeoutRequestStore
 from delayline.timeouts.routing import enlisted, send, to_clear, to_timeouts_queue
 from delayline.timeouts.satellites import DispatchingSatellite, StoringSatellite
 from delayline.transaction import strongest_mode
@@ -52,20 +52,32 @@ logger = logging.getLogger(__name__)
 TWO_MINUTES: Final = timedelta(minutes=2)
 ATTEMPTS: Final = 5
 BATCH_BYTES: Final = 16 * 1024 * 1024
-#: An outage is noticed within this share of the time that it may last, and within ten seconds.
-NOTICED_WITHIN: Final = 12
-LONGEST_UNNOTICED: Final = timedelta(seconds=10)
+#: The poller looks at the storage at least this often during `time_to_wait_before_triggering_critical_error`, and at
+#: least every ten seconds, so that an outage is detected in time.
+LOOKS_BEFORE_CRITICAL_ERROR: Final = 12
+MAXIMUM_TIME_BETWEEN_LOOKS: Final = timedelta(seconds=10)
 FETCHING_FAILED: Final = "Repeated failures when fetching timeouts from storage, endpoint will be terminated."
 
 
 class TimeoutManagerDelivery:
-    """Delayed delivery through a timeout manager, over any transport (seeds 003; reference 2).
+    """Delayed delivery through a timeout manager, over any transport.
 
-    persister: where timeouts are kept: a SqlTimeoutPersister, a MemoryTimeoutPersister, or one of your own.
-    time_to_wait_before_triggering_critical_error: how long the storage may be out of reach; zero or longer.
-    concurrency: how many messages each satellite handles at once; 1 or more.
-    batch_size: how many expired timeouts are sent, or asked for, at once; 1 or more.
-    polling: False routes to the timeouts queue only and leaves the rest to other processes of the same endpoint.
+    Args:
+        persister: Storage for timeouts: a SqlTimeoutPersister, a MemoryTimeoutPersister, or your own.
+        time_to_wait_before_triggering_critical_error: How long the storage may be unreachable; zero or longer.
+        concurrency: Messages that each satellite handles at once; 1 or more.
+        batch_size: Expired timeouts sent or requested at once; 1 or more.
+        polling: False only sends to the timeouts queue, and leaves storing and dispatching to other processes of the
+            same endpoint.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+
+    Example:
+        ```python
+        persister = SqlTimeoutPersister("postgresql://localhost/shop")
+        endpoint = Endpoint("sales", transport=transport, delayed_delivery=TimeoutManagerDelivery(persister))
+        ```
     """
 
     def __init__(
@@ -103,12 +115,12 @@ class TimeoutManagerDelivery:
 
     @property
     def clock(self) -> Clock | None:
-        """The persister's own clock, or None where the machine's will do."""
+        """The persister's clock; None if it uses the machine's."""
         return self.persister.clock() if isinstance(self.persister, SupportsClock) else None
 
     @property
     def store(self) -> TimeoutPersister:
-        """What `endpoint.delayed` looks into: the persister, where it is a SupportsManagement."""
+        """The persister; `endpoint.delayed` uses it if it implements SupportsManagement."""
         return self.persister
 
     @property
@@ -131,11 +143,11 @@ class TimeoutManagerDelivery:
         return satellite_queues(self.host.transport, self.host.endpoint_name)[1]
 
     def bind(self, host: DeliveryHost) -> None:
-        """Belong to that endpoint. Raises ConfigurationError for another one's delivery, or a name too long."""
+        """Attach to an endpoint. Raises ConfigurationError if attached to another one, or if its name is too long."""
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this TimeoutManagerDelivery belongs to endpoint {self._host.endpoint_name!r}; "
-                f"give endpoint {host.endpoint_name!r} one of its own"
+                f"create another one for endpoint {host.endpoint_name!r}"
             )
         self._host = host
         if len(self.dispatcher_queue) > MAXIMUM_DESTINATION_LENGTH:
@@ -145,23 +157,23 @@ class TimeoutManagerDelivery:
             )
 
     async def setup_infrastructure(self) -> None:
-        """Create the two queues, and the storage where the persister can."""
+        """Create the two queues, and the storage if the persister supports it."""
         await self.host.transport.setup_infrastructure([self.timeouts_queue, self.dispatcher_queue])
         if isinstance(self.persister, SupportsSetup):
             await self.persister.setup_infrastructure(self.host.endpoint_name)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the statements that grant what the persister's user lacks, as `SupportsRightsCheck` says."""
+        """Return the GRANT statements that the persister's user needs; see `SupportsRightsCheck`."""
         if not isinstance(self.persister, SupportsRightsCheck):
             return ()
         return await self.persister.missing_rights(endpoint_name, takes=takes and self.polling)
 
     def set_up_later(self) -> None:
-        """Set up once the storage is there: the endpoint starts without it."""
+        """Set up as soon as the storage is reachable; the endpoint starts before."""
         self._set_up_later = True
 
     async def start(self) -> None:
-        """Open the storage and begin; one that cannot be reached is waited for, and messages with it."""
+        """Open the storage and start polling; if the storage is unreachable, retry in the background."""
         self._stopping = asyncio.Event()
         self._started = True
         if not self.polling:
@@ -175,7 +187,7 @@ class TimeoutManagerDelivery:
             )
 
     async def stop(self) -> None:
-        """Finish what is in flight, then close the storage."""
+        """Finish messages in flight, then close the storage."""
         self._stopping.set()
         if self._beginning is not None:
             self._beginning.cancel()
@@ -194,13 +206,13 @@ class TimeoutManagerDelivery:
         self._started = False
 
     async def enlist(self, external: ExternalTransaction) -> Transaction:
-        """Return the external transaction as one that deferring, which is a send, can take part in."""
+        """Return the external transaction as one that `defer` can take part in."""
         return await enlisted(self.host.transport, external)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
-        """Send the operation to the timeouts queue; what is due already goes straight to its destination.
+        """Send the operation to the timeouts queue, or straight to its destination if it is due.
 
-        Raises InvalidMessage for a message that may expire: nobody would know while it waits.
+        Raises InvalidMessage for a message with a time to be received, which could expire unnoticed.
         """
         if not self._started:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
@@ -209,11 +221,11 @@ class TimeoutManagerDelivery:
         await send(self.host.transport, operation, transaction)
 
     async def clear_timeouts(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> None:
-        """Have every timeout deleted that carries this id in its `NServiceBus.SagaId` header."""
+        """Delete every timeout whose `NServiceBus.SagaId` header is `saga_id`."""
         await send(self.host.transport, to_clear(saga_id, self.host.clock.now(), self.timeouts_queue), transaction)
 
     async def _begin_later(self, error: Exception, fetching: RepeatedFailuresOverTime) -> None:
-        """Try again each second, as a poller does whose storage is out of reach."""
+        """Retry each second, as a poller does whose storage is unreachable."""
         try:
             while True:
                 text = "Failed to fetch timeouts from the timeout storage: %s"
@@ -246,15 +258,15 @@ class TimeoutManagerDelivery:
             self._closers.append(self.persister.on_stored(stored))
         satellites: list[RunningSatellite] = []
         try:
-            for one in self._new_satellites(stored):
-                satellites.append(await host.satellite(host, one))  # noqa: PERF401 - each is to be stopped
+            for satellite in self._new_satellites(stored):
+                satellites.append(await host.satellite(host, satellite))  # noqa: PERF401 - a failure stops the started
         except BaseException:
             await asyncio.gather(*(satellite.stop() for satellite in satellites))
             raise
         self._satellites, self._poller = satellites, poller
         poller.start()
-        for satellite in self._satellites:
-            satellite.start()
+        for running in self._satellites:
+            running.start()
 
     def _new_satellites(self, stored: Callable[[datetime], None]) -> list[Satellite]:
         host, mode = self.host, strongest_mode(self.host.transport, self)
@@ -264,7 +276,7 @@ class TimeoutManagerDelivery:
             breaker=self._breaker("TimeoutStorage", "Failed to store timeouts"),
             stored=stored,
             stopping=self._stopping,
-            holds=self.concurrency // 2,
+            waits=self.concurrency // 2,
         )
         dispatching = DispatchingSatellite(host, self.persister, scope_of(self.persister, host.transport))
         return [
@@ -272,14 +284,16 @@ class TimeoutManagerDelivery:
             Satellite(self.dispatcher_queue, dispatching, mode, self.concurrency),
         ]
 
-    def _expired(self) -> DirectTimeouts | ExpiredTimeouts:
-        """Return what expires: sent by the poller itself where one transaction can hold all of it."""
+    def _expired(self) -> DirectTimeoutStore | TimeoutRequestStore:
+        """Return the store to poll: direct if one transaction can cover queues and timeouts."""
         persister, queue, clock = self.persister, self.dispatcher_queue, self.host.clock
         if scope_of(persister, self.host.transport).shared and isinstance(persister, SupportsTimeoutLocks):
-            return DirectTimeouts(persister, queue, clock)
-        return ExpiredTimeouts(persister, queue, clock)
+            return DirectTimeoutStore(persister, queue, clock)
+        return TimeoutRequestStore(persister, queue, clock)
 
-    def _new_poller(self, expired: DirectTimeouts | ExpiredTimeouts, fetching: RepeatedFailuresOverTime) -> Poller:
+    def _new_poller(
+        self, expired: DirectTimeoutStore | TimeoutRequestStore, fetching: RepeatedFailuresOverTime
+    ) -> Poller:
         host = self.host
         scope = scope_of(self.persister, host.transport)
         rate = FailureRate(
@@ -290,17 +304,19 @@ class TimeoutManagerDelivery:
         )
         self._closers.append(rate.close)
         recovery = Recovery(expired, host, number_of_retries=ATTEMPTS - 1, scope=scope, failure_rate=rate)
-        unnoticed = self.time_to_wait_before_triggering_critical_error / NOTICED_WITHIN
+        between_looks = self.time_to_wait_before_triggering_critical_error / LOOKS_BEFORE_CRITICAL_ERROR
         return Poller(
             expired,
             host,
             mover=Mover(expired, host.transport, scope=scope, recovery=recovery, batch_bytes=BATCH_BYTES),
-            forwarding=expired if isinstance(expired, DirectTimeouts) and expired.forwards_to(host.transport) else None,
+            forwarding=expired
+            if isinstance(expired, DirectTimeoutStore) and expired.forwards_to(host.transport)
+            else None,
             fetch_breaker=fetching,
             dispatch_breaker=self._breaker("TimeoutDispatch", "Failed to dispatch expired timeouts"),
             batch_size=self.batch_size,
             batch_bytes=BATCH_BYTES,
-            maximum_sleep=min(MAXIMUM_SLEEP, max(timedelta(seconds=1), min(unnoticed, LONGEST_UNNOTICED))),
+            maximum_sleep=min(MAXIMUM_SLEEP, max(timedelta(seconds=1), min(between_looks, MAXIMUM_TIME_BETWEEN_LOOKS))),
         )
 
     def _breaker(self, name: str, text: str) -> RepeatedFailuresOverTime:

@@ -1,4 +1,4 @@
-"""The reference timeout persister: every capability, in this process's memory, gone with it."""
+"""The reference timeout persister: every capability, in the memory of the process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class MemoryTimeoutPersister:
-    """Keeps timeouts in memory: for tests, tutorials and messages that may die with the process."""
+    """Timeout persister in memory, for tests, tutorials and messages that may be lost with the process."""
 
     def __init__(self) -> None:
         self._timeouts: dict[str, Timeout] = {}
-        self._holds: dict[str, datetime] = {}
+        self._leases: dict[str, datetime] = {}
         self._locked: set[str] = set()
 
     @property
@@ -31,7 +31,7 @@ class MemoryTimeoutPersister:
 
     @property
     def locks_rows(self) -> bool:
-        """True: a transaction locks only what it has looked at."""
+        """True: a transaction locks single timeouts."""
         return True
 
     def transaction(self) -> MemoryTransaction:
@@ -46,7 +46,7 @@ class MemoryTimeoutPersister:
             in_memory(transaction).on_commit(lambda: self._insert(timeout))
 
     async def peek(self, timeout_id: str, transaction: Transaction | None = None) -> Timeout | None:
-        """Return the timeout; one that another transaction has is gone."""
+        """Return the timeout; None if another transaction has locked it."""
         timeout = self._timeouts.get(timeout_id)
         if timeout is None or transaction is None:
             return timeout
@@ -75,23 +75,25 @@ class MemoryTimeoutPersister:
         return len(ids)
 
     async def next_chunk(
-        self, at: datetime, limit: int, *, hold_until: datetime, transaction: Transaction | None = None
+        self, at: datetime, limit: int, *, lease_until: datetime, transaction: Transaction | None = None
     ) -> TimeoutsChunk:
-        """Hold what is due and free."""
-        self._holds = {held: until for held, until in self._holds.items() if until > at}
-        free = sorted((timeout.due, timeout.id) for timeout in self._timeouts.values() if timeout.id not in self._holds)
+        """Lease due timeouts."""
+        self._leases = {key: until for key, until in self._leases.items() if until > at}
+        free = sorted(
+            (timeout.due, timeout.id) for timeout in self._timeouts.values() if timeout.id not in self._leases
+        )
         due = [DueTimeout(timeout_id, when) for when, timeout_id in free[:limit] if when <= at]
         ids = [one.id for one in due]
         if transaction is not None:
             in_memory(transaction).on_rollback(lambda: self._free(ids))
-        self._holds |= dict.fromkeys(ids, hold_until)
-        times = [*self._holds.values(), *(when for when, _ in free[len(due) :])]
+        self._leases |= dict.fromkeys(ids, lease_until)
+        times = [*self._leases.values(), *(when for when, _ in free[len(due) :])]
         return TimeoutsChunk(due, min(times, default=None))
 
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
-        """Lock what is due and free; what another transaction has is passed over."""
-        self._holds = {held: until for held, until in self._holds.items() if until > at}
-        free = sorted((one.due, one.id) for one in self._timeouts.values() if one.id not in self._holds)
+        """Lock due timeouts; skips timeouts locked by other transactions."""
+        self._leases = {key: until for key, until in self._leases.items() if until > at}
+        free = sorted((one.due, one.id) for one in self._timeouts.values() if one.id not in self._leases)
         due: list[Timeout] = []
         for when, timeout_id in free:
             timeout = self._timeouts[timeout_id]
@@ -103,7 +105,7 @@ class MemoryTimeoutPersister:
         ids = {timeout.id for timeout in due}
         self._locked |= ids
         transaction.after_end(lambda: self._locked.difference_update(ids))
-        times = [*self._holds.values(), *(when for when, timeout_id in free if timeout_id not in ids)]
+        times = [*self._leases.values(), *(when for when, timeout_id in free if timeout_id not in ids)]
         return LockedTimeouts(due, min(times, default=None))
 
     async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
@@ -111,14 +113,14 @@ class MemoryTimeoutPersister:
         in_memory(transaction).on_commit(lambda: self._delete(ids))
         return sum(timeout_id in self._timeouts for timeout_id in ids)
 
-    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
-        """Hold timeouts that are locked."""
-        held = dict.fromkeys(ids, until)
-        in_memory(transaction).on_commit(lambda: self._holds.update(held))
+    async def lease_locked(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        """Lease locked timeouts."""
+        leased = dict.fromkeys(ids, until)
+        in_memory(transaction).on_commit(lambda: self._leases.update(leased))
 
-    async def hold(self, ids: Sequence[str], until: datetime) -> None:
-        """Hold until then what is held."""
-        self._holds |= {timeout_id: until for timeout_id in ids if timeout_id in self._holds}
+    async def lease(self, ids: Sequence[str], until: datetime) -> None:
+        """Change the end of existing leases."""
+        self._leases |= {timeout_id: until for timeout_id in ids if timeout_id in self._leases}
 
     async def count(self) -> TimeoutCount:
         """Return how many timeouts wait."""
@@ -130,7 +132,7 @@ class MemoryTimeoutPersister:
 
     def _free(self, ids: Sequence[str]) -> None:
         for timeout_id in ids:
-            self._holds.pop(timeout_id, None)
+            self._leases.pop(timeout_id, None)
 
     def _delete(self, ids: Sequence[str]) -> None:
         for timeout_id in ids:

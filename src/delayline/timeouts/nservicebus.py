@@ -1,4 +1,7 @@
-"""The tables of NServiceBus' SQL persistence (reference 3.1), so that a .NET endpoint's can be taken over as it is."""
+"""The timeout tables of NServiceBus' SQL persistence, so that a .NET endpoint's table can be used as it is.
+
+See https://docs.particular.net/persistence/sql/.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +29,23 @@ MAXIMUM_VERSION_LENGTH: Final = 23
 
 
 class MariadbJson(mysql.LONGTEXT):
-    """What MariaDB makes of JSON: a text."""
+    """JSON on MariaDB, where it is an alias of LONGTEXT."""
 
     __visit_name__ = "JSON"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one product keeps timeouts."""
+    """Column types of the timeout table on one product."""
 
     key: TypeEngine[Any]
     destination: TypeEngine[str]
     time: TypeEngine[Any]
     headers: TypeEngine[Any]
     nullable: bool = False
-    """Whether headers and version may be NULL."""
+    """Whether Headers and PersistenceVersion may be NULL."""
     of_table: bool = False
-    """Whether the names of indexes begin with the table's."""
+    """Whether index names begin with the table's name."""
 
 
 def _in_mysql(headers: TypeEngine[Any]) -> Shape:
@@ -62,12 +65,12 @@ _SHAPES: Final[dict[str, Shape]] = {
 
 
 def table_prefix(endpoint_name: str) -> str:
-    """Return what the names of an endpoint's tables begin with, as NServiceBus makes it."""
+    """Return the prefix of an endpoint's table names, as NServiceBus forms it."""
     return f"{endpoint_name.replace('.', '_')}_"
 
 
 def timeout_table(prefix: str, schema: str | None, dialect: Dialect) -> Table:
-    """Return an endpoint's table of timeouts. Raises ConfigurationError for a name too long."""
+    """Return the timeout table with this prefix. Raises ConfigurationError for a name that is too long."""
     shape = _SHAPES[dialect.sql.name]
     name = f"{prefix}TimeoutData"
     saga_index, time_index = ("Index_SagaId", "Index_Time")
@@ -92,22 +95,22 @@ def timeout_table(prefix: str, schema: str | None, dialect: Dialect) -> Table:
 
 
 class TimeoutTimes:
-    """How the Time column of one product keeps due times: without a zone, in UTC."""
+    """Converts due times from and to the Time column of one product: UTC without a time zone."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._rounded = _ROUNDED.get(dialect.sql.name)
 
-    def kept(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
-        """Return what the column keeps: never earlier than `due`."""
+    def kept(self, due: datetime) -> Any:  # noqa: ANN401 - a value of the driver
+        """Return the column's value for `due`, rounded up to its precision."""
         return self._dialect.to_due(due) if self._rounded is None else self._rounded(due.astimezone(UTC))
 
-    def until(self, at: datetime) -> Any:  # noqa: ANN401 - as above
-        """Return what due times are compared with: nothing due after `at` is not after it."""
+    def until(self, at: datetime) -> Any:  # noqa: ANN401 - a value of the driver
+        """Return the value to compare due times with: no timeout due after `at` compares as due."""
         return self._dialect.to_until(at) if self._rounded is None else at.astimezone(UTC).replace(tzinfo=None)
 
-    def read(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
-        """Return the due time that the column keeps."""
+    def read(self, kept: Any) -> datetime:  # noqa: ANN401 - a value of the driver
+        """Return the due time of a column's value."""
         return kept.replace(tzinfo=UTC) if isinstance(kept, datetime) else self._dialect.from_due(kept)
 
 
@@ -116,7 +119,7 @@ def _whole_seconds(due: datetime) -> datetime:
     return down + ONE_SECOND if due.microsecond else down
 
 
-#: Where the column is another one than that of a delayed message store.
+#: Products whose Time column has another type than the Due column of a delayed message store.
 _ROUNDED: Final[dict[str, Callable[[datetime], datetime]]] = {
     "postgresql": lambda due: due.replace(tzinfo=None),
     "mysql": _whole_seconds,

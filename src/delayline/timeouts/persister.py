@@ -1,6 +1,6 @@
-"""Where a timeout manager keeps timeouts: one small protocol for IPersistTimeouts and IQueryTimeouts (reference 2.6).
+"""Protocol of the storage of a timeout manager: NServiceBus' IPersistTimeouts and IQueryTimeouts in one.
 
-Capabilities are those of a delayed message store: SupportsSetup, SupportsTransactions, SupportsClock; and the two here.
+A persister may also implement the capabilities here, and a store's SupportsSetup, SupportsTransactions, SupportsClock.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.transaction import Transaction
 
-#: What stands for no saga.
+#: The saga id of a timeout that no saga requested.
 NO_SAGA: Final = uuid.UUID(int=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """A message that waits in a timeout manager."""
+    """A message stored in a timeout manager."""
 
     id: str
     message: Message
     destination: str | None
-    """The queue it goes to; None where the sender named none."""
+    """The queue to send the message to; None if the sender named none."""
     due: datetime
     saga_id: uuid.UUID = NO_SAGA
-    """Which saga asked for it; it can be cleared by that."""
+    """The saga that requested it; `remove_by_saga` deletes all of a saga's timeouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,23 @@ class DueTimeout:
 
 @dataclass(frozen=True, slots=True)
 class TimeoutsChunk:
-    """What a look at the storage found."""
+    """Expired timeouts, and when to look again."""
 
     due: Sequence[DueTimeout]
-    """Those that were due and free, earliest first; they are held from now on."""
+    """Due timeouts without a lease, earliest first; `next_chunk` has leased them."""
     next_due: datetime | None
-    """When to look again: the earliest due time of what else is free, or the end of the earliest hold; None for never.
-    """
+    """When to look again: the next due time of the other timeouts, or the end of the earliest lease; None for never."""
 
 
 class TimeoutPersister(Protocol):
-    """Keeps timeouts of one endpoint. Called from one event loop; calls may overlap.
+    """Storage for the timeouts of one endpoint. Called from one event loop; calls may overlap.
 
-    Whoever changes something in a transaction locks it until the transaction ends. Every method may raise
-    BackendUnavailable for a fault that may pass.
+    A change in a transaction locks the timeout until the transaction ends. Every method may raise BackendUnavailable
+    for a transient fault.
     """
 
     async def add(self, timeout: Timeout, transaction: Transaction | None = None) -> None:
-        """Keep the timeout, durably on return or at the commit. Idempotent by its id."""
+        """Store the timeout, durably on return or at the commit. Idempotent by its id."""
         ...
 
     async def peek(self, timeout_id: str, transaction: Transaction | None = None) -> Timeout | None:
@@ -68,7 +67,7 @@ class TimeoutPersister(Protocol):
         ...
 
     async def remove(self, timeout_id: str, transaction: Transaction | None = None) -> bool:
-        """Delete the timeout and its hold; False when it was gone already."""
+        """Delete the timeout and its lease; False if it was gone already."""
         ...
 
     async def remove_by_saga(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> int:
@@ -76,25 +75,32 @@ class TimeoutPersister(Protocol):
         ...
 
     async def next_chunk(
-        self, at: datetime, limit: int, *, hold_until: datetime, transaction: Transaction | None = None
+        self, at: datetime, limit: int, *, lease_until: datetime, transaction: Transaction | None = None
     ) -> TimeoutsChunk:
-        """Hold up to `limit` timeouts due not after `at` until `hold_until`, so that nobody else gets them meanwhile.
+        """Lease up to `limit` timeouts due at or before `at`, so that no other process returns them meanwhile.
 
-        Looks at everything that is due, however late it was stored. With a limit of 0 nothing is changed.
+        Args:
+            at: The present time; the lease of a timeout that ended by then is ignored.
+            limit: The most timeouts to lease; 0 changes nothing and returns only the next due time.
+            lease_until: The end of the leases.
+            transaction: The leases begin with its commit.
+
+        Returns:
+            The leased timeouts, also those stored after their due time, and when to look again.
         """
         ...
 
-    async def hold(self, ids: Sequence[str], until: datetime) -> None:
-        """Hold those of the timeouts that are held until then instead; a time that has passed sets them free."""
+    async def lease(self, ids: Sequence[str], until: datetime) -> None:
+        """Change the end of the timeouts' leases; a past time ends them. Ignores timeouts without a lease."""
         ...
 
 
 @runtime_checkable
 class SupportsOpen(Protocol):
-    """Capability: the persister has connections or files, and has to learn whose timeouts it keeps."""
+    """Capability: the persister has connections or files, opened for one endpoint."""
 
     async def open(self, endpoint_name: str) -> None:
-        """Connect. Raises BackendUnavailable, having undone what it did, or BackendUnusable."""
+        """Connect. Raises BackendUnavailable or BackendUnusable, with nothing left open."""
         ...
 
     async def close(self) -> None:
@@ -104,7 +110,7 @@ class SupportsOpen(Protocol):
 
 @runtime_checkable
 class SupportsTake(Protocol):
-    """Capability: `peek` and `remove` in one step, for a transaction that dispatches in between or after."""
+    """Capability: `peek` and `remove` in one step of a transaction."""
 
     async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
         """Delete the timeout and return it; None when it is gone."""
@@ -113,37 +119,37 @@ class SupportsTake(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LockedTimeouts:
-    """What a transaction has locked."""
+    """Expired timeouts that a transaction has locked, and when to look again."""
 
     due: Sequence[Timeout]
-    """Those that are due and nobody's, earliest first."""
+    """The locked timeouts, earliest due first."""
     next_due: datetime | None
-    """When to look again, as in TimeoutsChunk; locked ones of others count."""
+    """When to look again, as in TimeoutsChunk; includes timeouts that other transactions have locked."""
 
 
 @runtime_checkable
 class SupportsTimeoutLocks(Protocol):
-    """Capability: a transaction that sends expired timeouts, many at once, locks, removes or keeps them."""
+    """Capability: one transaction can lock, remove and lease many timeouts."""
 
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
-        """Lock up to `limit` timeouts due not after `at`; those that others hold or have locked are passed over.
+        """Lock up to `limit` timeouts due at or before `at`; skips leased timeouts and those locked by others.
 
-        Stops before headers and bodies exceed `max_bytes` together, but gives at least one that is due.
+        Stops before headers and bodies exceed `max_bytes` together, but returns at least one due timeout.
         """
         ...
 
     async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
-        """Delete timeouts that the transaction has locked and return how many there were."""
+        """Delete timeouts that the transaction has locked; return their number."""
         ...
 
-    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
-        """Hold timeouts that the transaction has locked until then."""
+    async def lease_locked(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        """Lease timeouts that the transaction has locked until `until`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TimeoutCount:
-    """How many timeouts wait, and when the first and the last of them are due."""
+    """The number of stored timeouts, and the due times of the first and the last."""
 
     number: int
     first: datetime | None
@@ -152,8 +158,8 @@ class TimeoutCount:
 
 @runtime_checkable
 class SupportsCount(Protocol):
-    """Capability: people can see what waits."""
+    """Capability: the persister can count its timeouts."""
 
     async def count(self) -> TimeoutCount:
-        """Return how many timeouts wait, held ones included."""
+        """Count the stored timeouts, leased ones included."""
         ...

@@ -1,4 +1,4 @@
-"""The way to a timeout manager: the own one, or another endpoint's, which then keeps the messages (reference 2.7)."""
+"""Routing to a timeout manager: this endpoint's or another's."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def to_timeouts_queue(message: Message, destination: str, due: datetime, queue: str) -> TransportOperation:
-    """Return the message on its way to a timeout manager's queue.
+    """Return the operation that sends the message to a timeout manager's queue.
 
-    Raises InvalidMessage for a message that may expire: nobody would know while it waits.
+    Raises InvalidMessage for a message with a time to be received, which could expire unnoticed.
     """
     if Headers.TIME_TO_BE_RECEIVED in message.headers:
         raise InvalidMessage(
@@ -36,13 +36,13 @@ def to_timeouts_queue(message: Message, destination: str, due: datetime, queue: 
 
 
 def to_clear(saga_id: uuid.UUID, now: datetime, queue: str) -> TransportOperation:
-    """Return the request to delete a saga's timeouts."""
+    """Return the operation that requests deletion of a saga's timeouts."""
     headers = {TimeoutHeaders.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TimeoutHeaders.TRUE}
     return TransportOperation(control_message(now, headers), queue)
 
 
 async def send(transport: Transport, operation: TransportOperation, transaction: Transaction | None) -> None:
-    """Send one message; a failure of its own is raised as it is."""
+    """Send one message. Raises its own error instead of DispatchFailed."""
     try:
         await transport.dispatch([operation], transaction)
     except DispatchFailed as failed:
@@ -59,15 +59,19 @@ async def enlisted(transport: Transport, external: ExternalTransaction) -> Trans
 
 
 class ExternalTimeoutManager:
-    """Delayed delivery by the timeout manager of another endpoint: `UseExternalTimeoutManager` of NServiceBus.
+    """Delayed delivery by the timeout manager of another endpoint, as `UseExternalTimeoutManager` of NServiceBus.
 
-    address: the queue that it takes timeouts from, such as `billing.Timeouts`.
+    Args:
+        address: The other timeout manager's input queue, such as `billing.Timeouts`; 1 to 200 characters.
+
+    Raises:
+        ConfigurationError: The address is empty or too long.
     """
 
     def __init__(self, address: str) -> None:
         if not isinstance(address, str) or not 0 < len(address) <= MAXIMUM_DESTINATION_LENGTH:
             raise ConfigurationError(
-                f"address must be a queue's name of 1 to {MAXIMUM_DESTINATION_LENGTH} characters, not {address!r}"
+                f"address must be a queue name of 1 to {MAXIMUM_DESTINATION_LENGTH} characters, not {address!r}"
             )
         self.address = address
         self._host: DeliveryHost | None = None
@@ -75,40 +79,40 @@ class ExternalTimeoutManager:
 
     @property
     def transaction_domain(self) -> None:
-        """None: what becomes of a message there is not in this endpoint's hands."""
+        """None: the other endpoint stores and dispatches the messages."""
 
     @property
     def clock(self) -> None:
-        """None: due times are this machine's."""
+        """None: due times are measured on this machine's clock."""
 
     def bind(self, host: DeliveryHost) -> None:
-        """Belong to that endpoint. Raises ConfigurationError for another one's delivery."""
+        """Attach to an endpoint. Raises ConfigurationError if attached to another one."""
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this ExternalTimeoutManager belongs to endpoint {self._host.endpoint_name!r}; "
-                f"give endpoint {host.endpoint_name!r} one of its own"
+                f"create another one for endpoint {host.endpoint_name!r}"
             )
         self._host = host
 
     async def setup_infrastructure(self) -> None:
-        """Create nothing: the queue belongs to somebody else."""
+        """No-op: the queue belongs to the other endpoint."""
 
     async def start(self) -> None:
-        """Be ready."""
+        """Accept messages."""
         self._started = True
 
     async def stop(self) -> None:
-        """Defer no more."""
+        """Accept no more messages."""
         self._started = False
 
     async def enlist(self, external: ExternalTransaction) -> Transaction:
-        """Return the external transaction as one that deferring can take part in."""
+        """Return the external transaction as one that `defer` can take part in."""
         return await enlisted(self._bound.transport, external)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
-        """Send the operation to the timeout manager; what is due already goes straight to its destination.
+        """Send the operation to the timeout manager, or straight to its destination if it is due.
 
-        Raises QueueNotFound where its queue is not there, and InvalidMessage for a message that may expire.
+        Raises QueueNotFound if its queue does not exist, and InvalidMessage for a message with a time to be received.
         """
         if not self._started:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
@@ -117,7 +121,7 @@ class ExternalTimeoutManager:
         await send(self._bound.transport, operation, transaction)
 
     async def clear_timeouts(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> None:
-        """Have every timeout deleted that carries this id in its `NServiceBus.SagaId` header."""
+        """Delete every timeout whose `NServiceBus.SagaId` header is `saga_id`."""
         await send(self._bound.transport, to_clear(saga_id, self._bound.clock.now(), self.address), transaction)
 
     @property

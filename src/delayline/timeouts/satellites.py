@@ -1,4 +1,4 @@
-"""The two satellites of the timeout manager: one stores timeouts, one dispatches those that have expired."""
+"""The two satellites of the timeout manager: one stores timeouts, the other dispatches expired ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delayline.events import Event, emit
 from delayline.message import DelayedMessage, Headers, TimeoutHeaders, from_wire_time, id_from, to_wire_time
 from delayline.recoverability import error_operations
 from delayline.timeouts.persister import NO_SAGA, SupportsTake, Timeout
-from delayline.timeouts.poll import as_sent, timeout_of
+from delayline.timeouts.poll import outgoing_message, requested_timeout
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -32,36 +32,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What is due within this is not stored (reference 2.3).
-AT_ONCE: Final = timedelta(seconds=1)
-#: A timeout that cannot be dispatched is in the hands of whoever has its request, in the error queue by and by.
-GIVEN_UP_FOR: Final = timedelta(days=1)
+#: A timeout due within this time is not stored: its message waits in memory and is sent when due, as in NServiceBus
+#: (https://docs.particular.net/nservicebus/messaging/timeout-manager).
+WITHOUT_STORAGE: Final = timedelta(seconds=1)
+#: How long the poller skips a timeout whose dispatch failed: its request is retried, and ends in the error queue.
+FAILED_LEASE: Final = timedelta(days=1)
 TIMEOUTS: Final = uuid.UUID("0d4cf1c0-6f0e-4a57-9c5b-3d3f4b3f7b5c")
 
 
 class Forwarder:
-    """Sends a message to where it goes; one that nobody can send goes to the error queue, without further attempts."""
+    """Sends messages to their destinations; one that cannot be sent goes to the error queue at once."""
 
     def __init__(self, host: DeliveryHost) -> None:
         self._host = host
 
     async def forward(self, message: Message, destination: str | None, transaction: Transaction | None) -> None:
-        """Send the message, in the transaction where given. Raises BackendUnavailable or what the transport says."""
+        """Send the message, in the transaction if there is one. Raises BackendUnavailable or the transport's error."""
         if not destination:
-            nowhere = InvalidMessage(
+            no_destination = InvalidMessage(
                 f"message {message.id!r} names no destination: set the header {TimeoutHeaders.DESTINATION}"
             )
-            await self.give_up(message, destination, nowhere, transaction)
+            await self.move_to_errors(message, destination, no_destination, transaction)
             return
         try:
             await self._send(TransportOperation(message, destination), transaction)
         except (QueueNotFound, InvalidMessage) as error:
-            await self.give_up(message, destination, error, transaction)
+            await self.move_to_errors(message, destination, error, transaction)
 
-    async def give_up(
+    async def move_to_errors(
         self, message: Message, destination: str | None, error: Exception, transaction: Transaction | None
     ) -> None:
-        """Send the message to the error queue; a retry from there sends it to its destination."""
+        """Send the message to the error queue; retried from there it goes to its destination."""
         host = self._host
         forms = error_operations(
             message,
@@ -101,7 +102,7 @@ class Forwarder:
 
 
 class StoringSatellite:
-    """Takes messages off `{endpoint}.Timeouts` and stores them, or, almost due, lets them go when they are."""
+    """Stores the messages of `{endpoint}.Timeouts`; forwards them when they are due or nearly so."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class StoringSatellite:
         breaker: RepeatedFailuresOverTime,
         stored: Callable[[datetime], None],
         stopping: asyncio.Event,
-        holds: int,
+        waits: int,
     ) -> None:
         self._host = host
         self._persister = persister
@@ -119,23 +120,23 @@ class StoringSatellite:
         self._breaker = breaker
         self._stored = stored
         self._stopping = stopping
-        self._free_holds = holds
+        self._free_waits = waits
 
     async def prepare(self, message: Message, attempt: int) -> None:
-        """Wait for what is due within a second, where there is room: nothing leaves early."""
+        """Wait until a message due within a second is due, if a slot for waiting is free."""
         del attempt
-        if TimeoutHeaders.CLEAR in message.headers or not self._free_holds:
+        if TimeoutHeaders.CLEAR in message.headers or not self._free_waits:
             return
         due, clock = due_of(message), self._host.clock
-        self._free_holds -= 1
+        self._free_waits -= 1
         try:
-            while not self._stopping.is_set() and timedelta(0) < (left := due - clock.now()) <= AT_ONCE:
+            while not self._stopping.is_set() and timedelta(0) < (left := due - clock.now()) <= WITHOUT_STORAGE:
                 await first_of(self._stopping.wait(), clock.sleep(left.total_seconds()))
         finally:
-            self._free_holds += 1
+            self._free_waits += 1
 
     async def work(self, message: Message, transaction: Transaction | None) -> None:
-        """Clear a saga's timeouts, forward what is due, store what is not."""
+        """Store the message, forward it if it is due, or clear a saga's timeouts."""
         saga_id = _saga_of(message)
         if TimeoutHeaders.CLEAR in message.headers:
             await self._clear(saga_id, transaction)
@@ -147,28 +148,28 @@ class StoringSatellite:
             return
         kept = message.with_headers({Headers.MESSAGE_ID: message.id})
         timeout = Timeout(_id_of(message, destination, due), kept, destination, due, saga_id)
-        with self._watched():
+        with self._counting_outages():
             await self._persister.add(timeout, transaction)
         self._breaker.success()
         if transaction is None:
-            self._note_stored(timeout)
+            self._log_stored(timeout)
         else:
-            transaction.after_commit(lambda: self._note_stored(timeout))
+            transaction.after_commit(lambda: self._log_stored(timeout))
 
     async def _clear(self, saga_id: uuid.UUID, transaction: Transaction | None) -> None:
         if saga_id == NO_SAGA:
             raise InvalidMessage("Invalid saga id specified, clear timeouts is only supported for saga instances")
-        with self._watched():
+        with self._counting_outages():
             await self._persister.remove_by_saga(saga_id, transaction)
 
-    def _note_stored(self, timeout: Timeout) -> None:
+    def _log_stored(self, timeout: Timeout) -> None:
         delayed = DelayedMessage(timeout.message, timeout.destination or "", timeout.due)
         emit(logger, logging.DEBUG, Event.STORED, "stored %s due %s", timeout.id, timeout.due, messages=(delayed,))
         self._stored(timeout.due)
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Count an outage towards the critical error; the message waits on its queue meanwhile."""
+    def _counting_outages(self) -> Iterator[None]:
+        """Count an outage towards the critical error; the message stays in its queue meanwhile."""
         try:
             yield
         except BackendUnavailable as error:
@@ -177,7 +178,7 @@ class StoringSatellite:
 
 
 class DispatchingSatellite:
-    """Takes requests off `{endpoint}.TimeoutsDispatcher` and sends the timeouts that they ask for."""
+    """Sends the timeouts that the messages of `{endpoint}.TimeoutsDispatcher` request."""
 
     def __init__(self, host: DeliveryHost, persister: TimeoutPersister, scope: BatchScope) -> None:
         self._host = host
@@ -186,16 +187,16 @@ class DispatchingSatellite:
         self._forwarder = Forwarder(host)
 
     async def prepare(self, message: Message, attempt: int) -> None:
-        """Keep a timeout that has failed out of the poller's way: one request is in somebody's hands already."""
-        if attempt > 1 and (timeout_id := timeout_of(message)) is not None:
-            await self._persister.hold([timeout_id], self._host.clock.now() + GIVEN_UP_FOR)
+        """Prolong the lease of a timeout whose dispatch failed, so that the poller does not request it again."""
+        if attempt > 1 and (timeout_id := requested_timeout(message)) is not None:
+            await self._persister.lease([timeout_id], self._host.clock.now() + FAILED_LEASE)
 
     async def work(self, message: Message, transaction: Transaction | None) -> None:
-        """Forward the timeout, then remove it, in one transaction where there is one; nothing if it is gone."""
-        timeout_id = timeout_of(message)
+        """Forward the timeout, then remove it, in one transaction where possible. No-op if it is gone."""
+        timeout_id = requested_timeout(message)
         if timeout_id is None:
             raise InvalidMessage(
-                f"message {message.id!r} has no header {TimeoutHeaders.TIMEOUT_ID}: it asks for nothing"
+                f"message {message.id!r} has no header {TimeoutHeaders.TIMEOUT_ID}: it requests no timeout"
             )
         async with self._locking(transaction) as locking:
             if locking is not None and isinstance(self._persister, SupportsTake):
@@ -224,9 +225,9 @@ class DispatchingSatellite:
 
     async def _forward(self, timeout: Timeout, transaction: Transaction | None) -> None:
         try:
-            message = as_sent(timeout, self._host.clock.now())
+            message = outgoing_message(timeout, self._host.clock.now())
         except CorruptHeaders as error:
-            await self._forwarder.give_up(timeout.message, timeout.destination, error, transaction)
+            await self._forwarder.move_to_errors(timeout.message, timeout.destination, error, transaction)
             return
         await self._forwarder.forward(message, timeout.destination, transaction)
 
@@ -250,10 +251,10 @@ def _saga_of(message: Message) -> uuid.UUID:
         return uuid.UUID(text)
     except ValueError as error:
         raise InvalidMessage(
-            f"message {message.id!r} has the header {TimeoutHeaders.SAGA_ID} = {text!r}, which is no GUID"
+            f"message {message.id!r} has the header {TimeoutHeaders.SAGA_ID} = {text!r}, not a GUID"
         ) from error
 
 
 def _id_of(message: Message, destination: str | None, due: datetime) -> str:
-    """Return the same id each time a message is stored: a redelivery changes nothing."""
+    """Return an id that is the same for a redelivered message, so that storing it again changes nothing."""
     return id_from(TIMEOUTS, f"{message.id}\n{destination}\n{to_wire_time(due)}")

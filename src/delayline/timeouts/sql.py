@@ -1,4 +1,4 @@
-"""The timeout persister on SQL: the table of NServiceBus' SQL persistence, and beside it who holds what."""
+"""The timeout persister on SQL: the table of NServiceBus' SQL persistence, and the leases of its timeouts."""
 
 from __future__ import annotations
 
@@ -42,13 +42,18 @@ logger = logging.getLogger(__name__)
 
 
 class SqlTimeoutPersister(StorePart):
-    """Keeps timeouts in the table of NServiceBus' SQL persistence, which a .NET endpoint may have left or share.
+    """Timeout persister in the table of NServiceBus' SQL persistence, which a .NET endpoint may have left or share.
 
-    table_prefix: what the table's name begins with; the endpoint's with `_` for `.` and at the end when left out.
-    schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
-    two_phase: makes transactions with a transport in another database one; this one prepares them.
-    server_timeout: seconds to wait for an answer of the server, above 0 and up to 3600; 15 when left out. Also a
-        parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+    Args:
+        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`.
+        table_prefix: Prefix of the table's name; by default the endpoint's name with `_` for `.`, and a `_` at the end.
+        schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
+        two_phase: Coordinates transactions with a transport in another database; this database prepares them.
+        server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
+            parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+
+    Raises:
+        ConfigurationError: The URL or another argument is invalid.
     """
 
     def __init__(
@@ -62,17 +67,17 @@ class SqlTimeoutPersister(StorePart):
     ) -> None:
         super().__init__(url, schema, two_phase, server_timeout)
         if table_prefix is not None and not table_prefix:
-            raise ConfigurationError("table_prefix='' would be every endpoint's: leave it out, or name one")
+            raise ConfigurationError("table_prefix='' would be shared by all endpoints: leave it out, or give a prefix")
         self._prefix = table_prefix
         self._open: TimeoutStatements | None = None
         self._take_part()
 
     def table_of(self, endpoint_name: str) -> str:
-        """Return the name of the endpoint's table. Raises ConfigurationError for one too long."""
+        """Return the name of the endpoint's table. Raises ConfigurationError if it is too long."""
         return str(self._table(endpoint_name).name)
 
     async def has_table(self, endpoint_name: str) -> bool:
-        """Tell whether the endpoint's table is there; the persister need not be open, and nothing is changed."""
+        """Return whether the endpoint's table exists. Works before `open`, and changes nothing."""
         table = self._table(endpoint_name)
         return await self._database.look(
             lambda connection: inspect(connection).has_table(str(table.name), schema=table.schema)
@@ -80,7 +85,7 @@ class SqlTimeoutPersister(StorePart):
 
     @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
-        """Create what is missing; a table that .NET has made stays as it is. Raises as a store's does."""
+        """Create missing tables; a table made by .NET stays as it is. Raises as a store's `setup_infrastructure`."""
         table = self._table(endpoint_name)
         await self._open_database()
         try:
@@ -89,7 +94,7 @@ class SqlTimeoutPersister(StorePart):
             await self._close_database()
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
-        """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
+        """Return the SQL that `setup_infrastructure` would run, without running it. Raises the same errors."""
         others = self._others(self._table(endpoint_name))
         return await self._database.plan(
             lambda connection: setup.plan(connection, self._tables, *others),
@@ -97,14 +102,14 @@ class SqlTimeoutPersister(StorePart):
         )
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the GRANTs that give the user what it lacks, as `SupportsRightsCheck` says."""
+        """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         if not takes:
-            return ()  # who only routes to the manager's queue touches no table of it
+            return ()  # an endpoint that only sends to the timeouts queue uses no table
         needed = dict.fromkeys(self._others(self._table(endpoint_name)), EVERY_RIGHT)
         return await self._missing_rights(needed, takes=takes)
 
     async def open(self, endpoint_name: str) -> None:
-        """Open the database, check that the endpoint's table is there, and add what pollers take turns with."""
+        """Open the database, check the endpoint's table, and insert the row that pollers lock."""
         if self._open is not None:
             return
         table = self._table(endpoint_name)
@@ -147,7 +152,7 @@ class SqlTimeoutPersister(StorePart):
         return await self._database.write(partial(self._statements.take_one, timeout_id=timeout_id), transaction)
 
     async def remove(self, timeout_id: str, transaction: Transaction | None = None) -> bool:
-        """Delete the timeout and its hold."""
+        """Delete the timeout and its lease."""
         return await self._database.write(partial(self._statements.remove, timeout_id=timeout_id), transaction)
 
     async def remove_by_saga(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> int:
@@ -156,17 +161,17 @@ class SqlTimeoutPersister(StorePart):
         return await self._database.write(clear, transaction, one_statement=True)
 
     async def next_chunk(
-        self, at: datetime, limit: int, *, hold_until: datetime, transaction: Transaction | None = None
+        self, at: datetime, limit: int, *, lease_until: datetime, transaction: Transaction | None = None
     ) -> TimeoutsChunk:
-        """Hold what is due and free."""
+        """Lease due timeouts."""
         statements = self._statements
         if limit == 0:
             return await self._database.read(lambda connection: statements.look(connection, at, 0)[0])
-        take = partial(statements.take, at=at, limit=limit, hold_until=hold_until)
+        take = partial(statements.take, at=at, limit=limit, lease_until=lease_until)
         return await self._database.write(take, transaction)
 
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
-        """Lock what is due and free."""
+        """Lock due timeouts without a lease."""
         lock = partial(self._statements.lock_due, at=at, limit=limit, max_bytes=max_bytes)
         return await self._database.write(lock, transaction)
 
@@ -174,12 +179,12 @@ class SqlTimeoutPersister(StorePart):
         """Delete timeouts that are locked."""
         return await self._database.write(partial(self._statements.remove_many, ids=ids), transaction)
 
-    async def set_aside(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
-        """Hold timeouts that are locked."""
-        await self._database.write(partial(self._statements.set_aside, ids=ids, until=until), transaction)
+    async def lease_locked(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
+        """Lease locked timeouts."""
+        await self._database.write(partial(self._statements.lease_locked, ids=ids, until=until), transaction)
 
     def forwards_to(self, transport: object) -> bool:
-        """Tell whether expired timeouts can move to that transport's queues inside the database."""
+        """Return whether expired timeouts can move to the transport's queues inside the database."""
         here = isinstance(transport, SqlTransport) and transport.keeps_queues_in(self._database, self._schema)
         return here and self._statements.forwards
 
@@ -191,10 +196,10 @@ class SqlTimeoutPersister(StorePart):
         next_due = None if moved.next_due is None else self._database.dialect.from_due(moved.next_due)
         return Forwarded(moved.number, next_due, moved.left)
 
-    async def hold(self, ids: Sequence[str], until: datetime) -> None:
-        """Hold until then what is held."""
-        hold = partial(self._statements.hold, ids=ids, until=until)
-        await self._database.write(hold, one_statement=len(ids) == 1)
+    async def lease(self, ids: Sequence[str], until: datetime) -> None:
+        """Change the end of existing leases."""
+        lease = partial(self._statements.lease, ids=ids, until=until)
+        await self._database.write(lease, one_statement=len(ids) == 1)
 
     @long_work
     async def count(self) -> TimeoutCount:
@@ -202,15 +207,15 @@ class SqlTimeoutPersister(StorePart):
         return await self._database.read(self._statements.count)
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
-        """Call `callback` with the new due time of what was rescheduled, in whichever process."""
+        """Call `callback` with the new due time whenever a process reschedules a timeout."""
         return self._database.wake_ups.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
 
     async def cancel(self, message_id: str) -> Outcome:
-        """Delete a waiting message's timeouts, by its id or theirs; a request for one finds it gone."""
+        """Delete the timeouts with this id or message id; a pending request for one then finds nothing."""
         return await self._database.write(partial(self._management.cancel, message_id=message_id))
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
-        """Give a waiting message's timeouts a new due time; too late when the dispatcher was asked for them."""
+        """Change the due time of the timeouts with this id or message id, unless they were requested for dispatch."""
         due = in_utc(due)
         outcome = await self._database.write(partial(self._management.reschedule, message_id=message_id, due=due))
         if outcome is Outcome.DONE:
@@ -221,13 +226,13 @@ class SqlTimeoutPersister(StorePart):
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return what the table holds, earliest due first; not yet what is still in the timeouts queue."""
+        """Return a page of the table's messages, earliest due first; excludes messages still in the timeouts queue."""
         page = partial(self._management.pending, destination=destination, limit=limit, offset=offset)
         return await self._database.read(page)
 
     @long_work
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
-        """Count what waits by bucket and destination."""
+        """Count pending messages by bucket and destination."""
         return await self._database.read(partial(self._management.count_by_due, bucket=time_span("bucket", bucket)))
 
     @property
@@ -257,9 +262,9 @@ class SqlTimeoutPersister(StorePart):
 
 
 def _forget_missing_indexes(connection: Connection, table: Table) -> None:
-    """Remove indexes from `table` that the database does not have, so that statements force only the others.
+    """Remove missing indexes from `table`, so that statements force only existing ones.
 
-    A table that .NET has made may lack one, or have it under another name.
+    A table made by .NET may lack an index, or have it under another name.
     """
     there = {index["name"] for index in inspect(connection).get_indexes(str(table.name), schema=table.schema)}
     missing = {index for index in table.indexes if index.name not in there}

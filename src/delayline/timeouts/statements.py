@@ -1,4 +1,4 @@
-"""The statements on an endpoint's table of timeouts, and on who holds which of them."""
+"""SQL statements on an endpoint's timeout table and on the leases of its timeouts."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from delayline.sql.forwarding import Moved
     from delayline.sql.schema import QueueTables
 
-#: What .NET writes into this column is the version of its persistence.
+#: The value of the column PersistenceVersion; .NET writes the version of its persistence.
 PERSISTENCE_VERSION: Final = "delayline"
-#: So many requests are in the dispatcher's hands at most; the poller steps over what is held at every look.
-HELD_AT_MOST: Final = 1000
-#: What is held for longer is nobody's work now: a request that has failed.
-AT_WORK: Final = timedelta(minutes=2)
-#: The row that pollers lock, so that one of them looks at a time.
-TURN: Final = ""
+#: The most timeouts requested from the dispatcher at a time: the poller reads past leased rows at each look.
+MAXIMUM_REQUESTED: Final = 1000
+#: A lease that ends later than this belongs to a failed request and does not count towards MAXIMUM_REQUESTED.
+ACTIVE_LEASE: Final = timedelta(minutes=2)
+#: Id of the lease row that a poller locks, so that one poller at a time leases timeouts.
+POLLER_LOCK: Final = ""
 COLUMNS: Final = ["Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion"]
 
 
 class TimeoutStatements:
-    """Every statement a SqlTimeoutPersister runs."""
+    """The statements of a SqlTimeoutPersister."""
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Dialect) -> None:
-        columns, holds, sql = table.c, tables.leases, dialect.sql
+        columns, leases, sql = table.c, tables.leases, dialect.sql
         self.table = table
         self._dialect = dialect
         self.times = TimeoutTimes(dialect)
         self._name = str(table.name)
-        ours, of_id = holds.c.store == bindparam("store"), columns.Id == bindparam("key")
-        of_ids = delete(holds).where(ours, dialect.one_of(holds.c.id, "keys"))
+        ours, of_id = leases.c.store == bindparam("store"), columns.Id == bindparam("key")
+        of_ids = delete(leases).where(ours, dialect.one_of(leases.c.id, "keys"))
         content = select(columns.Id, columns.Destination, columns.SagaId, columns.State, columns.Time, columns.Headers)
         look, of_keys = content.where(of_id), dialect.one_of(columns.Id, "keys")
-        self._asks_first = sql.name == "mssql"  # which has no insert for keys of that type that may be there
+        self._asks_first = sql.name == "mssql"  # SQL Server: no conditional insert for keys of this type
         new = insert(table) if self._asks_first else dialect.insert_new(table, "Id")
         self._insert = Prepared(new, sql, COLUMNS)
         self._exists = Prepared(select(columns.Id).where(of_id), sql, ["key"])
@@ -71,46 +71,50 @@ class TimeoutStatements:
         due = due.limit(bindparam("number")).with_for_update(skip_locked=True)
         self._lock_due = Prepared(due, sql, ["until", "number"])
         self._read = Prepared(content.where(of_keys), sql, ["keys"])
-        #: Others may scan the table for a list, and wait for rows on the way that they do not delete.
+        #: Other products may scan the table for a list of keys, and wait for locks on rows that are not in the list.
         self._by_list = sql.name in ("postgresql", "sqlite")
         self._delete_many = Prepared(delete(table).where(of_keys), sql, ["keys"])
         self._forwarding = dialect.timeout_forwarding(table, tables)
         self._first = Prepared(in_order.limit(bindparam("number")), sql, ["number"])
         self._count = Prepared(select(func.count(), func.min(columns.Time), func.max(columns.Time)), sql, [])
-        turn = select(holds.c.until).where(ours, holds.c.id == bindparam("turn"))
-        self._turn = Prepared(turn.with_for_update(), sql, ["store", "turn"])
-        waiting = turn.with_hint(holds, "WITH (READCOMMITTEDLOCK)", "mssql")  # else a locked row is passed over there
-        self._has_turn = Prepared(waiting, sql, ["store", "turn"])
-        self._add_turn = Prepared(_new_row(holds, dialect), sql, ["store", "id", "until"])
-        held = select(holds.c.id, holds.c.until).where(ours, holds.c.id != bindparam("turn"))
-        self._held = Prepared(held, sql, ["store", "turn"])
-        self._hold = Prepared(insert(holds), sql, ["store", "id", "until"])
+        lock_row = select(leases.c.until).where(ours, leases.c.id == bindparam("lock"))
+        self._lock_row = Prepared(lock_row.with_for_update(), sql, ["store", "lock"])
+        waiting = lock_row.with_hint(
+            leases, "WITH (READCOMMITTEDLOCK)", "mssql"
+        )  # otherwise SQL Server skips a locked row
+        self._has_lock_row = Prepared(waiting, sql, ["store", "lock"])
+        self._add_lock_row = Prepared(_new_row(leases, dialect), sql, ["store", "id", "until"])
+        leased = select(leases.c.id, leases.c.until).where(ours, leases.c.id != bindparam("lock"))
+        self._leased = Prepared(leased, sql, ["store", "lock"])
+        self._lease = Prepared(insert(leases), sql, ["store", "id", "until"])
         self._free = Prepared(of_ids, sql, ["store", "keys"])
-        prolong = update(holds).where(ours, dialect.one_of(holds.c.id, "keys")).values(until=bindparam("later"))
+        prolong = update(leases).where(ours, dialect.one_of(leases.c.id, "keys")).values(until=bindparam("later"))
         self._prolong = Prepared(prolong, sql, ["later", "store", "keys"])
 
     def set_up(self, connection: Connection) -> None:
-        """Add what pollers take turns with. Idempotent, also in several processes at once."""
-        if not self._has_turn.rows(connection, self._name, TURN):
-            self._dialect.insert_rows(connection, self._add_turn, [(self._name, TURN, self._dialect.to_due(EPOCH))])
+        """Insert the row that pollers lock. Idempotent, also in several processes at once."""
+        if not self._has_lock_row.rows(connection, self._name, POLLER_LOCK):
+            self._dialect.insert_rows(
+                connection, self._add_lock_row, [(self._name, POLLER_LOCK, self._dialect.to_due(EPOCH))]
+            )
 
     def add(self, connection: Connection, timeout: Timeout) -> None:
-        """Insert the timeout unless it is there."""
+        """Insert the timeout unless it exists."""
         if self._asks_first and self._exists.rows(connection, timeout.id):
             return
-        headers = json.dumps(dict(timeout.message.headers), indent=2)  # in ASCII: every character set keeps it
+        headers = json.dumps(dict(timeout.message.headers), indent=2)  # ASCII: safe in every character set
         time, version = self.times.kept(timeout.due), PERSISTENCE_VERSION
         saga = str(timeout.saga_id)
         row = (timeout.id, timeout.destination, saga, timeout.message.body, time, headers, version)
         self._dialect.insert_rows(connection, self._insert, [row])
 
     def peek(self, connection: Connection, timeout_id: str, *, locking: bool) -> Timeout | None:
-        """Return the timeout, locked if wanted."""
+        """Return the timeout, locked if `locking`."""
         rows = (self._lock if locking else self._peek).rows(connection, timeout_id)
         return self._timeout(rows[0]) if rows else None
 
     def read(self, connection: Connection, ids: Sequence[str]) -> list[Timeout]:
-        """Return those of the timeouts that are there, in that order."""
+        """Return the existing timeouts among `ids`, in their order."""
         rows = self._read.rows_each(connection, keys=ids) if ids else []
         found = {timeout.id: timeout for timeout in map(self._timeout, rows)}
         return [found[key] for key in ids if key in found]
@@ -123,51 +127,53 @@ class TimeoutStatements:
         return timeout
 
     def remove(self, connection: Connection, timeout_id: str) -> bool:
-        """Delete the timeout and its hold."""
+        """Delete the timeout and its lease."""
         deleted = self._delete.change(connection, timeout_id)
         self._free.change_each(connection, self._name, keys=[timeout_id])
         return deleted == 1
 
-    def held(self, connection: Connection) -> list[str]:
-        """Return the ids of timeouts that somebody has been asked for, or that are tried again later."""
-        return [held for held, _ in self._held.rows(connection, self._name, TURN)]
+    def leased(self, connection: Connection) -> list[str]:
+        """Return the ids of leased timeouts: requested from the dispatcher or waiting for a retry."""
+        return [key for key, _ in self._leased.rows(connection, self._name, POLLER_LOCK)]
 
     def remove_by_saga(self, connection: Connection, saga_id: uuid.UUID) -> int:
-        """Delete the saga's timeouts; their holds end by themselves."""
+        """Delete the saga's timeouts; their leases expire."""
         return self._of_saga.change(connection, str(saga_id))
 
     def look(self, connection: Connection, at: datetime, limit: int) -> tuple[TimeoutsChunk, list[str]]:
-        """Return what is due and free, and whose holds have ended."""
-        holds, ended = self._holds(connection, at)
-        at_work = sum(until <= at + AT_WORK for until in holds.values())
-        room = max(0, min(limit, HELD_AT_MOST - at_work))
-        rows = self._first.rows(connection, room + len(holds) + 1)
-        free = [DueTimeout(one, self.times.read(time)) for key, time in rows if (one := _text(key)) not in holds]
+        """Return the due timeouts without a lease, and the ids of expired leases."""
+        leases, ended = self._leases(connection, at)
+        requested = sum(until <= at + ACTIVE_LEASE for until in leases.values())
+        room = max(0, min(limit, MAXIMUM_REQUESTED - requested))
+        rows = self._first.rows(connection, room + len(leases) + 1)
+        free = [DueTimeout(one, self.times.read(time)) for key, time in rows if (one := _text(key)) not in leases]
         due = [one for one in free[:room] if one.due <= at]
-        times = [*holds.values(), *(one.due for one in free[len(due) : len(due) + 1])]
+        times = [*leases.values(), *(one.due for one in free[len(due) : len(due) + 1])]
         return TimeoutsChunk(due, min(times, default=None)), ended
 
-    def take(self, connection: Connection, at: datetime, limit: int, hold_until: datetime) -> TimeoutsChunk:
-        """Hold what is due and free; one poller at a time."""
-        if not self._turn.rows(connection, self._name, TURN):
-            return TimeoutsChunk([], at)  # somebody's turn, where nobody waits for locks
+    def take(self, connection: Connection, at: datetime, limit: int, lease_until: datetime) -> TimeoutsChunk:
+        """Lease due timeouts; one poller at a time."""
+        if not self._lock_row.rows(connection, self._name, POLLER_LOCK):
+            return TimeoutsChunk([], at)  # SQLite does not wait here: another poller has the lock
         chunk, ended = self.look(connection, at, limit)
         self._free.change_each(connection, self._name, keys=ended)
         if chunk.due:
-            kept = self._dialect.to_due(hold_until)
-            self._hold.change_many(connection, [(self._name, one.id, kept) for one in chunk.due])
+            kept = self._dialect.to_due(lease_until)
+            self._lease.change_many(connection, [(self._name, one.id, kept) for one in chunk.due])
         return chunk
 
     def lock_due(self, connection: Connection, at: datetime, limit: int, max_bytes: int) -> LockedTimeouts:
-        """Lock what is due and free."""
-        holds, ended = self._holds(connection, at)
+        """Lock due timeouts without a lease."""
+        leases, ended = self._leases(connection, at)
         self._free.change_each(connection, self._name, keys=ended)
-        rows = self._lock_due.rows(connection, self.times.until(at), limit + len(holds))
-        chosen = _fitting([(key, size) for id_, _, size in rows if (key := _text(id_)) not in holds][:limit], max_bytes)
+        rows = self._lock_due.rows(connection, self.times.until(at), limit + len(leases))
+        chosen = _fitting(
+            [(key, size) for id_, _, size in rows if (key := _text(id_)) not in leases][:limit], max_bytes
+        )
         found = self.read(connection, chosen)
-        taken = holds.keys() | {timeout.id for timeout in found}
+        taken = leases.keys() | {timeout.id for timeout in found}
         ahead = self._first.rows(connection, len(taken) + 1)
-        times = [*holds.values(), *(self.times.read(time) for id_, time in ahead if _text(id_) not in taken)]
+        times = [*leases.values(), *(self.times.read(time) for id_, time in ahead if _text(id_) not in taken)]
         return LockedTimeouts(found, min(times, default=None))
 
     @property
@@ -176,41 +182,43 @@ class TimeoutStatements:
         return self._forwarding is not None
 
     def forward(self, connection: Connection, at: datetime, limit: int, max_bytes: int) -> Moved:
-        """Move what has expired to its queues."""
-        assert self._forwarding is not None  # noqa: S101 - asked before
+        """Move expired timeouts to their queues."""
+        assert self._forwarding is not None  # noqa: S101 - `forwards` was True
         kept, until = self._dialect.to_due(at), self.times.until(at)
         return self._forwarding.run(connection, kept, until, to_wire_time(at), limit=limit, max_bytes=max_bytes)
 
     def remove_many(self, connection: Connection, ids: Sequence[str]) -> int:
-        """Delete timeouts that nobody holds."""
+        """Delete timeouts that the transaction has locked."""
         if self._by_list:
             return self._delete_many.change_each(connection, keys=ids)
         return sum(self._delete.change(connection, timeout_id) for timeout_id in ids)
 
-    def set_aside(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
-        """Hold timeouts until then."""
+    def lease_locked(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
+        """Lease timeouts until `until`."""
         self._free.change_each(connection, self._name, keys=ids)
         kept = self._dialect.to_due(until)
-        self._hold.change_many(connection, [(self._name, one, kept) for one in ids])
+        self._lease.change_many(connection, [(self._name, one, kept) for one in ids])
 
-    def hold(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
-        """Hold until then what is held."""
+    def lease(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
+        """Change the end of existing leases."""
         self._prolong.change_each(connection, self._dialect.to_due(until), self._name, keys=ids)
 
     def count(self, connection: Connection) -> TimeoutCount:
-        """Return how many there are, and when the first and the last are due."""
+        """Return the number of timeouts, and the due times of the first and the last."""
         [(number, first, last)] = self._count.rows(connection)
         if not number:
             return TimeoutCount(0, None, None)
         return TimeoutCount(number, *(None if one is None else self.times.read(one) for one in (first, last)))
 
-    def _holds(self, connection: Connection, at: datetime) -> tuple[dict[str, datetime], list[str]]:
-        """Return what is held until when, and whose holds have ended."""
-        holds = {held: self._dialect.from_due(until) for held, until in self._held.rows(connection, self._name, TURN)}
-        ended = [held for held, until in holds.items() if until <= at]
-        for held in ended:
-            del holds[held]
-        return holds, ended
+    def _leases(self, connection: Connection, at: datetime) -> tuple[dict[str, datetime], list[str]]:
+        """Return the current leases with their ends, and the ids of expired leases."""
+        leases = {
+            key: self._dialect.from_due(until) for key, until in self._leased.rows(connection, self._name, POLLER_LOCK)
+        }
+        ended = [key for key, until in leases.items() if until <= at]
+        for key in ended:
+            del leases[key]
+        return leases, ended
 
     def _timeout(self, row: Sequence[Any]) -> Timeout:
         key, destination, saga, state, time, headers = row
@@ -221,7 +229,7 @@ class TimeoutStatements:
 
 
 def _fitting(sized: Sequence[tuple[str, int | None]], max_bytes: int) -> list[str]:
-    """Return as many as fit, at least one when there is one."""
+    """Return the keys that fit into `max_bytes`, at least the first."""
     fitting: list[str] = []
     for key, size in sized:
         max_bytes -= size or 0
@@ -231,16 +239,16 @@ def _fitting(sized: Sequence[tuple[str, int | None]], max_bytes: int) -> list[st
     return fitting
 
 
-def _new_row(holds: Table, dialect: Dialect) -> Insert:
-    """Return an insert that leaves a row with the same primary key, which is of two columns, as it is."""
+def _new_row(leases: Table, dialect: Dialect) -> Insert:
+    """Return an insert that ignores a row whose primary key, of two columns, exists."""
     match dialect.sql.name:
         case "postgresql":
-            return postgresql.insert(holds).on_conflict_do_nothing()
+            return postgresql.insert(leases).on_conflict_do_nothing()
         case "sqlite":
-            return sqlite.insert(holds).on_conflict_do_nothing()
+            return sqlite.insert(leases).on_conflict_do_nothing()
         case _:
-            return dialect.insert_new(holds, "id")
+            return dialect.insert_new(leases, "id")
 
 
-def _text(key: Any) -> str:  # noqa: ANN401 - a text or a UUID
+def _text(key: Any) -> str:  # noqa: ANN401 - str or UUID
     return str(key).lower()

@@ -82,7 +82,7 @@ async def taken(
     transaction: Transaction | None = None,
 ) -> list[str]:
     """Return the ids of what is due and free, which is held for that long."""
-    chunk = await persister.next_chunk(at, limit, hold_until=at + hold, transaction=transaction)
+    chunk = await persister.next_chunk(at, limit, lease_until=at + hold, transaction=transaction)
     return [one.id for one in chunk.due]
 
 
@@ -170,7 +170,7 @@ class TimeoutPersisterConformance:
 
     async def test_nothing_is_next_in_an_empty_storage(self, persister: TimeoutPersister) -> None:
         """No due timeouts, and nothing to wait for."""
-        chunk = await persister.next_chunk(AT, 10, hold_until=AT + MINUTE)
+        chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], None)
 
     async def test_what_is_due_comes_earliest_first_and_only_once(self, persister: TimeoutPersister) -> None:
@@ -186,15 +186,15 @@ class TimeoutPersisterConformance:
         """The earliest time to come, or of what is left."""
         await persister.add(a_timeout(1, AT + 5 * SECOND))
         await persister.add(a_timeout(2, AT + 9 * SECOND))
-        chunk = await persister.next_chunk(AT, 10, hold_until=AT + MINUTE)
+        chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], AT + 5 * SECOND)
-        chunk = await persister.next_chunk(AT + 20 * SECOND, 1, hold_until=AT + 2 * MINUTE)
+        chunk = await persister.next_chunk(AT + 20 * SECOND, 1, lease_until=AT + 2 * MINUTE)
         assert ([one.due for one in chunk.due], chunk.next_due) == ([AT + 5 * SECOND], AT + 9 * SECOND)
 
     async def test_a_look_with_a_limit_of_nothing_holds_nothing(self, persister: TimeoutPersister) -> None:
         """It tells when the first is due."""
         await persister.add(a_timeout())
-        chunk = await persister.next_chunk(AT, 0, hold_until=AT + MINUTE)
+        chunk = await persister.next_chunk(AT, 0, lease_until=AT + MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], AT)
         assert await taken(persister, AT) == [a_timeout().id]
 
@@ -202,7 +202,7 @@ class TimeoutPersisterConformance:
         """Whoever held it has forgotten it."""
         await persister.add(a_timeout())
         await taken(persister, AT)
-        chunk = await persister.next_chunk(AT + SECOND, 0, hold_until=AT)
+        chunk = await persister.next_chunk(AT + SECOND, 0, lease_until=AT)
         assert chunk.next_due == AT + MINUTE
         assert await taken(persister, AT + MINUTE - SECOND) == []
         assert await taken(persister, AT + MINUTE) == [a_timeout().id]
@@ -211,19 +211,19 @@ class TimeoutPersisterConformance:
         """The last word counts."""
         await persister.add(a_timeout())
         await taken(persister, AT)
-        await persister.hold([a_timeout().id], AT + timedelta(days=1))
+        await persister.lease([a_timeout().id], AT + timedelta(days=1))
         assert await taken(persister, AT + timedelta(hours=23)) == []
-        await persister.hold([a_timeout().id], AT)
+        await persister.lease([a_timeout().id], AT)
         assert await taken(persister, AT) == [a_timeout().id]
 
     async def test_what_is_gone_or_free_is_not_held(self, persister: TimeoutPersister) -> None:
         """Only a look begins a hold."""
         await persister.add(a_timeout(1))
-        await persister.hold([a_timeout(1).id, a_timeout(2).id], AT + MINUTE)
+        await persister.lease([a_timeout(1).id, a_timeout(2).id], AT + MINUTE)
         assert await taken(persister, AT) == [a_timeout(1).id]
         await persister.remove(a_timeout(1).id)
-        await persister.hold([a_timeout(1).id], AT + MINUTE)
-        assert (await persister.next_chunk(AT, 0, hold_until=AT)).next_due is None
+        await persister.lease([a_timeout(1).id], AT + MINUTE)
+        assert (await persister.next_chunk(AT, 0, lease_until=AT)).next_due is None
 
     async def test_what_was_stored_late_is_found(self, persister: TimeoutPersister) -> None:
         """Its due time lies before that of one which was taken and removed already."""
@@ -251,7 +251,7 @@ class TimeoutPersisterConformance:
         await persister.add(a_timeout())
         await taken(persister, AT)
         await persister.remove(a_timeout().id)
-        assert (await persister.next_chunk(AT, 0, hold_until=AT)).next_due is None
+        assert (await persister.next_chunk(AT, 0, lease_until=AT)).next_due is None
 
     async def test_what_waits_is_counted(self, persister: TimeoutPersister) -> None:
         """With the first and the last due time."""
@@ -364,7 +364,7 @@ class TimeoutPersisterConformance:
         async def lock(at: datetime, *, aside_until: datetime, fails: bool = False) -> int:
             async with locking.transaction() as transaction:
                 locked = await locking.lock_due(at, 9, max_bytes=1 << 20, transaction=transaction)
-                await locking.set_aside([one.id for one in locked.due], aside_until, transaction)
+                await locking.lease_locked([one.id for one in locked.due], aside_until, transaction)
                 if fails:
                     raise RolledBack
             return len(locked.due)
@@ -374,7 +374,7 @@ class TimeoutPersisterConformance:
             await lock(AT + SECOND, aside_until=later, fails=True)
         assert await lock(AT + SECOND, aside_until=later) == 1
         assert await lock(later - SECOND, aside_until=later) == 0
-        assert (await locking.next_chunk(AT, 0, hold_until=AT)).next_due == later
+        assert (await locking.next_chunk(AT, 0, lease_until=AT)).next_due == later
         assert await taken(locking, later) == [a_timeout().id]
 
     async def test_transactions_share_what_expired(self, locking: LockingTimeouts, tmp_path: Path) -> None:
@@ -397,4 +397,4 @@ class TimeoutPersisterConformance:
         for other in others:
             await closed(other)
         assert sorted(found) == sorted(a_timeout(number).id for number in range(60))
-        assert (await locking.next_chunk(AT, 0, hold_until=AT)).next_due is None
+        assert (await locking.next_chunk(AT, 0, lease_until=AT)).next_due is None
