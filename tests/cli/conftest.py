@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,14 +84,6 @@ def delayline_process(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Return once the condition holds; fail when it does not in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "this did not happen in time"
-        time.sleep(0.02)
 
 
 def put(queue: str, messages: Sequence[Message], url: str = URL) -> None:

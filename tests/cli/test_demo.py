@@ -15,7 +15,8 @@ from examples.demo import demo, lateness, reminders
 from examples.demo.play import Arrival, Course
 from examples.demo.reminders import DESTINATION
 from examples.demo.verdict import verdict_of
-from tests.cli.conftest import Ran, eventually, put
+from tests.cli.conftest import Ran, put
+from tests.eventually import eventually
 
 from delayline.clock import from_microseconds
 from delayline.errors import MissingExtra

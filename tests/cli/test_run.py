@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran, delayline_process, eventually, messages_in
+from tests.cli.conftest import Ran, delayline_process, messages_in
+from tests.eventually import eventually
 
 if TYPE_CHECKING:
     import subprocess

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pymysql
 from sqlalchemy import make_url
+from tests.eventually import PATIENCE, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-PATIENCE = 30.0  # seconds until a condition that never comes true fails the test
-LOOK_AGAIN = 0.02
 
 Step = dict[str, Any]
 
@@ -36,13 +35,6 @@ def new_seed() -> int:
     seed = int(os.environ.get("DELAYLINE_SEED", secrets.randbelow(1_000_000)))
     print(f"DELAYLINE_SEED={seed}")  # noqa: T201 - pytest shows it beside a failure
     return seed
-
-
-def eventually(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {patience} s: {what}"
-        time.sleep(LOOK_AGAIN)
 
 
 class Worker:

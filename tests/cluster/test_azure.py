@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from azure.data.tables import TableClient
 from azure.storage.queue import QueueClient
-from tests.cluster.harness import PATIENCE, Cluster, eventually, new_seed
+from tests.cluster.harness import Cluster, new_seed
+from tests.eventually import PATIENCE, eventually
 
 from delayline import Endpoint, Message, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery

@@ -6,7 +6,8 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cluster.harness import PATIENCE, new_seed
+from tests.cluster.harness import new_seed
+from tests.eventually import PATIENCE
 
 from delayline import Guarantee, StoredDelivery, TransactionMode, UnsupportedTransactionMode, guarantee
 from delayline.sql import SqlDelayedMessageStore, SqlTransport

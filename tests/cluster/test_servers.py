@@ -11,9 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.cluster.harness import PATIENCE, eventually, new_seed
+from tests.cluster.harness import new_seed
 from tests.cluster.test_steps import IN_HANDLER, POLLER_ONE_FILE, POLLER_TWO_FILES, RECEIVER_ONE_FILE, waits_or_left
 from tests.conftest import running
+from tests.eventually import PATIENCE, eventually
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.cluster.harness import PATIENCE
+from tests.eventually import PATIENCE
 
 from delayline.testing.faults import FETCH, REMOVE
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cluster.harness import PATIENCE, eventually
+from tests.eventually import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cluster.harness import PATIENCE, eventually, new_seed
+from tests.cluster.harness import new_seed
 from tests.cluster.test_steps import name_of, steps
+from tests.eventually import PATIENCE, eventually
 
 from delayline import Guarantee, Headers, Message, TransactionMode, guarantee
 from delayline.message import to_wire_time

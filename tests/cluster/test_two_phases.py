@@ -19,8 +19,9 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
-from tests.cluster.harness import PATIENCE, eventually, new_seed
+from tests.cluster.harness import new_seed
 from tests.conftest import running
+from tests.eventually import PATIENCE, eventually
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline import Endpoint, StoredDelivery, TransactionMode

@@ -1,4 +1,4 @@
-"""The example of a third party's store keeps what it claims."""
+"""Conformance of the example of a third party's store."""
 
 import asyncio
 import importlib.util
@@ -6,9 +6,11 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
+from tests.sampling import OtherLayout
+
 from delayline import MemoryTransport, TransactionMode
 from delayline.spi import DelayedMessageStore, Transport
-from delayline.testing import DeliveryConformance, StoreConformance
+from delayline.testing import StoreConformance
 from delayline.testing.conformance.messages import AT, delayed, same
 
 EXAMPLE = Path(__file__).parents[2] / "examples/custom_store/custom_store.py"
@@ -53,7 +55,7 @@ async def test_a_crash_while_writing_leaves_no_message(tmp_path: Path) -> None:
     assert await store.fetch_next_due(AT) is None
 
 
-class TestDirectoryStoreDelivery(DeliveryConformance):
+class TestDirectoryStoreDelivery(OtherLayout):
     burst = 200  # six verbs: a few file operations for each message
 
     async def make_parts(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:

@@ -1,14 +1,14 @@
-"""The SQL room on MariaDB keeps every promise: in one database, and, what failures tell apart, in two."""
+"""Conformance on MariaDB: one database, and two."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.sampling import OtherLayout
 from tests.servers.mariadb import MariadbServer
 
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.testing import DeliveryConformance, StoreConformance, TransportConformance
-from delayline.testing.conformance.delivery_failures import DeliveryFailures
 
 
 class OnMariadb:
@@ -38,7 +38,7 @@ class TestMariadbDelivery(OnMariadb, DeliveryConformance):
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
-class TestMariadbDeliveryOverTwoDatabases(OnMariadb, DeliveryFailures):
+class TestMariadbDeliveryOverTwoDatabases(OnMariadb, OtherLayout):
     """The store in one database, the queues in another: due messages pass through this process."""
 
     @pytest.fixture(autouse=True)

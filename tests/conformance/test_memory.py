@@ -1,6 +1,8 @@
-"""The memory room keeps every promise."""
+"""Conformance of the reference implementations in memory."""
 
 from pathlib import Path
+
+from tests.sampling import OtherLayout
 
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
@@ -40,16 +42,16 @@ class TestSixVerbDelivery(DeliveryConformance):
         return MemoryTransport(), FaultyStore(MemoryDelayedMessageStore(), verbs_only=True)
 
 
-class LonelyStore(MemoryDelayedMessageStore):
+class SeparateStore(MemoryDelayedMessageStore):
     """A memory store whose transactions no transport can join."""
 
     @property
     def transaction_domain(self) -> str:
-        return "a memory of its own"
+        return "separate"
 
 
-class TestStoreTransactionDelivery(DeliveryConformance):
-    """The store's transaction holds a batch while it is sent outside it."""
+class TestStoreTransactionDelivery(OtherLayout):
+    """The store's transaction locks a batch that is sent outside it."""
 
-    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, LonelyStore]:
-        return MemoryTransport(), LonelyStore()
+    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, SeparateStore]:
+        return MemoryTransport(), SeparateStore()

@@ -1,18 +1,15 @@
-"""The SQL room on PostgreSQL keeps every promise: in one database, and in one transaction over two.
-
-The other layouts run what failures tell apart: their whole suites run on SQLite, where they take a tenth of the time.
-"""
+"""Conformance on PostgreSQL: one database, and two with and without a two-phase commit."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tests.sampling import OtherLayout
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
-from delayline.testing.conformance.delivery_failures import DeliveryFailures
 from delayline.testing.conformance.messages import ENDPOINT
 
 
@@ -43,7 +40,7 @@ class TestPostgresqlDelivery(OnPostgresql, DeliveryConformance):
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
-class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryFailures):
+class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, OtherLayout):
     """The store in one database, the queues in another: no common transaction, so the lower modes only."""
 
     @pytest.fixture(autouse=True)
@@ -56,7 +53,7 @@ class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, DeliveryFailures):
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
 
 
-class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, DeliveryConformance):
+class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, OtherLayout):
     """The store in one database, the queues in another, and one transaction over both: every mode."""
 
     @pytest.fixture(autouse=True)
@@ -70,7 +67,7 @@ class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, DeliveryConformance):
         return SqlTransport(self.second, two_phase=both), SqlDelayedMessageStore(self.url, two_phase=both)
 
 
-class TestPostgresqlSixVerbDelivery(OnPostgresql, DeliveryFailures):
+class TestPostgresqlSixVerbDelivery(OnPostgresql, OtherLayout):
     """The least of stores, on a server: one message at a time, locked by a transaction of the store's own."""
 
     burst = 100

@@ -1,13 +1,13 @@
-"""The RabbitMQ room keeps every promise that AMQP can keep: queues of both types, in both topologies, with stores."""
+"""Conformance on RabbitMQ: queues of both types, in both topologies, with stores."""
 
 from pathlib import Path
 
 import pytest
+from tests.sampling import OtherLayout
 
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.sql import SqlDelayedMessageStore
-from delayline.testing import DeliveryConformance, TransportConformance
-from delayline.testing.conformance.delivery_failures import DeliveryFailures
+from delayline.testing import TransportConformance
 
 
 class OnRabbitmq:
@@ -36,7 +36,7 @@ class TestRabbitmqClassicTransport(OnRabbitmq, TransportConformance):
         return RabbitMQTransport(self.url, queue_type="classic", topology="direct")
 
 
-class TestSqliteDeliveryOverRabbitmq(OnRabbitmq, DeliveryConformance):
+class TestSqliteDeliveryOverRabbitmq(OnRabbitmq, OtherLayout):
     """A store in a file, queues in a broker: at least once."""
 
     async def make_parts(self, tmp_path: Path) -> tuple[RabbitMQTransport, SqlDelayedMessageStore]:
@@ -44,7 +44,7 @@ class TestSqliteDeliveryOverRabbitmq(OnRabbitmq, DeliveryConformance):
         return transport, SqlDelayedMessageStore(f"sqlite:///{tmp_path / 'store.db'}")
 
 
-class TestPostgresqlDeliveryOverRabbitmq(OnRabbitmq, DeliveryFailures):
+class TestPostgresqlDeliveryOverRabbitmq(OnRabbitmq, OtherLayout):
     """A store on a server, quorum queues."""
 
     @pytest.fixture(autouse=True)

@@ -1,9 +1,10 @@
-"""The SQL room on SQLite keeps every promise: in one file, and with the store in one file and the queues in another."""
+"""Conformance on SQLite: one file, and the store in one file and the queues in another."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
+from tests.sampling import OtherLayout
 
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.testing import DeliveryConformance, FaultyStore, StoreConformance, TransportConformance
@@ -33,14 +34,14 @@ class TestSqliteDelivery(DeliveryConformance):
         return SqlTransport(url(tmp_path)), SqlDelayedMessageStore(url(tmp_path))
 
 
-class TestSqliteDeliveryOverTwoFiles(DeliveryConformance):
+class TestSqliteDeliveryOverTwoFiles(OtherLayout):
     """The store in one file, the queues in another: no common transaction, so the lower modes only."""
 
     async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(url(tmp_path, "queues")), SqlDelayedMessageStore(url(tmp_path, "store"))
 
 
-class TestSqliteSixVerbDelivery(DeliveryConformance):
+class TestSqliteSixVerbDelivery(OtherLayout):
     """The least of stores, on a real back end: one message at a time, locked by claims."""
 
     burst = 100

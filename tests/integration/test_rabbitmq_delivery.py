@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import aio_pika
 import pytest
+from tests.eventually import eventually_async
 
 import delayline.rabbitmq.delivery
 from delayline import (
@@ -33,7 +34,6 @@ from delayline.testing.conformance.native_delivery import Arrivals
 from delayline.testing.conformance.transport_room import received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from aio_pika.abc import AbstractIncomingMessage
@@ -61,12 +61,6 @@ def store(tmp_path: Path) -> SqlDelayedMessageStore:
 def waiting(server: RabbitmqServer, url: str, queue: str) -> int:
     """Return how many messages a queue has, as the management API counts them."""
     return int(server.api("GET", f"queues/{url.rsplit('/', 1)[1]}/{queue}").json().get("messages", 0))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what another process does sets no event here
-            await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +193,7 @@ async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
         [kept] = await endpoint.delayed.pending()
         assert kept.due == due - timedelta(seconds=MAXIMUM_DELAY)
         assert "sales" in kept.destination
-        await until(lambda: waiting(rabbitmq, rabbitmq_url, "nsb.v2.delay-level-27") == 1)
+        await eventually_async(lambda: waiting(rabbitmq, rabbitmq_url, "nsb.v2.delay-level-27") == 1)
         assert await endpoint.delayed.pending() == []
 
 

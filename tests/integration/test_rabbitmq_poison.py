@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import eventually_async
 from tests.integration.raw_amqp import RawClient, field, long, nested, properties, short, text
 
 from delayline import Endpoint, Headers, Message, MessageContext, Recoverability
@@ -94,12 +95,6 @@ class Shop:
         self.critical.append(f"{text}: {error!r}")
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110 - the broker is another process
-            await asyncio.sleep(0.05)
-
-
 def as_published(encoded: bytes) -> bytes:
     """Return property flags and list without the count that a queue adds to the table."""
     count = short("x-delivery-count") + b"l"
@@ -133,7 +128,7 @@ async def test_a_hostile_message_goes_to_the_error_queue_byte_for_byte(name: str
             client.publish("shop", REFUSED[name], b"{}")
             for number in range(3):
                 client.publish("shop", properties(b"", f"good-{number}"))
-            await until(lambda: len(shop.handled) == 3)
+            await eventually_async(lambda: len(shop.handled) == 3)
             found = await asyncio.to_thread(taken, client, "error")
     assert (sorted(shop.handled), shop.critical, shop.bad) == (["good-0", "good-1", "good-2"], [], [])
     assert found == (REFUSED[name], b"{}")
@@ -149,7 +144,7 @@ async def test_an_odd_message_is_handled_and_may_fail(name: str, rabbitmq_url: s
             client.publish("shop", HANDLED[name], b"{}", routing_key=key)
             for number in range(3):
                 client.publish("shop", properties(b"", f"good-{number}"))
-            await until(lambda: len(shop.handled) == 3)
+            await eventually_async(lambda: len(shop.handled) == 3)
             await asyncio.to_thread(taken, client, "error")
             assert client.take("error") is None
     assert (sorted(shop.handled), shop.critical) == (["good-0", "good-1", "good-2"], [])
@@ -182,7 +177,7 @@ async def test_a_poison_message_without_an_error_queue_delays_no_other(rabbitmq_
             client.publish("shop", REFUSED["app id not UTF-8"], b"{}")
             for number in range(3):
                 client.publish("shop", properties(b"", f"good-{number}"))
-            await until(lambda: len(shop.handled) == 3)
+            await eventually_async(lambda: len(shop.handled) == 3)
             await shop.endpoint.transport.setup_infrastructure(["error"])
             found = await asyncio.to_thread(taken, client, "error")
     assert found == (REFUSED["app id not UTF-8"], b"{}")

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import eventually_async
 from tests.integration.rabbitmq_queues import a_message, declare, drain, opened, to_queue, until_outstanding
 from tests.integration.wire_between import wire_to
 
@@ -16,14 +17,6 @@ from delayline.rabbitmq.amqp.publisher import Publisher
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
-
-
-async def until(fact: object, *, seconds: float = 20) -> None:
-    """Return when the callable says true."""
-    assert callable(fact)
-    async with asyncio.timeout(seconds):
-        while not fact():  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.01)
 
 
 async def arrived(rabbitmq: RabbitmqServer, url: str, queue: str, number: int) -> None:
@@ -74,7 +67,7 @@ async def test_concurrent_callers_open_one_new_connection(rabbitmq_url: str) -> 
     await declare(rabbitmq_url, "there")
     async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
         wire.cut()
-        await until(lambda: publisher.lost)
+        await eventually_async(lambda: publisher.lost)
         results = await asyncio.gather(*(publisher.publish([to_queue("there")]) for _ in range(50)))
         assert (results, wire.connections) == ([{}] * 50, 2)
 
@@ -140,7 +133,7 @@ async def test_a_broker_that_is_killed_keeps_what_it_confirmed(crashing_rabbitmq
     async with opened(url) as publisher:
         confirmed: list[str] = []
         sending = asyncio.gather(*(_send_all(publisher, name, confirmed) for name in ("quorum", "classic") * 4))
-        await until(lambda: len(confirmed) > 500)
+        await eventually_async(lambda: len(confirmed) > 500)
         before = len(confirmed)
         await asyncio.to_thread(crashing_rabbitmq.kill)
         assert not sending.done()
@@ -178,7 +171,7 @@ async def test_a_blocked_broker_makes_senders_wait(
         await asyncio.to_thread(rabbitmq.raise_memory_alarm)
         try:
             first = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("first"))]))
-            await until(lambda: publisher.blocked)
+            await eventually_async(lambda: publisher.blocked)
             cancelled = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("cancelled"))]))
             nine = [to_queue("there", a_message(f"m-{n}")) for n in range(9)]
             waiting = asyncio.ensure_future(publisher.publish(nine))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from tests.spark.test_dispatch import until
+from tests.eventually import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class Held:
 
     def wait(self, number: int, over: Callable[[], bool]) -> None:
         """Wait until so many statements are held up; fails where it is over before."""
-        until(lambda: over() or len(self._connection.execute(WAITING).fetchall()) == number)
+        eventually(lambda: over() or len(self._connection.execute(WAITING).fetchall()) == number)
         assert not over(), "it was over before it was held up"
 
     def senders(self) -> list[int]:
@@ -49,7 +49,7 @@ class Held:
         pids = [pid for pid, _ in self._connection.execute(WAITING).fetchall()]
         self._connection.execute("SELECT pg_advisory_unlock(%s)", [LOCK])
         there = "SELECT FROM pg_stat_activity WHERE pid = ANY(%s)"
-        until(lambda: not self._connection.execute(there, [pids]).fetchall())
+        eventually(lambda: not self._connection.execute(there, [pids]).fetchall())
 
 
 @contextmanager

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from tests.eventually import eventually
 from tests.integration.test_rabbitmq_migration import conventional, taken
 from tests.spark.broker import on_broker
 from tests.spark.stores import ENDPOINT, PAST, StoreAt
@@ -23,7 +23,7 @@ from delayline.config import Settings, endpoint_from
 from delayline.spark import Dispatcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pyspark.sql import SparkSession
@@ -50,13 +50,6 @@ def arrived(store: StoreAt) -> list[str]:
     return asyncio.run(look())
 
 
-def until(reached: Callable[[], object], *, patience: float = PATIENCE) -> None:
-    deadline = time.monotonic() + patience
-    while not reached():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-
-
 @contextmanager
 def running(dispatcher: Dispatcher) -> Iterator[None]:
     failures: list[BaseException] = []
@@ -70,7 +63,7 @@ def running(dispatcher: Dispatcher) -> Iterator[None]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        until(lambda: failures or (shards(dispatcher) and dispatcher._control.goes_on(_wave(dispatcher))))
+        eventually(lambda: failures or (shards(dispatcher) and dispatcher._control.goes_on(_wave(dispatcher))))
         yield
     finally:
         dispatcher.stop()
@@ -98,7 +91,7 @@ def test_shards_share_what_is_due_and_stop_when_told(spark: SparkSession, store:
     # When they run
     with running(dispatcher):
         store.put(*after, due=PAST)
-        until(lambda: len(arrived(store)) == 600)
+        eventually(lambda: len(arrived(store)) == 600)
     # Then each has left once, and the tasks say how many they sent
     assert sorted(arrived(store)) == sorted([*before, *after])
     metrics = dispatcher.metrics()
@@ -110,9 +103,9 @@ def test_shards_share_what_is_due_and_stop_when_told(spark: SparkSession, store:
 def test_a_wave_follows_when_a_lease_is_over(spark: SparkSession, store: StoreAt) -> None:
     dispatcher = Dispatcher(settings(store), shards=1, lease=timedelta(seconds=1), spark=spark)
     with running(dispatcher):
-        until(lambda: dispatcher.metrics()[0].wave >= 3)
+        eventually(lambda: dispatcher.metrics()[0].wave >= 3)
         store.put("x", due=PAST)
-        until(lambda: arrived(store) == ["x"])
+        eventually(lambda: arrived(store) == ["x"])
 
 
 def test_a_task_that_is_killed_is_started_again(spark: SparkSession, store: StoreAt) -> None:
@@ -123,9 +116,9 @@ def test_a_task_that_is_killed_is_started_again(spark: SparkSession, store: Stor
         # When that is killed
         os.kill(first, signal.SIGKILL)
         # Then another one goes on
-        until(lambda: int(dispatcher.metrics()[0].place.split()[-1]) != first)
+        eventually(lambda: int(dispatcher.metrics()[0].place.split()[-1]) != first)
         store.put("x", due=PAST)
-        until(lambda: arrived(store) == ["x"])
+        eventually(lambda: arrived(store) == ["x"])
 
 
 def test_shards_dispatch_to_a_broker_and_one_of_them_is_killed(
@@ -143,7 +136,7 @@ def test_shards_dispatch_to_a_broker_and_one_of_them_is_killed(
             store.put(*chunk, due=PAST)
             if number == CHUNKS // 2:
                 os.kill(int(dispatcher.metrics()[0].place.split()[-1]), signal.SIGKILL)
-        until(lambda: store.ids() == [])
+        eventually(lambda: store.ids() == [])
     # Then all have arrived, and what arrived twice was in flight there: at least once is what this pair guarantees
     there = [one.header.properties.message_id for one in on_broker(rabbitmq_url, lambda it: taken(it, "billing"))]
     assert sorted(set(there)) == sorted(one for chunk in chunks for one in chunk)
@@ -154,7 +147,7 @@ def test_who_begins_under_the_same_name_takes_over(spark: SparkSession, store: S
     first = Dispatcher(settings(store), shards=1, spark=spark)
     thread = threading.Thread(target=first.run)
     thread.start()
-    until(lambda: shards(first))
+    eventually(lambda: shards(first))
     with running(Dispatcher(settings(store), shards=1, spark=spark)):
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -165,12 +158,12 @@ def test_a_stream_dispatches_where_only_streams_run(spark: SparkSession, store: 
     query = dispatcher.stream(tmp_path)
     try:
         store.put("a", due=PAST)
-        until(lambda: arrived(store) == ["a"])
-        until(lambda: any(one.wave >= 2 for one in shards(dispatcher)))
+        eventually(lambda: arrived(store) == ["a"])
+        eventually(lambda: any(one.wave >= 2 for one in shards(dispatcher)))
         store.put("b", due=PAST)
-        until(lambda: sorted(arrived(store)) == ["a", "b"])
+        eventually(lambda: sorted(arrived(store)) == ["a", "b"])
         dispatcher.stop()
-        until(lambda: not query.status["isTriggerActive"])
+        eventually(lambda: not query.status["isTriggerActive"])
     finally:
         query.stop()
 

@@ -6,10 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from tests.eventually import eventually
 from tests.spark.attached import must_die
 from tests.spark.driven import COMMIT, EXPORT, UNTIL, dispatching, exporting, promoting, scheduling
 from tests.spark.stores import ENDPOINT, PAST, many
-from tests.spark.test_dispatch import arrived, running, settings, until
+from tests.spark.test_dispatch import arrived, running, settings
 from tests.spark.tiers import spread
 
 from delayline import SqlDelayedMessageStore
@@ -70,4 +71,4 @@ def test_dispatching(spark: SparkSession, store: StoreAt, step: str) -> None:
     # When another one begins under the same name
     with running(Dispatcher(settings(store), shards=1, spark=spark)):
         # Then it takes over at once
-        until(lambda: arrived(store) == ["a"])
+        eventually(lambda: arrived(store) == ["a"])

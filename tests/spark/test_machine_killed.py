@@ -9,13 +9,14 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 import psycopg
+from tests.eventually import eventually
 from tests.integration.test_rabbitmq_migration import conventional, taken
 from tests.spark.broker import on_broker
 from tests.spark.held import held
 from tests.spark.machine import Pipeline, kill, machine
 from tests.spark.stores import ENDPOINT, PAST, StoreAt
 from tests.spark.test_commit_killed import LEDGER
-from tests.spark.test_dispatch import PATIENCE, arrived, running, settings, until
+from tests.spark.test_dispatch import PATIENCE, arrived, running, settings
 from tests.spark.test_failures import staged
 
 from delayline import SqlDelayedMessageStore
@@ -87,7 +88,7 @@ def start_again(spark: SparkSession, pipeline: Pipeline, all_gone: Callable[[], 
     with ExitStack() as stack:
         for dispatcher in pipeline.dispatchers(spark):
             stack.enter_context(running(dispatcher))
-        until(all_gone)
+        eventually(all_gone)
 
 
 def audited(spark: SparkSession, pipeline: Pipeline) -> Totals:
@@ -106,7 +107,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
     sales.put(*ids("d0"), due=PAST)
     shop.put(*ids("r0"), due=PAST)
     with held(sales.url, *IN_FLIGHT) as flight, machine(pipeline) as process:
-        until(lambda: sorted(arrived(sales)) == ids("d0") and shop.ids() == [], patience=2 * PATIENCE)
+        eventually(lambda: sorted(arrived(sales)) == ids("d0") and shop.ids() == [], patience=2 * PATIENCE)
         sales.put(*ids("d1"), due=PAST)
         shop.put(*ids("r1"), due=PAST)
         flight.wait(len(IN_FLIGHT), lambda: process.poll() is not None)
