@@ -126,9 +126,16 @@ def timeout_guarantees(one: str, two: str) -> list[list[str]]:
 
 
 def documented(owner: type) -> dict[str, str]:
-    """Return what the class docstring says of each setting, from its `name: text` lines."""
-    lines = re.findall(r"^([a-z_]+): (.+)$", inspect.getdoc(owner) or "", re.MULTILINE)
-    return dict(lines)
+    """Return the description of each argument in the class docstring, from its section `Args:`."""
+    _, _, section = (inspect.getdoc(owner) or "").partition("\nArgs:\n")
+    section = section.split("\n\n")[0]
+    found = re.findall(r"^    ([a-z_]+): (.+(?:\n {8,}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found} | _documented_by_lines(owner)
+
+
+def _documented_by_lines(owner: type) -> dict[str, str]:
+    """Return the descriptions in a class docstring that has lines `name: text` instead of a section."""
+    return dict(re.findall(r"^([a-z_]+): (.+)$", inspect.getdoc(owner) or "", re.MULTILINE))
 
 
 def texts_below(owner: type) -> dict[str, str]:
