@@ -86,11 +86,12 @@ class PostgresqlServer:
         self._run("pg_ctl", "-D", str(self.data), "-m", mode, "-w", "stop")
 
     def kill(self) -> None:
-        """End the postmaster the hard way; its children notice and end."""
+        """Kill the postmaster; its children notice and end. Return when none of them can answer any more."""
         pid = int((self.data / "postmaster.pid").read_text().splitlines()[0])
+        children = [Path("/proc", child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE
-        while _answers(self.port) and time.monotonic() < deadline:
+        while (_answers(self.port) or any(child.exists() for child in children)) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def close(self) -> None:
