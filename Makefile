@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 # Compiled files are kept: hundreds of processes are started, and each would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo test test-spark test-others test-sqlalchemy-oldest lint check bench bench-large docs
+.PHONY: help setup demo test test-all test-spark test-others test-sqlalchemy-oldest lint check bench bench-large docs
 
 UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
 RUN := $(UV) run --frozen --no-sync
@@ -40,7 +40,11 @@ check: lint ## the same and the fast tests; no server, under a minute
 CORE := tests/unit tests/conformance/test_memory.py tests/conformance/test_custom_store.py tests/conformance/test_sqlite.py \
 	tests/integration/test_callers.py tests/cli/test_config.py tests/cli/test_doctor.py
 
-test: lint ## everything: the checks, every test, the core's coverage, the docs
+test: export DELAYLINE_TEST_SAMPLE := $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
+test: lint ## the checks, the tests with a sample of the long suites, the core's coverage, the docs
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-spark test-others
+
+test-all: lint ## the same with every test, also the long ones
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-spark test-others
 
 # Side by side: Spark's tests wait more than they work, for a JVM and for what is not due yet.

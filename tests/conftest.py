@@ -13,6 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
 
+from tests.sampling import select
 from tests.servers.azurite import AzuriteServer
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
@@ -39,8 +40,9 @@ SERVERS: Final = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a server: those tests run without coverage, which they add nothing to and which slows them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that need a server, which run without coverage, and leave long tests to `make test-all`."""
+    select(items, config)
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         products = {str(value).removesuffix("_url") for value in parameters}

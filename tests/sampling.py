@@ -16,16 +16,34 @@ from delayline.testing.conformance.delivery_failures import DeliveryFailures
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pytest
+
 Case = TypeVar("Case")
 
 SEED: Final = os.environ.get("DELAYLINE_TEST_SAMPLE", "")
+
+
+def select(items: list[pytest.Item], config: pytest.Config) -> None:
+    """In `make test`, deselect tests marked `long`, and all but N cases of each test marked `sample(N)`."""
+    if not SEED:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    selected: set[pytest.Item] = set()
+    for group in cases.values():
+        marker = group[0].get_closest_marker("sample")
+        selected.update(sampled(group, marker.args[0]) if marker else group)
+    selected -= {item for item in items if item.get_closest_marker("long")}
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = [item for item in items if item in selected]
 
 
 def sampled(cases: Sequence[Case], number: int) -> Sequence[Case]:
     """Return `number` of the cases in their order, chosen by the commit; all of them in `make test-all`."""
     if not SEED or number >= len(cases):
         return cases
-    chosen = random.Random(SEED + repr(cases)).sample(range(len(cases)), number)  # noqa: S311 - repeatable
+    chosen = random.Random(SEED + repr(cases[0])).sample(range(len(cases)), number)  # noqa: S311 - repeatable
     return [cases[position] for position in sorted(chosen)]
 
 

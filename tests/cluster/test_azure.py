@@ -84,6 +84,7 @@ def dispatched(cluster: Cluster) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_lease_of_a_killed_poller_passes_on_in_the_middle_of_a_burst(cluster: Cluster, azure_url: str) -> None:
     # Given more messages due at once than fit into a page, and two pollers
     fill(azure_url, BURST, datetime.now(UTC))
@@ -132,6 +133,7 @@ def test_nothing_is_lost_and_nothing_early_while_processes_are_killed(cluster: C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["poller", "receiver"])
+@pytest.mark.sample(1)
 def test_best_effort_loses_nothing_on_its_way_and_doubles_nothing_in_its_handler(
     cluster: Cluster, azure_url: str, killed: str
 ) -> None:

@@ -41,6 +41,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("layout", "mode"), ROWS)
+@pytest.mark.sample(4)
 def test_what_is_promised_is_what_is_seen(
     make_cluster: Callable[..., Cluster], layout: str, mode: str, tmp_path: Path
 ) -> None:

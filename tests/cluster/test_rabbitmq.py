@@ -142,6 +142,7 @@ class Workers:
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["levels", "stored"])
+@pytest.mark.sample(1)
 async def test_consumers_and_pollers_killed_again_and_again(workers: Workers, stored: bool) -> None:
     """Given two processes, when both are killed while they handle and forward, then nothing is lost or early.
 
@@ -174,6 +175,7 @@ async def test_consumers_and_pollers_killed_again_and_again(workers: Workers, st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_twenty_thousand_delays_of_up_to_twenty_seconds(rabbitmq_url: str) -> None:
     """Each arrives once, none early, whatever levels it waits in."""
     chance = random.Random(new_seed())  # noqa: S311 - repeatable

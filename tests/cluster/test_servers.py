@@ -64,6 +64,7 @@ def all_arrived_once(cluster: Cluster) -> None:
     assert cluster.early() == []
 
 
+@pytest.mark.sample(1)
 def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], server_url: str) -> None:
     # Given a backlog in one database
     cluster = make_cluster(databases=[server_url])
@@ -104,6 +105,7 @@ def test_a_poller_killed_at_every_step_over_two_databases(make_cluster: Callable
     assert cluster.early() == []
 
 
+@pytest.mark.sample(1)
 def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], server_url: str) -> None:
     # Given messages in a queue
     cluster = make_cluster(databases=[server_url])
@@ -120,6 +122,7 @@ def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], s
     all_arrived_once(cluster)
 
 
+@pytest.mark.sample(1)
 def test_processes_killed_at_random(make_cluster: Callable[..., Cluster], server_url: str) -> None:
     cluster = make_cluster(databases=[server_url])
     chance = random.Random(new_seed())  # noqa: S311 - repeatable

@@ -48,6 +48,7 @@ def waits_or_left(cluster: Cluster) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("mode", "layout"), [ONE_FILE, TWO_FILES], ids=lambda value: value)
+@pytest.mark.sample(1)
 def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], mode: str, layout: str) -> None:
     # Given a backlog
     cluster = make_cluster(mode, layout)
@@ -96,6 +97,7 @@ def test_a_poller_killed_while_messages_move_inside_the_database(make_cluster: C
 
 
 @pytest.mark.parametrize(("mode", "layout"), [ONE_FILE, TWO_FILES], ids=lambda value: value)
+@pytest.mark.sample(1)
 def test_a_receiver_killed_at_every_step(make_cluster: Callable[..., Cluster], mode: str, layout: str) -> None:
     # Given messages in a queue
     cluster = make_cluster(mode, layout)

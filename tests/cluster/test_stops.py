@@ -19,6 +19,7 @@ ALL_LAYOUTS = [("TRANSACTION_SCOPE", "one file"), ("SENDS_ATOMIC_WITH_RECEIVE", 
 
 
 @pytest.mark.parametrize(("mode", "layout"), ALL_LAYOUTS, ids=lambda value: value)
+@pytest.mark.sample(2)
 def test_stopping_in_the_middle_of_a_backlog(make_cluster: Callable[..., Cluster], mode: str, layout: str) -> None:
     # Given a backlog
     cluster = make_cluster(mode, layout)
@@ -42,6 +43,7 @@ def test_stopping_in_the_middle_of_a_backlog(make_cluster: Callable[..., Cluster
 
 
 @pytest.mark.parametrize(("mode", "layout"), ALL_LAYOUTS, ids=lambda value: value)
+@pytest.mark.sample(2)
 def test_a_poller_that_hangs_for_a_while(make_cluster: Callable[..., Cluster], mode: str, layout: str) -> None:
     # Given two pollers at work
     cluster = make_cluster(mode, layout)

@@ -55,6 +55,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("layout", "mode"), ROWS)
+@pytest.mark.sample(3)
 def test_what_is_promised_is_what_is_seen(
     make_cluster: Callable[..., Cluster], layout: str, mode: str, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ async def store_due(cluster: Cluster, numbers: range) -> None:
     [("postgresql", 1, STORING, MOVING), ("mariadb", 1, [], SENDING), ("postgresql", 2, STORING, ASKING)],
     ids=["one database of PostgreSQL", "one database of MariaDB", "two databases"],
 )
+@pytest.mark.sample(1)
 def test_a_timeout_manager_killed_at_every_step(
     make_cluster: Callable[..., Cluster],
     product: str,
@@ -152,6 +154,7 @@ def test_a_timeout_manager_killed_at_every_step(
 
 
 @pytest.mark.parametrize("product", ["postgresql", "mariadb"])
+@pytest.mark.sample(1)
 def test_timeout_managers_killed_at_random_on_a_server(
     make_cluster: Callable[..., Cluster], product: str, request: pytest.FixtureRequest
 ) -> None:

@@ -178,6 +178,7 @@ STEPS = {
 
 @pytest.mark.parametrize("role", ["poller", "receiver"])
 @pytest.mark.parametrize("queues_in", ["PostgreSQL", "MariaDB"])
+@pytest.mark.sample(1)
 async def test_killed_at_every_step(two: Two, role: str, queues_in: str, request: pytest.FixtureRequest) -> None:
     """Given messages, when a process is killed at a step of a transaction, then an endpoint's start mends it."""
     if queues_in == "MariaDB":
@@ -213,6 +214,7 @@ async def test_a_running_endpoint_mends_what_another_process_leaves(two: Two) ->
         assert len(set(two.stored() + two.queued())) == len(two.stored() + two.queued()) == MESSAGES
 
 
+@pytest.mark.long
 async def test_killed_at_random(two: Two) -> None:
     """Given pollers and receivers, when they are killed again and again, then each message has its effect once."""
     chance = random.Random(new_seed())  # noqa: S311 - no secret
@@ -233,6 +235,7 @@ async def test_killed_at_random(two: Two) -> None:
 
 @pytest.mark.parametrize("crashes", ["store", "queues"])
 @pytest.mark.parametrize("step", ["prepare", "commit_prepared"])
+@pytest.mark.sample(1)
 async def test_a_server_crashes_between_the_steps(
     servers: tuple[PostgresqlServer, PostgresqlServer],
     two: Two,

@@ -50,6 +50,10 @@ ON_A_BROKER, ON_POSTGRESQL = (
     [page for page in OURS if f"<!-- server: {server} -->" in page.read_text(encoding="utf-8")]
     for server in ("rabbitmq", "postgresql")
 )
+#: Pages that take half a minute each, for Spark's start and its jobs.
+ON_SPARK = [
+    page for page in OURS if page.name in {AS_A_NEWCOMER, "cold-tier.md", "spark-schedule.md", "spark-audit.md"}
+]
 BLOCK = re.compile(
     r"^(?:<!-- ([\w-]+)(?:: ([^\n]*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL
 )
@@ -238,8 +242,17 @@ def test_what_a_page_shows_works_on_postgresql(
         session.run(block)
 
 
-@pytest.mark.timeout(300)  # a page on Spark starts it
-@pytest.mark.parametrize("page", [page for page in OURS if page not in ON_A_BROKER + ON_POSTGRESQL], ids=name_of)
+@pytest.mark.timeout(300)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("page", ON_SPARK, ids=name_of)
+def test_what_a_page_shows_works_on_spark(page: Path, session: Session, request: pytest.FixtureRequest) -> None:
+    test_what_a_page_shows_works(page, session, request)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "page", [page for page in OURS if page not in ON_A_BROKER + ON_POSTGRESQL + ON_SPARK], ids=name_of
+)
 def test_what_a_page_shows_works(page: Path, session: Session, request: pytest.FixtureRequest) -> None:
     if page.name != AS_A_NEWCOMER and "spark" in page.read_text(encoding="utf-8").lower():
         request.getfixturevalue("small_sparks")

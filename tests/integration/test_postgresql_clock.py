@@ -122,6 +122,7 @@ def manager_at(url: str, *, polling: bool) -> DelayedDelivery:
 
 @pytest.mark.parametrize("off", [HOUR, -HOUR], ids=["ahead", "behind"])
 @pytest.mark.parametrize("delivery", [store_at, manager_at])
+@pytest.mark.sample(2)
 async def test_answers_on_a_slow_link_make_nothing_early(
     server_url: str, wrong: WrongClock, off: timedelta, delivery: Callable[..., DelayedDelivery]
 ) -> None:
@@ -171,6 +172,7 @@ async def test_answers_on_a_slow_link_make_nothing_early(
 
 
 @pytest.mark.parametrize("off", [HOUR, -HOUR], ids=["ahead", "behind"])
+@pytest.mark.sample(1)
 async def test_a_poller_on_a_slow_link_sends_nothing_early(server_url: str, wrong: WrongClock, off: timedelta) -> None:
     # Given an endpoint whose clock is wrong at the end of a slow link
     wrong.off = off

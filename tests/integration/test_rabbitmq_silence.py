@@ -189,6 +189,7 @@ async def test_a_stop_ends_together_what_waits_for_a_silent_broker(crashing_rabb
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.long
 async def test_a_broker_that_stays_silent_is_a_critical_error(rabbitmq_url: str) -> None:
     """Given a broker that does not come back, when receiving has failed for 30 s, then the breaker triggers."""
     async with wire_to(rabbitmq_url) as (wire, url):

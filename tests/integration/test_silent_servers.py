@@ -254,6 +254,7 @@ async def test_silence_becomes_a_critical_error(server_url: str, frozen: Frozen)
 
 
 @pytest.mark.parametrize("how", ["frozen", "swallowed"])
+@pytest.mark.sample(1)
 async def test_nothing_is_lost_or_doubled_by_silence(
     server_url: str, frozen: Frozen, swallower: Swallower, how: str
 ) -> None:
@@ -328,6 +329,7 @@ async def test_a_stop_returns_in_time(server_url: str, frozen: Frozen) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["idle", "at rest", "claiming", "handling", "reconnecting", "given up"])
+@pytest.mark.sample(1)
 async def test_a_stop_returns_in_time_with_the_default_limit(
     postgresql_url: str, postgresql: PostgresqlServer, moment: str
 ) -> None:

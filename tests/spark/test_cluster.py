@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Final
 
+import pytest
 from tests.spark.cluster import WORKERS, Cluster
 from tests.spark.stores import ENDPOINT, StoreAt
 
@@ -48,6 +49,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_jobs_run_on_a_cluster_and_tasks_that_are_run_twice_count_once(store: StoreAt, tmp_path: Path) -> None:
     # Given a store with a journal, and files that every worker reaches
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))

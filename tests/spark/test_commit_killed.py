@@ -62,6 +62,7 @@ def killed_at(step: str, store: StoreAt, work: Callable[[], object]) -> Iterator
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.sample(1)
 def test_a_job(spark: SparkSession, store: StoreAt, source: Path, step: str) -> None:
     target = Target(store.url, endpoint=ENDPOINT)
 
@@ -82,6 +83,7 @@ def test_a_job(spark: SparkSession, store: StoreAt, source: Path, step: str) -> 
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.sample(1)
 def test_a_stream(spark: SparkSession, store: StoreAt, source: Path, tmp_path: Path, step: str) -> None:
     def stream() -> None:
         write(files(in_this_thread(spark), source), store, tmp_path / "checkpoint", txnAppId="loader")

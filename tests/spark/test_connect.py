@@ -94,6 +94,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_every_job_takes_a_connect_session(store: StoreAt, tmp_path: Path) -> None:
     pytest.importorskip("grpc", reason="Spark Connect needs more packages: pip install 'pyspark[connect]'")
     # Given a store with a journal, and a local server of Spark Connect's

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_short_demo_leaves_a_report(tmp_path: Path) -> None:
     words = ["--rows", "300", "--within", "3", "--outage", "0.2", "--dir", "runs", "--report", "demo/report.html"]
     done = subprocess.run(

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 import psycopg
+import pytest
 from tests.eventually import eventually
 from tests.integration.test_rabbitmq_migration import conventional, taken
 from tests.spark.broker import on_broker
@@ -100,6 +101,7 @@ def audited(spark: SparkSession, pipeline: Pipeline) -> Totals:
         return seen.totals()
 
 
+@pytest.mark.long
 def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabbitmq_url: str, tmp_path: Path) -> None:
     sales, shop = tiers.hot, StoreAt(tiers.hot.url, "shop")
     pipeline = set_up(spark, sales, rabbitmq_url, tmp_path)

@@ -95,6 +95,7 @@ def test_a_driver_that_dies_between_steps_is_resumed(
 
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("then", ["resume", "abort"])
+@pytest.mark.sample(1)
 def test_a_commit_that_nobody_knows_of_counts_once(
     spark: SparkSession, any_legacy: Legacy, store: StoreAt, tmp_path: Path, committed: bool, then: str
 ) -> None:

@@ -114,6 +114,7 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
     [(TiersWave, "commit", False), (TiersWave, "commit", True), (Journal, "mark", False), (Migration, "_end", False)],
 )
 @pytest.mark.parametrize("then", ["resume", "abort"])
+@pytest.mark.sample(1)
 def test_a_driver_that_dies_at_any_step_loses_and_doubles_nothing(
     spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch, where: type, step: str,
     after: bool, then: str,
