@@ -8,29 +8,23 @@ locks: `pytest -m "not row_locks"`.
 from __future__ import annotations
 
 import functools
-import os
-import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy.engine import make_url
 from tests.sampling import OtherLayout
+from tests.servers.sqlserver import NO_URL, URL, drop_database, new_database
 
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.dialects.server import run
-from delayline.sql.dialects.sqlserver import SqlServer
 from delayline.testing import DeliveryConformance, StoreConformance, TransportConformance
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
     from pathlib import Path
 
-IN_USE = "currently in use"  # in the text of error 3702
-URL = os.environ.get("DELAYLINE_TEST_SQLSERVER_URL", "")
 
 if not URL:
-    pytest.skip("DELAYLINE_TEST_SQLSERVER_URL names no SQL Server", allow_module_level=True)
+    pytest.skip(NO_URL, allow_module_level=True)
 
 
 def row_locks(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
@@ -42,27 +36,6 @@ def row_locks(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[N
 
     kept: Callable[..., Awaitable[None]] = pytest.mark.row_locks(marked)
     return kept
-
-
-def new_database() -> str:
-    """Create a database and return its URL."""
-    name = f"delayline_{uuid.uuid4().hex[:12]}"
-    with SqlServer(make_url(URL)).connect() as connection:
-        run(connection, f"CREATE DATABASE [{name}]")
-    return make_url(URL).set(database=name).render_as_string(hide_password=False)
-
-
-def drop_database(url: str) -> None:
-    """Drop it; where a connection is left, and only there, with an option that Azure SQL Database does not have."""
-    name, server = make_url(url).database, SqlServer(make_url(URL))
-    with server.connect() as connection:
-        try:
-            run(connection, f"DROP DATABASE [{name}]")
-        except server.errors as error:
-            if IN_USE not in str(error):
-                raise
-            run(connection, f"ALTER DATABASE [{name}] SET SINGLE_USER WITH ROLLBACK IMMEDIATE")
-            run(connection, f"DROP DATABASE [{name}]")
 
 
 class OnSqlServer:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conformance.test_sqlserver import drop_database, new_database
+from tests.servers.sqlserver import drop_database, new_database
 from tests.spark.arrivals import arrivals_at
 from tests.spark.legacy import LATER, Legacy, Timeout, some
 from tests.spark.mortal import Deaths, Mortal
