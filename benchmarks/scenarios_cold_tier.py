@@ -39,7 +39,7 @@ async def spark_promote(folder: Path) -> Figures:
 
 async def spark_cold_backlog(folder: Path) -> Figures:
     """Dispatch and lateness on PostgreSQL with 1 000 000 in files, against none."""
-    from delayline.spark import Target, schedule, spark_session
+    from delayline.spark import JobTarget, schedule, spark_session
 
     with postgresql() as [url]:
         await drain_rate(url, BURST, lambda: endpoint_on(url))  # sets up
@@ -47,7 +47,7 @@ async def spark_cold_backlog(folder: Path) -> Figures:
         source = folder / "far.parquet"
         _write(source, scaled(ROWS), hours=24 * 30)
         spark = spark_session("local[2]")
-        target = Target(url, endpoint=NAME, cold_tier=str(folder / "cold"))
+        target = JobTarget(url, endpoint=NAME, cold_tier=str(folder / "cold"))
         held = await asyncio.to_thread(lambda: schedule(source, target, spark=spark).held)
         spark.stop()
         assert held == scaled(ROWS), held
@@ -82,15 +82,15 @@ def _promote(folder: Path) -> Figures:
 
 def _rates(folder: Path, url: str, spark: SparkSession) -> Figures:
     """Return how fast the same messages are scheduled, and promoted."""
-    from delayline.spark import Target, promote, schedule
+    from delayline.spark import JobTarget, promote, schedule
 
     rows, rates = scaled(ROWS), []
-    source, hot = folder / "day.parquet", Target(url, endpoint=NAME)
+    source, hot = folder / "day.parquet", JobTarget(url, endpoint=NAME)
     _write(folder / "warm-up.parquet", 1000, hours=1)
     _write(source, rows, hours=24)
     schedule(folder / "warm-up.parquet", hot, spark=spark)
     for turn in range(ROUNDS):
-        cold = Target(url, endpoint=NAME, cold_tier=str(folder / f"cold{turn}"))
+        cold = JobTarget(url, endpoint=NAME, cold_tier=str(folder / f"cold{turn}"))
         scheduled = _timed(url, lambda: schedule(source, hot, on_conflict="fail", spark=spark).stored, rows)
         _emptied(url)
         assert schedule(source, cold, spark=spark).held == rows
@@ -105,11 +105,11 @@ def _rates(folder: Path, url: str, spark: SparkSession) -> Figures:
 
 def _hours(folder: Path, url: str, spark: SparkSession) -> Figures:
     """Return what an hour takes beside a tier, and beside ten times the tier."""
-    from delayline.spark import Target, promote, schedule
+    from delayline.spark import JobTarget, promote, schedule
 
     _emptied(url)
     number, taken = scaled(AN_HOUR), list[float]()
-    target = Target(url, endpoint=NAME, cold_tier=str(folder / "hours"))
+    target = JobTarget(url, endpoint=NAME, cold_tier=str(folder / "hours"))
     turns = ROUNDS + 1  # the first of each is not counted
     for hours in (10, 100):
         first = 0 if not taken else 10

@@ -33,7 +33,7 @@ async def spark_schedule(folder: Path) -> Figures:
 
 def _schedule(folder: Path) -> Figures:
     from delayline.spark import spark_session
-    from delayline.spark.schedule import Target, schedule
+    from delayline.spark.schedule import JobTarget, schedule
 
     rows = scaled(ROWS)
     _write(folder / "warm-up.parquet", 1000)
@@ -42,7 +42,7 @@ def _schedule(folder: Path) -> Figures:
     spark = spark_session("local[2]")
     with postgresql() as [url]:
         asyncio.run(SqlDelayedMessageStore(url).setup_infrastructure(NAME))
-        target = Target(url, endpoint=NAME)
+        target = JobTarget(url, endpoint=NAME)
         schedule(folder / "warm-up.parquet", target, spark=spark)
         for _ in range(ROUNDS):
             plain = rows / _timed(url, lambda: _copy(url, folder / "rows.parquet"))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from examples.demo.stage import Stage
     from pyspark.sql import SparkSession
 
-    from delayline.spark import Target
+    from delayline.spark import JobTarget
     from delayline.spark.audit import Totals
 
 #: A job becomes visible at its end: the first reminder is due well after it. Never less than this.
@@ -83,10 +83,10 @@ class Pipeline:
             return write_report(found, report, title="The demo's reminders")
 
     @property
-    def _target(self) -> Target:
-        from delayline.spark import Target
+    def _target(self) -> JobTarget:
+        from delayline.spark import JobTarget
 
-        return Target(self._stage.settings(REMINDERS).url, endpoint=REMINDERS, cold_tier=str(self._stage.cold_tier))
+        return JobTarget(self._stage.settings(REMINDERS).url, endpoint=REMINDERS, cold_tier=str(self._stage.cold_tier))
 
 
 @contextlib.contextmanager

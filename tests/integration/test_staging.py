@@ -247,9 +247,9 @@ def test_what_runs_along_shares_the_transaction(url: str, make_job: Callable[...
         seen.append(connection.execute(text("SELECT 1")).scalar())
         raise LookupError("somebody else was faster")
 
-    job.commit([job.write([rows("a", "b")])], along=without_b)
+    job.commit([job.write([rows("a", "b")])], pre_commit=without_b)
     with pytest.raises(LookupError, match="faster"):
-        failing.commit([failing.write([rows("c")])], run="failing", along=refuse)
+        failing.commit([failing.write([rows("c")])], run="failing", pre_commit=refuse)
     assert ids(url) == ["a"] and seen == [1]
     assert failing.committed("failing") is None
 

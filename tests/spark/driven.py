@@ -18,7 +18,7 @@ from delayline.spark import Dispatcher, export, promote, schedule
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from delayline.spark import Target
+    from delayline.spark import JobTarget
 
 UNTIL: Final = FIRST + 5 * HOUR
 #: What a step is: a method, and whether the driver dies before it or after it.
@@ -34,19 +34,19 @@ EXPORT: Final = {
 }
 
 
-def scheduling(spark: SparkSession, step: str, target: Target, source: str) -> None:
+def scheduling(spark: SparkSession, step: str, target: JobTarget, source: str) -> None:
     name, before = COMMIT[step]
     killed(Staging, name, before=before)
     schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
 
 
-def promoting(spark: SparkSession, step: str, target: Target) -> None:
+def promoting(spark: SparkSession, step: str, target: JobTarget) -> None:
     name, before = COMMIT[step]
     killed(Staging, name, before=before)
     promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
 
 
-def exporting(spark: SparkSession, step: str, target: Target, path: str) -> None:
+def exporting(spark: SparkSession, step: str, target: JobTarget, path: str) -> None:
     name, before = EXPORT[step]
     killed(JournalExport, name, before=before)
     export(target, path, spark=spark)

@@ -17,7 +17,7 @@ from tests.spark.test_stream import files
 from tests.spark.tiers import HOUR
 
 from delayline.config import Settings
-from delayline.spark import Dispatcher, Target, schedule, schedule_stream, spark_session
+from delayline.spark import Dispatcher, JobTarget, schedule, schedule_stream, spark_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,9 +38,9 @@ class Pipeline(NamedTuple):
     folder: str
 
     @property
-    def target(self) -> Target:
+    def target(self) -> JobTarget:
         """Both tiers of the endpoint whose queues are beside its store."""
-        return Target(self.url, endpoint=ENDPOINT, cold_tier=f"{self.folder}/cold")
+        return JobTarget(self.url, endpoint=ENDPOINT, cold_tier=f"{self.folder}/cold")
 
     @property
     def settings(self) -> list[Settings]:
@@ -60,7 +60,7 @@ class Pipeline(NamedTuple):
 
     def stream(self, spark: SparkSession, **trigger: Any) -> StreamingQuery:  # noqa: ANN401 - Spark's own
         """Begin to schedule file by file."""
-        source, target = files(spark, Path(self.folder, "stream")), Target(self.url, endpoint=ENDPOINT)
+        source, target = files(spark, Path(self.folder, "stream")), JobTarget(self.url, endpoint=ENDPOINT)
         return schedule_stream(source, target, checkpoint=f"{self.folder}/checkpoint", trigger=trigger)
 
     def live(self) -> None:

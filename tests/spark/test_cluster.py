@@ -23,7 +23,7 @@ PROGRAM: Final = """
 import json, sys, time
 from pathlib import Path
 from delayline.cli import main
-from delayline.spark import Target, schedule, spark_session
+from delayline.spark import JobTarget, schedule, spark_session
 
 def twice(flag):
     def wait(batches):
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     data = spark.range(0, rows, 1, 4).selectExpr("concat('twice', id) AS id", "'billing' AS destination",
         "timestamp_seconds(1900000000 + id) AS due")
     data = data.mapInArrow(twice(flag), data.schema)
-    print(json.dumps({"twice": schedule(data, Target(url, endpoint="sales"), spark=spark).stored}))
+    print(json.dumps({"twice": schedule(data, JobTarget(url, endpoint="sales"), spark=spark).stored}))
     for words in commands:
         main(words, prog_name="delayline", standalone_mode=False)
     spark.stop()

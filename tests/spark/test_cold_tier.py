@@ -18,7 +18,7 @@ from tests.spark.tiers import FIRST, HOUR, spread
 
 from delayline import BackendUnusable, ConfigurationError, DelaylineError, DuplicateMessage
 from delayline.bulk.staging import Staging
-from delayline.spark import Promoted, Target, promote, promote_every, promote_stream
+from delayline.spark import JobTarget, Promoted, promote, promote_every, promote_stream
 from delayline.spi import Outcome
 
 if TYPE_CHECKING:
@@ -304,16 +304,16 @@ def test_promoting_again_and_again_until_told_to_stop(spark: SparkSession, tiers
 
 def test_what_cannot_work_is_told_in_a_line(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="there is no cold tier: "):
-        promote(Target(tiers.hot.url, endpoint="sales"), spark=spark)
+        promote(JobTarget(tiers.hot.url, endpoint="sales"), spark=spark)
     with pytest.raises(ConfigurationError, match="longer than half of horizon"):
         promote_every(tiers.target, timedelta(hours=13), until=threading.Event(), spark=spark)
     (tmp_path / "file").touch()
-    blocked = Target(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "file"))
+    blocked = JobTarget(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "file"))
     with pytest.raises(BackendUnusable, match="Check that the folder can be read and written"):
         type(tiers)(tiers.hot, tmp_path / "file", spark).schedule(frame(spark, "a"))
     assert promote(blocked, spark=spark) == Promoted()
     tiers.schedule(frame(spark, "a"))
-    elsewhere = Target(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "elsewhere"))
+    elsewhere = JobTarget(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "elsewhere"))
     with pytest.raises(BackendUnusable, match="where it was held"):
         promote(elsewhere, horizon=DUE + HOUR - datetime.now(UTC), spark=spark)
     assert tiers.promote(DUE + HOUR).stored == 1

@@ -18,8 +18,8 @@ from tests.spark.test_stream import files, write
 
 from delayline import ConfigurationError
 from delayline.bulk.staging import STREAMS, Staging
-from delayline.spark import Target, schedule
-from delayline.spark.session import in_this_thread
+from delayline.spark import JobTarget, schedule
+from delayline.spark.session import activated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def killed_at(step: str, store: StoreAt, work: Callable[[], object]) -> Iterator
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.sample(1)
 def test_a_job(spark: SparkSession, store: StoreAt, source: Path, step: str) -> None:
-    target = Target(store.url, endpoint=ENDPOINT)
+    target = JobTarget(store.url, endpoint=ENDPOINT)
 
     def job() -> tuple[int, bool]:
         done = schedule(source, target, run="campaign", spark=spark)
@@ -86,7 +86,7 @@ def test_a_job(spark: SparkSession, store: StoreAt, source: Path, step: str) -> 
 @pytest.mark.sample(1)
 def test_a_stream(spark: SparkSession, store: StoreAt, source: Path, tmp_path: Path, step: str) -> None:
     def stream() -> None:
-        write(files(in_this_thread(spark), source), store, tmp_path / "checkpoint", txnAppId="loader")
+        write(files(activated(spark), source), store, tmp_path / "checkpoint", txnAppId="loader")
 
     # When the commit of a batch is killed
     with killed_at(step, store, stream) as result, pytest.raises(PySparkException):

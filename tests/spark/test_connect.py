@@ -26,7 +26,7 @@ from pyspark.sql import SparkSession
 from delayline import ConfigurationError, DuplicateMessage
 from delayline.config import Settings
 from delayline.spark import (
-    Dispatcher, Target, audit, compact, export, promote, promote_stream, read_journal, schedule, schedule_stream,
+    Dispatcher, JobTarget, audit, compact, export, promote, promote_stream, read_journal, schedule, schedule_stream,
     spark_session, waiting_ids, write_report,
 )
 from delayline.spark.session import parallelism
@@ -36,7 +36,7 @@ from tests.spark.tiers import FIRST, HOUR, spread
 url, folder = sys.argv[1], Path(sys.argv[2])
 store = StoreAt(url)
 spark = SparkSession.builder.remote("local[2]").config("spark.sql.shuffle.partitions", "2").getOrCreate()
-hot, cold = Target(url, endpoint="sales"), Target(url, endpoint="sales", cold_tier=str(folder / "cold"))
+hot, cold = JobTarget(url, endpoint="sales"), JobTarget(url, endpoint="sales", cold_tier=str(folder / "cold"))
 far = FIRST + 10 * HOUR - datetime.now(UTC)
 found = {"kind": type(spark).__module__, "same": spark_session() is spark, "slots": parallelism(spark)}
 

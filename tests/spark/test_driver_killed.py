@@ -14,7 +14,7 @@ from tests.spark.test_dispatch import arrived, running, settings
 from tests.spark.tiers import spread
 
 from delayline import SqlDelayedMessageStore
-from delayline.spark import Dispatcher, Target, export, read_journal, schedule
+from delayline.spark import Dispatcher, JobTarget, export, read_journal, schedule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: P
 def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given a journal
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
-    target = Target(store.url, endpoint=ENDPOINT)
+    target = JobTarget(store.url, endpoint=ENDPOINT)
     schedule(many(spark, NUMBER), target, spark=spark)
     # When the driver that exports it is killed, at a later step each time
     for step in EXPORT:

@@ -14,7 +14,7 @@ from tests.spark.tiers import FIRST, spread
 from delayline import BackendUnavailable, BackendUnusable, SqlDelayedMessageStore, SqlTransport
 from delayline.bulk.journal_export import JournalExport
 from delayline.delayed.store import Outcome
-from delayline.spark import Target, audit, export, read_journal, schedule, waiting_ids
+from delayline.spark import JobTarget, audit, export, read_journal, schedule, waiting_ids
 from delayline.spark.journal import _export
 from delayline.spark.options import StoreOptions
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from delayline.spark import Totals
 
 
-def journaled(store: StoreAt) -> Target:
+def journaled(store: StoreAt) -> JobTarget:
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
     asyncio.run(SqlTransport(store.url).setup_infrastructure(["billing"]))
-    return Target(store.url, endpoint=ENDPOINT)
+    return JobTarget(store.url, endpoint=ENDPOINT)
 
 
-def rows(target: Target, path: Path, spark: SparkSession) -> list[dict[str, Any]]:
+def rows(target: JobTarget, path: Path, spark: SparkSession) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = read_journal(target, path, spark=spark).orderBy("seq").toArrow().to_pylist()
     return found
 
@@ -125,4 +125,4 @@ def test_what_an_export_that_was_killed_has_written_counts_nothing(
 
 def test_a_journal_that_is_not_kept_says_how_to_begin_one(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     with pytest.raises(BackendUnusable, match="--journal true"):
-        export(Target(store.url, endpoint=ENDPOINT), tmp_path, spark=spark)
+        export(JobTarget(store.url, endpoint=ENDPOINT), tmp_path, spark=spark)

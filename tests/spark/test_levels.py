@@ -17,8 +17,8 @@ from tests.spark.stores import ENDPOINT, StoreAt, frame
 from delayline import BackendUnusable, ConfigurationError, Headers
 from delayline.errors import DelaylineError
 from delayline.message import to_wire_time
-from delayline.spark import Target, schedule, schedule_stream
-from delayline.spark.levels import BrokerLevels
+from delayline.spark import JobTarget, schedule, schedule_stream
+from delayline.spark.broker_sink import BrokerSink
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from tests.spark.tiers import Tiers
 
-    from delayline.spark.levels import LevelsSession
+    from delayline.spark.broker_sink import BrokerWriter
 
 HOUR = timedelta(hours=1)
 
@@ -40,8 +40,8 @@ def broker(rabbitmq_url: str) -> str:
     return rabbitmq_url
 
 
-def beside(store: StoreAt, broker: str, **more: Any) -> Target:  # noqa: ANN401 - Target's own
-    return Target(store.url, endpoint=ENDPOINT, delay_levels=broker, **more)
+def beside(store: StoreAt, broker: str, **more: Any) -> JobTarget:  # noqa: ANN401 - JobTarget's own
+    return JobTarget(store.url, endpoint=ENDPOINT, delay_levels=broker, **more)
 
 
 def sent(broker: str) -> Counter[str]:
@@ -100,8 +100,8 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
     def is_there(path: str) -> bool:
         return os.access(path, os.F_OK)
 
-    class Dying(BrokerLevels):
-        async def session(self, stack: AsyncExitStack) -> LevelsSession:
+    class Dying(BrokerSink):
+        async def session(self, stack: AsyncExitStack) -> BrokerWriter:
             session = await super().session(stack)
             deliver, delivered = session.deliver, 0
 
@@ -118,7 +118,7 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
             session.deliver = deliver_and_die  # type: ignore[method-assign]
             return session
 
-    monkeypatch.setattr("delayline.spark.job.BrokerLevels", Dying)
+    monkeypatch.setattr("delayline.spark.job.BrokerSink", Dying)
     # Given a job of which an executor is killed, and which fails for good, between the broker's confirm and the mark
     with pytest.raises(DelaylineError, match="fails on purpose"):
         schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
@@ -141,16 +141,16 @@ def test_a_broker_alone_gets_everything_it_can_hold(
     now = datetime.now(UTC)
     due = [now - HOUR, now + HOUR, now + timedelta(days=3000), now + timedelta(days=3200)]
     data = frame(spark, "past", "near", "far", "further", due=pa.array(due, pa.timestamp("us", "UTC")))
-    target = Target(broker, endpoint=ENDPOINT)
+    target = JobTarget(broker, endpoint=ENDPOINT)
     done = schedule(data, target)
     assert (done.sent, done.stored, done.rejected) == (3, 0, 1)
     assert [row["id"] for row in done.rejected_rows.toArrow().to_pylist()] == ["further"]
     assert sorted(sent(broker)) == ["far", "near"]
-    wrong: list[tuple[Target, dict[str, Any], str]] = [
+    wrong: list[tuple[JobTarget, dict[str, Any], str]] = [
         (target, {"run": "nightly"}, "is remembered in a database"),
         (target, {"on_conflict": "replace"}, "nobody can look for ids in delay levels"),
-        (Target(broker, endpoint=ENDPOINT, cold_tier="cold"), {}, "needs a database for its catalog"),
-        (Target(broker, endpoint=ENDPOINT, delay_levels=broker), {}, "are two brokers"),
+        (JobTarget(broker, endpoint=ENDPOINT, cold_tier="cold"), {}, "needs a database for its catalog"),
+        (JobTarget(broker, endpoint=ENDPOINT, delay_levels=broker), {}, "are two brokers"),
         (beside(store, f"{rabbitmq_url}?delays=v1"), {}, "there are no complete delay levels"),
     ]
     for how, settings, said in wrong:

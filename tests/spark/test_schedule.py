@@ -13,15 +13,15 @@ from tests.spark.stores import DUE, frame, many
 
 from delayline import BackendUnusable, ConfigurationError, DuplicateMessage
 from delayline.spark.columns import Columns
-from delayline.spark.schedule import Target, schedule, schedule_stream
+from delayline.spark.schedule import JobTarget, schedule, schedule_stream
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from tests.spark.stores import StoreAt
 
 
-def target(store: StoreAt) -> Target:
-    return Target(store.url, endpoint="sales")
+def target(store: StoreAt) -> JobTarget:
+    return JobTarget(store.url, endpoint="sales")
 
 
 def refused(rows: DataFrame) -> dict[str, dict[str, Any]]:
@@ -117,7 +117,7 @@ def test_failures_are_delaylines_own_without_a_stack(
         schedule(frame(spark, "a"), target(store), on_conflict="fail", spark=spark)
     assert str(failure.value).startswith("message 'a' waits already") and "\n" not in str(failure.value)
     with pytest.raises(BackendUnusable, match="run `delayline setup` first"):
-        schedule(frame(spark, "a"), Target(store.url, endpoint="nobody"), spark=spark)
+        schedule(frame(spark, "a"), JobTarget(store.url, endpoint="nobody"), spark=spark)
     with pytest.raises(ConfigurationError, match="PATH_NOT_FOUND") as missing:
         schedule(tmp_path / "nowhere.parquet", target(store), spark=spark)
     assert "\n" not in str(missing.value)
@@ -168,7 +168,7 @@ def test_executors_without_delayline_are_told_of(
     python.chmod(0o755)
     monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
     # Then the job says what to install there
-    cold = Target(store.url, endpoint="sales", cold_tier=str(tmp_path / "cold"))
+    cold = JobTarget(store.url, endpoint="sales", cold_tier=str(tmp_path / "cold"))
     with pytest.raises(ConfigurationError, match="the executors cannot import 'delayline': install") as told:
         schedule(frame(spark, "a"), cold, spark=spark)
     assert "\n" not in str(told.value)
@@ -195,6 +195,6 @@ def test_other_sources_and_stores_are_refused(spark: SparkSession, store: StoreA
     with pytest.raises(ConfigurationError, match="is empty"):
         schedule(tmp_path / "empty.csv", target(store), spark=spark)
     with pytest.raises(ConfigurationError, match="mssql: is no store"):
-        schedule(frame(spark, "a"), Target("mssql://host/db", endpoint="sales"), spark=spark)
+        schedule(frame(spark, "a"), JobTarget("mssql://host/db", endpoint="sales"), spark=spark)
     with pytest.raises(ConfigurationError, match=r"use schedule\(\)"):
         schedule_stream(frame(spark, "a"), target(store), checkpoint=tmp_path / "checkpoint")

@@ -19,7 +19,7 @@ import pytest
 from tests.spark.stores import StoreAt, frame
 
 from delayline import ConfigurationError, SqlDelayedMessageStore
-from delayline.spark import Target, java, schedule, session, spark_session, waiting_ids
+from delayline.spark import JobTarget, java, schedule, session, spark_session, waiting_ids
 from delayline.spark.java import find_java
 from delayline.spark.version import is_too_old
 
@@ -32,9 +32,9 @@ NONE = {"PATH": "/nowhere"}
 JOB = """
 import sys
 from datetime import UTC, datetime, timedelta
-from delayline.spark import Target, audit, export, promote, read_journal, schedule, spark_session, waiting_ids
+from delayline.spark import JobTarget, audit, export, promote, read_journal, schedule, spark_session, waiting_ids
 spark = spark_session("local[1]", conf={"spark.sql.session.timeZone": "Asia/Kathmandu"})
-target = Target(sys.argv[1], endpoint="sales", cold_tier=sys.argv[3])
+target = JobTarget(sys.argv[1], endpoint="sales", cold_tier=sys.argv[3])
 done = schedule(sys.argv[2], target, hot_horizon=timedelta(hours=1))
 moved = promote(target, horizon=datetime(2030, 6, 1, tzinfo=UTC) - datetime.now(UTC))
 print(done.stored, done.held, moved.stored, spark.conf.get("spark.sql.session.timeZone"))
@@ -191,7 +191,7 @@ def test_what_the_users_files_and_variables_set_is_known(monkeypatch: pytest.Mon
 def test_jobs_run_in_any_thread(spark: SparkSession, store: StoreAt) -> None:
     # Given a session that the user has set up, and DataFrames that were made in another thread
     spark.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
-    data, target = frame(spark, "a", "b"), Target(store.url, endpoint="sales")
+    data, target = frame(spark, "a", "b"), JobTarget(store.url, endpoint="sales")
     try:
         with ThreadPoolExecutor(1) as pool:
             # When a thread writes and reads with them

@@ -10,7 +10,7 @@ from tests.spark.stores import ENDPOINT, StoreAt
 
 from delayline import TransactionMode
 from delayline.bulk.two_tier_store import TwoTierStore
-from delayline.spark import Promoted, Target, compact, promote, schedule
+from delayline.spark import JobTarget, Promoted, compact, promote, schedule
 from delayline.spark.cold_tier import ColdTier
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Tiers:
     def __init__(self, store: StoreAt, folder: Path, spark: SparkSession) -> None:
         self.hot = store
         self.folder = folder
-        self.target = Target(store.url, endpoint=ENDPOINT, cold_tier=str(folder))
+        self.target = JobTarget(store.url, endpoint=ENDPOINT, cold_tier=str(folder))
         self._spark = spark
 
     def schedule(self, data: DataFrame | Path, **settings: Any) -> Scheduled:  # noqa: ANN401 - schedule's own

@@ -6,7 +6,7 @@ import pytest
 from pyspark.errors import PySparkException
 
 from delayline import BackendUnavailable, ConfigurationError, DelaylineError, DuplicateMessage, QueueNotFound
-from delayline.spark.failures import in_plain_words, plain
+from delayline.spark.errors import translate_error, translated_errors
 
 JAVA = "\n\tat org.apache.spark.sql.Thing.run(Thing.scala:7)\n\tat java.base/java.lang.Thread.run(Thread.java:840)\n"
 TRACEBACK = 'Traceback (most recent call last):\n  File "writer.py", line 7, in commit\n    raise\n'
@@ -44,15 +44,15 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "writer.py", line 7, in 
     ],
 )
 def test_one_line_of_ours_and_none_of_javas(said: str, kind: type[DelaylineError], text: str) -> None:
-    error = plain(PySparkException(said))
+    error = translate_error(PySparkException(said))
     assert type(error) is kind
     assert str(error).startswith(text)
     assert "\n" not in str(error) and "Thread.java" not in str(error)
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(LookupError), in_plain_words():
+    with pytest.raises(LookupError), translated_errors():
         raise LookupError("not Spark's")
-    with pytest.raises(ConfigurationError, match="the Spark job failed: x") as failure, in_plain_words():
+    with pytest.raises(ConfigurationError, match="the Spark job failed: x") as failure, translated_errors():
         raise PySparkException("x")
     assert failure.value.__cause__ is None

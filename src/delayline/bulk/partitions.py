@@ -42,7 +42,7 @@ class Facts:
 
 
 @dataclass
-class Handed:
+class PublishReport:
     """What became of the rows of some pieces."""
 
     sent: int = 0
@@ -51,7 +51,7 @@ class Handed:
     refused: dict[str, str] = field(default_factory=dict)
     """Why the broker did not take some messages, by id."""
 
-    def add(self, other: Handed) -> None:
+    def add(self, other: PublishReport) -> None:
         """Add what became of others."""
         self.sent += other.sent
         self.duplicates += other.duplicates
@@ -97,15 +97,15 @@ class Pieces:
         """Settle the facts, unless somebody has."""
         self._insert(connection, FACTS, asdict(facts))
 
-    def mark(self, connection: Connection, piece: int, handed: Handed) -> None:
+    def mark(self, connection: Connection, piece: int, handed: PublishReport) -> None:
         """Write down that the broker has a piece for good, unless that is known."""
         self._insert(connection, piece, asdict(handed))
 
-    def marked(self, connection: Connection) -> dict[int, Handed]:
+    def marked(self, connection: Connection) -> dict[int, PublishReport]:
         """Return what became of the pieces that are marked."""
         columns = self.table.c
         query = select(columns.piece, columns.content).where(columns.run == self._run, columns.piece != FACTS)
-        return {piece: Handed(**json.loads(content)) for piece, content in connection.execute(query)}
+        return {piece: PublishReport(**json.loads(content)) for piece, content in connection.execute(query)}
 
     def forget(self, connection: Connection) -> None:
         """Forget the run, which is over."""

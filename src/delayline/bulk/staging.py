@@ -107,19 +107,19 @@ class Staging:
         on_conflict: OnConflict = OnConflict.FAIL,
         run: str | None = None,
         batch: int = 0,
-        along: Callable[[Connection, Table], object] | None = None,
-        elsewhere: Sequence[Attempt] = (),
+        pre_commit: Callable[[Connection, Table], object] | None = None,
+        journal_only: Sequence[Attempt] = (),
         arrival: JournalEvent = JournalEvent.SCHEDULED,
     ) -> Committed:
         """Move what the attempts have staged to the store in one transaction, and wake its pollers.
 
-        run, batch: what is known by them to be committed is not committed again. along: runs inside the transaction,
-        before the move, and may delete staged rows; what it raises undoes everything. elsewhere: attempts with messages
-        that wait elsewhere: of these only the journal hears, where one is kept. arrival: how the journal calls it that
-        the others come to the store.
+        run, batch: what is known by them to be committed is not committed again. pre_commit: runs inside the
+        transaction, before the move, and may delete staged rows; an exception in it rolls everything back.
+        journal_only: attempts whose messages are in the cold tier; their rows go to the journal, if there is one, and
+        not to the store. arrival: the journal event of the messages that are moved to the store.
         Raises DuplicateMessage, or BackendUnavailable when the database has lost staged rows; then nothing was stored.
         """
-        work = partial(self._work, attempts, on_conflict, elsewhere, arrival, along)
+        work = partial(self._work, attempts, on_conflict, journal_only, arrival, pre_commit)
         move = partial(self._move, work=work, run=run, batch=batch)
         if run is not None:
             check_run(run)
@@ -224,20 +224,20 @@ class Staging:
         self,
         attempts: Sequence[Attempt],
         on_conflict: OnConflict,
-        elsewhere: Sequence[Attempt],
+        journal_only: Sequence[Attempt],
         arrival: JournalEvent,
-        along: Callable[[Connection, Table], object] | None,
+        pre_commit: Callable[[Connection, Table], object] | None,
         connection: Connection,
     ) -> Committed:
         journal, staged = Journal(self._store_table, self._database.dialect), self._stage.table
         journal.look(connection)
-        if elsewhere and journal.kept:
-            numbers = self._gathered(connection, elsewhere)
+        if journal_only and journal.kept:
+            numbers = self._gathered(connection, journal_only)
             noted = select(staged.c.id, staged.c.destination, staged.c.due).where(staged.c.attempt.in_(numbers))
             journal.note(connection, JournalEvent.SCHEDULED, noted)
         numbers = self._gathered(connection, attempts)
-        if along is not None:
-            along(connection, staged)
+        if pre_commit is not None:
+            pre_commit(connection, staged)
         renames = journal.kept and arrival is not JournalEvent.SCHEDULED
         since = journal.last(connection) if renames else 0
         stored = self._stored(connection, numbers, on_conflict)

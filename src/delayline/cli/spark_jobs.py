@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from delayline.cli.screen import Screen
     from delayline.config import Settings
-    from delayline.spark import Target
+    from delayline.spark import JobTarget
 
     Sessions = Callable[[Screen], contextlib.AbstractContextManager[SparkSession]]
 
@@ -56,11 +56,11 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )(with_master)
 
 
-def target_of(settings: Settings) -> Target:
+def target_of(settings: Settings) -> JobTarget:
     """Return the store of the settings as bulk jobs take it."""
-    from delayline.spark import Target
+    from delayline.spark import JobTarget
 
-    return Target(
+    return JobTarget(
         settings.where_messages_wait,
         endpoint=settings.named_endpoint,
         table=settings.table_name,

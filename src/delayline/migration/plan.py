@@ -20,7 +20,7 @@ from delayline.migration.taken import TakenSource, Which
 from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
 from delayline.migration.work import LOOKED, Look
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
 from delayline.spark.session import parallelism
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def looked_through(
     cuts = [] if first is None or last is None else [first + (last - first) / number * one for one in range(1, number)]
     largest = ANY_SIZE if plan.target is None else plan.target.largest_message
     look = Look(plan.source, part, plan.cutoff, cuts, bodies, largest)
-    with in_plain_words():
+    with translated_errors():
         spans = spark.range(0, len(cuts) + 1, 1, len(cuts) + 1)
         found = spans.mapInArrow(look.through, LOOKED).toArrow().to_pylist()
     counts: Counter[str | None] = Counter()

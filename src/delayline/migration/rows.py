@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delayline.spark.rejects import INSTANT, faults, without
+from delayline.spark.validation import INSTANT, invalid_reasons, valid_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ def from_columns(columns: Sequence[Sequence[Any]]) -> pa.RecordBatch:
 
 def reasons_of(messages: pa.RecordBatch, *, largest: int) -> pa.Array:
     """Return why each row can be no message, null where it can: what its source says, else what every door does."""
-    reasons = faults(messages, largest=largest)
+    reasons = invalid_reasons(messages, largest=largest)
     if WHY.name not in messages.schema.names:
         return reasons
     return pc.coalesce(messages.column(WHY.name), reasons)
@@ -58,7 +58,7 @@ def reasons_of(messages: pa.RecordBatch, *, largest: int) -> pa.Array:
 
 def sound(messages: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
     """Return the rows without a reason, as the columns of messages."""
-    return without(messages, reasons).select(MESSAGE.names)
+    return valid_rows(messages, reasons).select(MESSAGE.names)
 
 
 def _text(headers: Any) -> str | None:  # noqa: ANN401 - what the driver gives

@@ -22,7 +22,7 @@ from delayline.migration.source import not_taken
 from delayline.migration.taken import TakenSource
 from delayline.migration.target import Staged
 from delayline.migration.work import DONE, Delivery
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
 from delayline.spark.session import parallelism
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Migration:
         wave = target.begin(part.target)
         delivery = Delivery(self._source, wave, run.name, part, target.exactly_once)
         try:
-            with in_plain_words():
+            with translated_errors():
                 partitions = min(len(batches), parallelism(spark))
                 numbers = _numbers(spark, batches, partitions)
                 done = numbers.mapInArrow(delivery.deliver, DONE).toArrow().to_pylist()

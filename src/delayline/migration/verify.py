@@ -19,7 +19,7 @@ from delayline.migration.journal import BatchState, HeldPart, Journal, Run
 from delayline.migration.plan import ALL
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
 from delayline.migration.source import BATCH, NUMBER, NotTaken, not_taken
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
 from delayline.sql.store import MICROSECOND
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
         waits = target.waiting(endpoint, spark)
         if waits is not None:
             mine = [part for part in holding if part.rows and part.target == endpoint]
-            with in_plain_words():
+            with translated_errors():
                 sent = [_sent(source, found, part, spark, journal) for part in mine]
                 counted = _compared(reduce(DataFrame.unionAll, sent), waits, target.grain)
             waiting = (waiting or 0) + counted[0]

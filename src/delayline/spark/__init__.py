@@ -22,7 +22,7 @@ from delayline.spark.java import find_java
 from delayline.spark.journal import Exported, export, read_journal, waiting_ids
 from delayline.spark.promote import Promoted, promote, promote_every, promote_stream
 from delayline.spark.report import write_report
-from delayline.spark.schedule import Scheduled, Target, schedule, schedule_stream
+from delayline.spark.schedule import JobTarget, Scheduled, schedule, schedule_stream
 from delayline.spark.session import spark_session
 
 __all__ = [
@@ -31,9 +31,9 @@ __all__ = [
     "Compacted",
     "Dispatcher",
     "Exported",
+    "JobTarget",
     "Promoted",
     "Scheduled",
-    "Target",
     "Totals",
     "audit",
     "compact",

@@ -12,7 +12,7 @@ from pyspark.sql.types import TimestampType
 
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
 from delayline.sql.journal import JournalEvent
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Audit:
         }
         sums = {name: F.coalesce(F.sum(column), F.lit(0)) for name, column in SUMS.items()}
         counted = [column.alias(name) for name, column in {**verdicts, **sums}.items()]
-        with in_plain_words():
+        with translated_errors():
             [row] = self._messages.agg(*counted, *_lateness()).toArrow().to_pylist()
         late = {name: row.pop(name) for name in (*PERCENTILES, "longest")}
         row.pop("messages")
@@ -173,7 +173,7 @@ def audit(
     """
     if delivered is not None and store is None:
         raise ConfigurationError("what receivers note names no store: name the table, store='sales.timeouts'")
-    with in_plain_words():
+    with translated_errors():
         entries = journal if store is None else journal.where(F.col("store") == store)
         entries = entries.select("seq", "store", "event", "id", "destination", "due", "at")
         if until is None:

@@ -23,9 +23,9 @@ from delayline.bulk.staging import Attempt, blocking, new_area
 from delayline.clock import to_microseconds
 from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMessage
 from delayline.message import MAXIMUM_ID_LENGTH
+from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders
 from delayline.spark.options import COLUMNS, FORMAT, StoreOptions
-from delayline.spark.rejects import faults, without
-from delayline.spark.sent import ROOM, Sender
+from delayline.spark.validation import invalid_reasons, valid_rows
 from delayline.spark.writer import completed
 from delayline.sql.database import Database
 from delayline.sql.dialects.staging import OnConflict
@@ -61,7 +61,7 @@ class ColdTier:
     def __init__(self, options: Mapping[str, str], path: str | None) -> None:
         if path is None:
             raise ConfigurationError(
-                'there is no cold tier: --cold-tier s3://bucket/reminders, or Target(..., cold_tier="s3://bucket/reminders")'
+                'there is no cold tier: --cold-tier s3://bucket/reminders, or JobTarget(..., cold_tier="s3://bucket/reminders")'
             )
         self.options = options
         self.store = StoreOptions.of(options)
@@ -140,14 +140,14 @@ class _Placing:
     area: str
     folder: ColdFolder
     far_from: int
-    sender: Sender
+    sender: SendHeaders
     journaled: bool
 
 
 def schedule_in_tiers(
     messages: DataFrame,
     tier: ColdTier,
-    sender: Sender,
+    sender: SendHeaders,
     *,
     run: str,
     batch: int = 0,
@@ -165,13 +165,13 @@ def schedule_in_tiers(
     staging = tier.store.staging(new_area())
     before = staging.committed(run, batch)
     if before is not None:
-        return before, (staging.committed(part_of(run, COLD), batch) or Committed(0)).stored
+        return before, (staging.committed(ledger_key(run, COLD), batch) or Committed(0)).stored
     began = time.monotonic()
     staging.create()
     folder = tier.create()
     with ExitStack() as undone:
         undone.callback(staging.discard)
-        rows = _by_hour(marked(messages, waiting_in(messages.sparkSession, tier.options, tier)))
+        rows = _by_hour(marked(messages, waiting_messages(messages.sparkSession, tier.options, tier)))
         task = _Placing(tier.store, staging.name, folder, to_microseconds(far_from), sender, tier.journaled)
         placed = _gathered(rows.mapInArrow(partial(_place, task=task), PLACED))
         if placed.doubled is not None and on_conflict == OnConflict.FAIL:
@@ -181,8 +181,8 @@ def schedule_in_tiers(
             on_conflict=OnConflict(on_conflict),
             run=run,
             batch=batch,
-            along=partial(_register, tier, placed, (run, batch), began),
-            elsewhere=placed.noted,
+            pre_commit=partial(_register, tier, placed, (run, batch), began),
+            journal_only=placed.noted,
         )
         undone.pop_all()
     return Committed(stored.stored, stored.duplicates + placed.duplicates, stored.rejected), placed.held
@@ -193,20 +193,20 @@ def _register(
 ) -> None:
     """Let the files exist, in the transaction that stores what is near."""
     del staged
-    must_be_quick(began)
+    check_job_duration(began)
     run, batch = turn
     tier.catalog.register(connection, placed.files)
-    tier.runs.begin(connection, part_of(run, COLD), batch)
-    tier.runs.end(connection, part_of(run, COLD), batch, Committed(placed.held, placed.duplicates))
+    tier.runs.begin(connection, ledger_key(run, COLD), batch)
+    tier.runs.end(connection, ledger_key(run, COLD), batch, Committed(placed.held, placed.duplicates))
 
 
-def must_be_quick(began: float) -> None:
+def check_job_duration(began: float) -> None:
     """Raise BackendUnavailable where files could have been swept that are to be registered now."""
     if time.monotonic() - began > LONGEST_JOB.total_seconds():
         raise BackendUnavailable(f"the job took longer than {LONGEST_JOB}: nothing was kept. Schedule less at once")
 
 
-def part_of(run: str, part: str) -> str:
+def ledger_key(run: str, part: str) -> str:
     """Return the name under which the ledger keeps what a run has put elsewhere."""
     name = f"{part} {run}"
     return name if len(name) <= MAXIMUM_ID_LENGTH else f"{part} {hashlib.sha256(run.encode()).hexdigest()}"
@@ -219,7 +219,7 @@ def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Map
     for messages, group in sorted(((sum(one.messages for one in some), some) for some in groups), reverse=True):
         slot = slots.index(min(slots))
         slots[slot] += messages
-        rows.append((slot, [described(one) for one in group], [list(dead.get(one.name, ())) for one in group]))
+        rows.append((slot, [file_to_json(one) for one in group], [list(dead.get(one.name, ())) for one in group]))
     numbers, files, ids = (list(column) for column in zip(*rows, strict=True))
     texts = pa.list_(pa.string())
     columns = [pa.array(numbers, pa.int32()), pa.array(files, texts), pa.array(ids, pa.list_(texts))]
@@ -227,30 +227,30 @@ def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Map
     return spark.createDataFrame(plan).repartitionById(len(slots), "slot")
 
 
-def groups_of(batches: Iterator[pa.RecordBatch]) -> Iterator[list[tuple[ColdFile, list[str]]]]:
+def planned_groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[tuple[ColdFile, list[str]]]]:
     """Yield what a task has of a plan: groups of files, each with its dead ids."""
     for batch in batches:
         for texts, ids in zip(batch.column("files").to_pylist(), batch.column("dead").to_pylist(), strict=True):
-            yield [(read_back(text), dead) for text, dead in zip(texts, ids, strict=True)]
+            yield [(file_from_json(text), dead) for text, dead in zip(texts, ids, strict=True)]
 
 
-def files_of(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[ColdFile, list[str]]]:
+def planned_files(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[ColdFile, list[str]]]:
     """Yield the files that a task has of a plan."""
-    for group in groups_of(batches):
+    for group in planned_groups(batches):
         yield from group
 
 
-def described(file: ColdFile) -> str:
+def file_to_json(file: ColdFile) -> str:
     """Return a file as text, for a column."""
     return json.dumps(file)
 
 
-def read_back(text: str) -> ColdFile:
+def file_from_json(text: str) -> ColdFile:
     """Return the file of a text."""
     return ColdFile(*json.loads(text))
 
 
-def waiting_in(
+def waiting_messages(
     spark: SparkSession, options: Mapping[str, str], tier: ColdTier | None, *, columns: str = "id STRING"
 ) -> DataFrame:
     """Return what waits in the store, and in its cold tier where there is one: these columns, the id first.
@@ -267,7 +267,7 @@ def waiting_in(
 
 
 def _rows(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    for file, dead in files_of(batches):
+    for file, dead in planned_files(batches):
         yield from folder.batches(file, dead, columns=columns)
 
 
@@ -291,14 +291,14 @@ def _by_hour(messages: DataFrame) -> DataFrame:
 def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.RecordBatch]:
     """Stage what is near and write what is far; of a task that fails afterwards nobody takes notice (reference 3.3)."""
     staging: Staging = task.store.staging(task.area)
-    largest, writer = staging.largest_message - ROOM, HourWriter(task.folder)
+    largest, writer = staging.largest_message - HEADER_ALLOWANCE, HourWriter(task.folder)
     rejected, duplicates, doubled = 0, 0, None
 
     def near() -> Iterator[pa.RecordBatch]:
         nonlocal rejected, duplicates, doubled
         for batch in batches:
-            reasons = faults(batch, largest=largest)
-            sound = without(batch, reasons)
+            reasons = invalid_reasons(batch, largest=largest)
+            sound = valid_rows(batch, reasons)
             rejected += batch.num_rows - sound.num_rows
             waits = sound.column(WAITS)
             taken = sound.filter(waits)
@@ -312,8 +312,8 @@ def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.
 
     attempt = staging.write(near(), rejected=lambda: rejected)
     files = writer.close()
-    noted = note(staging, task.folder, files) if task.journaled else NOTHING
-    row = [*attempt, duplicates, noted.number, noted.rows, doubled, [described(one) for one in files]]
+    noted = stage_journal_rows(staging, task.folder, files) if task.journaled else NOTHING
+    row = [*attempt, duplicates, noted.number, noted.rows, doubled, [file_to_json(one) for one in files]]
     kinds = [*[pa.int64()] * 7, pa.string(), pa.list_(pa.string())]
     names = [part.split()[0] for part in PLACED.split(", ")]
     yield pa.RecordBatch.from_arrays(
@@ -321,7 +321,7 @@ def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.
     )
 
 
-def note(staging: Staging, folder: ColdFolder, files: Sequence[ColdFile]) -> Attempt:
+def stage_journal_rows(staging: Staging, folder: ColdFolder, files: Sequence[ColdFile]) -> Attempt:
     """Stage for the journal what a task has put into files."""
     if not files:
         return NOTHING
@@ -334,7 +334,7 @@ def _gathered(results: DataFrame) -> Placed:
     attempts = [Attempt(row["number"], row["rows"], row["earliest"], row["rejected"]) for row in rows]
     return Placed(
         attempts,
-        [read_back(text) for row in rows for text in row["files"]],
+        [file_from_json(text) for row in rows for text in row["files"]],
         [Attempt(row["noted"], row["noted_rows"], None) for row in rows if row["noted_rows"]],
         sum(row["duplicates"] for row in rows),
         next((row["doubled"] for row in rows if row["doubled"] is not None), None),

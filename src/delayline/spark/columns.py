@@ -23,7 +23,7 @@ from pyspark.sql.types import (
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.message import encode_body
-from delayline.spark.lines import CORRUPT, FILE, HIDDEN, LINE
+from delayline.spark.sources import CORRUPT, FILE, HIDDEN, LINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import DataType
 
-    from delayline.spark.rejects import Door
+    from delayline.spark.validation import Validator
 
 #: A text names an instant only with its offset from UTC.
 OFFSET: Final = r"(Z|[+-]\d{2}(:?\d{2})?)\s*$"
@@ -84,7 +84,7 @@ def content_type(rows: DataFrame, columns: Columns) -> str:
     return encode_body({} if isinstance(kind, MapType | StructType | ArrayType) else "")[1]
 
 
-def rejected(rows: DataFrame, columns: Columns, now: datetime, door: Door) -> DataFrame:
+def rejected(rows: DataFrame, columns: Columns, now: datetime, validator: Validator) -> DataFrame:
     """Return the rows that become no message: id, reason, file, line, and the row as JSON."""
     raw = [name for name in rows.columns if name not in HIDDEN]
     visible = F.coalesce(F.col(CORRUPT), _json(raw)) if CORRUPT in rows.columns else _json(raw)
@@ -100,12 +100,12 @@ def rejected(rows: DataFrame, columns: Columns, now: datetime, door: Door) -> Da
         KEPT,
         UNREADABLE,
     )
-    return wide.mapInArrow(partial(_with_reasons, door=door), REJECTED)
+    return wide.mapInArrow(partial(_with_reasons, validator=validator), REJECTED)
 
 
-def _with_reasons(batches: Iterator[pa.RecordBatch], *, door: Door) -> Iterator[pa.RecordBatch]:
+def _with_reasons(batches: Iterator[pa.RecordBatch], *, validator: Validator) -> Iterator[pa.RecordBatch]:
     for batch in batches:
-        reasons = door.reasons(batch)
+        reasons = validator.reasons(batch)
         unread = pc.and_(pc.is_null(batch.column("due")), pc.is_valid(batch.column(UNREADABLE)))
         reasons = pc.if_else(pc.and_(unread, pc.is_valid(reasons)), batch.column(UNREADABLE), reasons)
         names = ["id", FILE, LINE, KEPT]

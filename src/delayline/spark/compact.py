@@ -13,8 +13,15 @@ import pyarrow as pa
 
 from delayline.bulk.cold_catalog import KEPT_FOR, State
 from delayline.bulk.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter, schema
-from delayline.spark.cold_tier import ColdTier, described, groups_of, must_be_quick, planned, read_back
-from delayline.spark.failures import in_plain_words
+from delayline.spark.cold_tier import (
+    ColdTier,
+    check_job_duration,
+    file_from_json,
+    file_to_json,
+    planned,
+    planned_groups,
+)
+from delayline.spark.errors import translated_errors
 from delayline.spark.promote import clear
 from delayline.spark.session import spark_session
 
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.bulk.cold_catalog import ColdFile
-    from delayline.spark.schedule import Target
+    from delayline.spark.schedule import JobTarget
 
 MERGED: Final = "sources ARRAY<STRING>, file STRING"
 
@@ -50,12 +57,12 @@ class _Merge:
     into: ColdFile | None
 
 
-def compact(target: Target, *, spark: SparkSession | None = None) -> Compacted:
+def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacted:
     """Merge the files of each hour, in one transaction, and delete what nobody needs. Blocks.
 
     Safe to kill, to run again, and to run while messages are scheduled, promoted and cancelled. Raises DelaylineError.
     """
-    with in_plain_words():
+    with translated_errors():
         tier = ColdTier(target.options, target.cold_tier)
         files, dead = tier.held()
         groups = _groups(files, dead)
@@ -107,19 +114,19 @@ def _merged(
     plan = planned(spark, groups, dead)
     rows = plan.mapInArrow(partial(_merge, folder=tier.create()), MERGED).toArrow().to_pylist()
     return [
-        _Merge([files[name] for name in row["sources"]], None if row["file"] is None else read_back(row["file"]))
+        _Merge([files[name] for name in row["sources"]], None if row["file"] is None else file_from_json(row["file"]))
         for row in rows
     ]
 
 
 def _merge(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator[pa.RecordBatch]:
-    for group in groups_of(batches):
+    for group in planned_groups(batches):
         rows = [batch for file, dead in group for batch in folder.batches(file, dead)]
         writer = HourWriter(folder)
         for batch in pa.Table.from_batches(rows, schema()).sort_by("due").to_batches(ROWS_AT_ONCE):
             writer.write(batch)
         written = writer.close()  # one, as no group is larger, or none where all are dead
-        file = described(written[0]) if written else None
+        file = file_to_json(written[0]) if written else None
         sources = pa.array([[file.name for file, _ in group]], pa.list_(pa.string()))
         yield pa.RecordBatch.from_arrays([sources, pa.array([file], pa.string())], names=["sources", "file"])
 
@@ -128,7 +135,7 @@ def _register(
     connection: Connection, *, tier: ColdTier, merges: Sequence[_Merge], dead: Mapping[str, Sequence[str]], began: float
 ) -> list[_Merge]:
     """Let the new files take the old ones' place, where nobody has touched these; who was cancelled since stays so."""
-    must_be_quick(began)
+    check_job_duration(began)
     catalog = tier.catalog
     locked = catalog.lock(connection, [file.name for merge in merges for file in merge.sources])
     done = [merge for merge in merges if all(file.name in locked for file in merge.sources)]

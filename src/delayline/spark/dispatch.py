@@ -17,7 +17,7 @@ from delayline.checks import time_span, whole_number
 from delayline.config import in_memory
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.events import Event, emit
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
 from delayline.spark.session import spark_session
 from delayline.spark.shard import SHARD, run_shards
 
@@ -79,7 +79,7 @@ class Dispatcher:
         failures = 0
         while (wave := self._control.next_wave(self.name, self._owner, self._lease)) is not None:
             try:
-                with in_plain_words():
+                with translated_errors():
                     _run_wave(spark, self._settings, wave, self._shards)
             except DelaylineError as error:
                 failures += 1
@@ -154,7 +154,7 @@ def _run_batch(
     if wave is None:
         return
     try:
-        with in_plain_words():
+        with translated_errors():
             _run_wave(frame.sparkSession, settings, wave, shards)
     except (DelaylineError, PySparkException) as error:  # the next batch begins it again
         text = "wave %d of dispatcher %s failed, and is begun again: %s"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from delayline.bulk.runs import Committed
 from delayline.clock import SystemClock, from_microseconds
 from delayline.errors import ConfigurationError
+from delayline.spark.broker_sink import BrokerSink
 from delayline.spark.cold_tier import ColdTier, schedule_in_tiers
 from delayline.spark.columns import content_type, prepared
-from delayline.spark.handing import Handing
-from delayline.spark.levels import BrokerLevels
-from delayline.spark.lines import HIDDEN
+from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders
 from delayline.spark.options import FORMAT, StoreOptions
-from delayline.spark.rejects import Door
-from delayline.spark.sent import ROOM, Sender
+from delayline.spark.placement import Handing
+from delayline.spark.sources import HIDDEN
+from delayline.spark.validation import Validator
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from delayline.spark.columns import Columns
-    from delayline.spark.schedule import Target
+    from delayline.spark.schedule import JobTarget
 
 CONNECTION: Final = "delayline schedule"
 
@@ -40,14 +40,14 @@ class Done(NamedTuple):
     rejected: int
     repeated: bool
     now: datetime
-    door: Door
+    validator: Validator
 
 
 @dataclass(frozen=True)
 class Job:
     """How rows are scheduled, whatever they are."""
 
-    target: Target
+    target: JobTarget
     columns: Columns
     on_conflict: str
     hot_horizon: timedelta
@@ -69,7 +69,7 @@ class Job:
         staging, name = store.staging(), run or uuid.uuid4().hex
         now, largest = staging.now(), staging.largest_message
         messages = prepared(rows, self.columns, now).drop(*HIDDEN)
-        sender = Sender(self.target.sender, content_type(rows, self.columns), now)
+        sender = SendHeaders(self.target.sender, content_type(rows, self.columns), now)
         before, held = staging.committed(name, batch), 0
         if self.target.cold_tier is not None:
             tier = ColdTier(self.target.options, self.target.cold_tier)
@@ -83,19 +83,19 @@ class Job:
                 messages.write.format(FORMAT).mode("append").options(**options).save()
             stored = before or staging.committed(name) or Committed(0)
         counts = (stored.stored, held, 0, stored.duplicates, stored.rejected)
-        return Done(name, *counts, before is not None, now, Door(largest - ROOM))
+        return Done(name, *counts, before is not None, now, Validator(largest - HEADER_ALLOWANCE))
 
     def _with_broker(self, rows: DataFrame, broker: str, run: str | None, batch: int) -> Done:
         target, store = self.target, self.target.store
         if store is None and run is not None and not run.startswith("stream "):
             raise ConfigurationError(
-                f"run={run!r} is remembered in a database: Target('postgresql://...', delay_levels='amqp://...')"
+                f"run={run!r} is remembered in a database: JobTarget('postgresql://...', delay_levels='amqp://...')"
             )
         tier = None if store is None or target.cold_tier is None else ColdTier(target.options, target.cold_tier)
         now = SystemClock().now() if store is None else store.staging().now()
-        sender = Sender(target.sender, content_type(rows, self.columns), now)
-        handing = Handing(BrokerLevels(broker, CONNECTION), sender, store, tier)
+        sender = SendHeaders(target.sender, content_type(rows, self.columns), now)
+        handing = Handing(BrokerSink(broker, CONNECTION), sender, store, tier)
         done = handing.run(rows, self.columns, run=run, batch=batch, horizon=self.hot_horizon, now=now)
         handed = done.handed
         counts = (done.stored, done.held, handed.sent, handed.duplicates, handed.rejected)
-        return Done(run or uuid.uuid4().hex, *counts, done.repeated, from_microseconds(done.facts.now), done.door)
+        return Done(run or uuid.uuid4().hex, *counts, done.repeated, from_microseconds(done.facts.now), done.validator)

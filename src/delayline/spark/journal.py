@@ -12,11 +12,11 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 from delayline.bulk.journal_export import JournalExport, Run
 from delayline.checks import whole_number
 from delayline.errors import BackendUnavailable, ConfigurationError
-from delayline.spark.cold_tier import ColdTier, waiting_in
-from delayline.spark.failures import in_plain_words
+from delayline.spark.cold_tier import ColdTier, waiting_messages
+from delayline.spark.errors import translated_errors
 from delayline.spark.options import StoreOptions
 from delayline.spark.reader import arrow_batch
-from delayline.spark.session import in_this_thread, spark_session
+from delayline.spark.session import activated, spark_session
 from delayline.sql.journal import LONGEST_PATH
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-    from delayline.spark.schedule import Target
+    from delayline.spark.schedule import JobTarget
 
 ENTRIES: Final = StructType(
     [
@@ -54,7 +54,7 @@ class Exported:
 
 
 def export(
-    target: Target,
+    target: JobTarget,
     path: str | Path,
     *,
     partitions: int = 2,
@@ -77,7 +77,7 @@ def export(
     # What is there now, and not for ever: a busy store writes faster than anybody exports.
     left = sum(run.entries for run in journal.runs(1 << 31))
     while left > 0 and (runs := journal.runs(min(left, entries_at_once))):
-        with in_plain_words():
+        with translated_errors():
             _export(store, journal, path, runs, partitions, spark or spark_session())
         number = sum(run.entries for run in runs)
         entries, batches, left = entries + number, batches + 1, left - number
@@ -85,20 +85,20 @@ def export(
     return Exported(entries, batches)
 
 
-def read_journal(target: Target, path: str | Path, *, spark: SparkSession | None = None) -> DataFrame:
+def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | None = None) -> DataFrame:
     """Return every entry that was exported to the path: seq, store, event, id, destination, due, at, retries."""
     store = StoreOptions.of(target.options)
     directories = JournalExport(store.address, schema=store.schema).directories(_checked(path))
     spark = spark or spark_session()
-    with in_plain_words():
+    with translated_errors():
         places = [f"{_checked(path)}/{directory}" for directory in directories]
         return spark.read.schema(ENTRIES).parquet(*places) if places else spark.createDataFrame([], ENTRIES)
 
 
-def waiting_ids(target: Target, spark: SparkSession) -> DataFrame:
+def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
     """Return the ids of what is in the store, and in its cold tier where the target names one, when it is looked at."""
     tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
-    return waiting_in(in_this_thread(spark), target.options, tier)
+    return waiting_messages(activated(spark), target.options, tier)
 
 
 def _export(

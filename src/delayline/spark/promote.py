@@ -17,8 +17,8 @@ from delayline.bulk.staging import Attempt, new_area
 from delayline.checks import time_span, whole_number
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
-from delayline.spark.cold_tier import ColdTier, files_of, planned
-from delayline.spark.failures import in_plain_words
+from delayline.spark.cold_tier import ColdTier, planned, planned_files
+from delayline.spark.errors import translated_errors
 from delayline.spark.session import spark_session
 from delayline.sql.dialects.staging import OnConflict
 from delayline.sql.journal import JournalEvent
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.runs import Committed
     from delayline.spark.options import StoreOptions
-    from delayline.spark.schedule import Target
+    from delayline.spark.schedule import JobTarget
 
 ONE_DAY: Final = timedelta(days=1)
 ONE_HOUR: Final = timedelta(hours=1)
@@ -67,7 +67,7 @@ class _Moved(NamedTuple):
 
 
 def promote(
-    target: Target, *, horizon: timedelta = ONE_DAY, at_once: int = AT_ONCE, spark: SparkSession | None = None
+    target: JobTarget, *, horizon: timedelta = ONE_DAY, at_once: int = AT_ONCE, spark: SparkSession | None = None
 ) -> Promoted:
     """Move every message that falls due within the horizon, with the rest of its hour, from the files to the store.
 
@@ -76,7 +76,7 @@ def promote(
     """
     time_span("horizon", horizon)
     whole_number("at_once", at_once, at_least=1)
-    with in_plain_words():
+    with translated_errors():
         tier = ColdTier(target.options, target.cold_tier)
         now = tier.store.staging().now()
         until = to_microseconds(now + horizon if horizon < LATEST - now else LATEST)
@@ -97,7 +97,7 @@ def promote(
 
 
 def promote_every(
-    target: Target,
+    target: JobTarget,
     interval: timedelta,
     *,
     until: threading.Event,
@@ -120,7 +120,7 @@ def promote_every(
 
 
 def promote_stream(
-    target: Target,
+    target: JobTarget,
     interval: timedelta,
     *,
     checkpoint: str | Path,
@@ -172,7 +172,9 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
             cancelled = _remove(connection, staged, late, dead)
             tier.catalog.retire(connection, names, State.PROMOTED)
 
-        committed = staging.commit(attempts, on_conflict=OnConflict.IGNORE, along=flip, arrival=JournalEvent.PROMOTED)
+        committed = staging.commit(
+            attempts, on_conflict=OnConflict.IGNORE, pre_commit=flip, arrival=JournalEvent.PROMOTED
+        )
         undone.pop_all()
     return _Moved(committed, cancelled)
 
@@ -180,7 +182,7 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
 def _stage(
     batches: Iterator[pa.RecordBatch], *, store: StoreOptions, area: str, folder: ColdFolder
 ) -> Iterator[pa.RecordBatch]:
-    files = list(files_of(batches))
+    files = list(planned_files(batches))
     if not files:
         return
     staging = store.staging(area)

@@ -36,7 +36,7 @@ ANSWERED: Final = ("id", "destination", "due")
 
 
 @dataclass
-class Piece(InputPartition):
+class DuePartition(InputPartition):
     """The messages of a span of due time."""
 
     span: Span
@@ -59,18 +59,18 @@ class BatchReader(DataSourceReader):
         if "destination" in options:
             self._conditions.append(Condition("destination", "=", options["destination"]))
 
-    def partitions(self) -> Sequence[Piece]:
+    def partitions(self) -> Sequence[DuePartition]:
         """Cut the range of due times evenly."""
         first, last = self._waiting.range()
         if first is None or last is None:
-            return [Piece(Span(None, None))]
+            return [DuePartition(Span(None, None))]
         step = (last - first) / self._partitions
         cuts = [first + step * number for number in range(1, self._partitions)] if step > timedelta(0) else []
-        return [Piece(Span(start, end)) for start, end in zip([None, *cuts], [*cuts, None], strict=True)]
+        return [DuePartition(Span(start, end)) for start, end in zip([None, *cuts], [*cuts, None], strict=True)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one span."""
-        if not isinstance(partition, Piece):
+        if not isinstance(partition, DuePartition):
             raise TypeError(f"{partition!r} is no partition of this reader")
         for rows in self._waiting.rows(self._schema.names, partition.span, self._at_once):
             yield arrow_batch(rows, self._schema)

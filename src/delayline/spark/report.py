@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.spark.charts import bars, lines, stacked
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ svg { width: 100%; height: auto; font: 11px system-ui, sans-serif } svg text { f
 
 def write_report(audit: Audit, path: str | Path, *, title: str = "Delayed messages") -> Totals:
     """Write the page to a file on this machine, whole or not at all, and return the audit's totals; blocks."""
-    with in_plain_words():
+    with translated_errors():
         totals = audit.totals()
         page = _page(title, totals, _tables(audit, totals))
     write_whole(Path(path), page)

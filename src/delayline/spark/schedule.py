@@ -15,12 +15,12 @@ from delayline.bulk.runs import check_run
 from delayline.checks import full_scheme, time_span
 from delayline.errors import ConfigurationError
 from delayline.spark.columns import Columns, content_type, prepared, rejected
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
+from delayline.spark.headers import SendHeaders
 from delayline.spark.job import Job
-from delayline.spark.lines import HIDDEN, JDBC, read_path, read_table
 from delayline.spark.options import FORMAT, StoreOptions
-from delayline.spark.sent import Sender
-from delayline.spark.session import in_this_thread, spark_session
+from delayline.spark.session import activated, spark_session
+from delayline.spark.sources import HIDDEN, JDBC, read_path, read_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -54,7 +54,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True)
-class Target:
+class JobTarget:
     """Whose messages they become, and where.
 
     store_url: the store; or a broker, amqp://, whose delay levels get everything.
@@ -80,7 +80,7 @@ class Target:
             raise ConfigurationError("store_url and delay_levels are two brokers: give one, or a database to store_url")
         if self.cold_tier is not None:
             raise ConfigurationError(
-                "a cold tier needs a database for its catalog: Target('postgresql://...', delay_levels='amqp://...')"
+                "a cold tier needs a database for its catalog: JobTarget('postgresql://...', delay_levels='amqp://...')"
             )
         return self.store_url
 
@@ -106,7 +106,7 @@ class Target:
         """The endpoint, for the headers."""
         name = self.endpoint or (self.table or "").removesuffix(".timeouts")
         if not name:
-            raise ConfigurationError('whose messages are they? Target(..., endpoint="sales")')
+            raise ConfigurationError('whose messages are they? JobTarget(..., endpoint="sales")')
         return name
 
     @property
@@ -120,7 +120,7 @@ class Target:
 
 def schedule(
     source: DataFrame | str | Path,
-    target: Target,
+    target: JobTarget,
     *,
     columns: Columns | None = None,
     on_conflict: str = "ignore",
@@ -141,20 +141,20 @@ def schedule(
     """
     columns = columns or Columns()
     time_span("hot_horizon", hot_horizon)
-    with in_plain_words():
+    with translated_errors():
         rows = partial(_rows, source, form, options or {}, columns, spark)
         job = Job(target, columns, on_conflict, hot_horizon)
         read = rows(numbered=False)
-        in_this_thread(read.sparkSession)
+        activated(read.sparkSession)
         done = job.run(read, run if run is None else check_run(run))
-        bad = rejected(rows(numbered=True), columns, done.now, done.door)
+        bad = rejected(rows(numbered=True), columns, done.now, done.validator)
         counts = (done.stored, done.held, done.sent, done.duplicates, done.rejected)
         return Scheduled(done.run, *counts, done.repeated, bad)
 
 
 def schedule_stream(
     source: DataFrame,
-    target: Target,
+    target: JobTarget,
     *,
     checkpoint: str | Path,
     columns: Columns | None = None,
@@ -173,13 +173,13 @@ def schedule_stream(
         raise ConfigurationError("the DataFrame is no stream: use schedule()")
     columns = columns or Columns()
     given: Mapping[str, str | bool] = trigger or {"processingTime": "1 second"}
-    with in_plain_words():
-        in_this_thread(source.sparkSession)
+    with translated_errors():
+        activated(source.sparkSession)
         if target.cold_tier is not None or target.broker is not None:
             writer = _by_jobs(source, Job(target, columns, on_conflict, time_span("hot_horizon", hot_horizon)))
         else:
             messages = prepared(source, columns, StoreOptions.of(target.options).staging().now())
-            sender = Sender(target.sender, content_type(source, columns), None)
+            sender = SendHeaders(target.sender, content_type(source, columns), None)
             options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
             writer = messages.drop(*HIDDEN).writeStream.format(FORMAT).options(**options)
         return writer.option("checkpointLocation", str(checkpoint)).trigger(**given).start()  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ def session_there_is() -> SparkSession | None:
         return None
 
 
-def in_this_thread(spark: SparkSession) -> SparkSession:
+def activated(spark: SparkSession) -> SparkSession:
     """Return the session after it became this thread's own.
 
     Spark looks for data sources that are written in Python in the thread's session, and finds none in a thread without.

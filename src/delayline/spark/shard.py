@@ -31,7 +31,7 @@ MOST_FAILED_LOOKS: Final = 30
 RECENT: Final = 10_000
 
 
-class Tally(logging.Handler):
+class DispatchCounter(logging.Handler):
     """Counts what delayline tells of in this process."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: W
 
 async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
     """Dispatch what is due until the wave ends; return how many messages. Raises what has stopped the endpoint."""
-    logger, tally = logging.getLogger(LOGGER_NAME), Tally()
+    logger, tally = logging.getLogger(LOGGER_NAME), DispatchCounter()
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.DEBUG)
     logger.addHandler(tally)
@@ -97,7 +97,9 @@ async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
     return tally.dispatched
 
 
-async def _until_over(stopped: asyncio.Future[None], settings: Settings, wave: Wave, shard: int, tally: Tally) -> None:
+async def _until_over(
+    stopped: asyncio.Future[None], settings: Settings, wave: Wave, shard: int, tally: DispatchCounter
+) -> None:
     control, failed_looks = DispatcherControl(settings.where_messages_wait), 0
     while not stopped.done():
         try:

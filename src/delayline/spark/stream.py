@@ -29,7 +29,7 @@ OFFSET: Final = "claim"
 
 
 @dataclass
-class Claims(InputPartition):
+class ClaimPartition(InputPartition):
     """The messages with numbers above `start` up to `end`."""
 
     start: int
@@ -79,15 +79,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         last = driver.run(driver.taking.take(done, most, self._until))
         return self._offset(max(done, last))
 
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[Claims]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[ClaimPartition]:
         """Cut the numbers evenly."""
         first, last = self._number(start), self._number(end)
         step = -(-(last - first) // self._partitions)
-        return [Claims(one, min(one + step, last)) for one in range(first, last, max(step, 1))]
+        return [ClaimPartition(one, min(one + step, last)) for one in range(first, last, max(step, 1))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the messages with these numbers, as often as Spark asks."""
-        if not isinstance(partition, Claims):
+        if not isinstance(partition, ClaimPartition):
             raise TypeError(f"{partition!r} is no partition of this reader")
         for rows in self._taking().rows(self._schema.names, partition.start, partition.end, ROWS_AT_ONCE):
             yield arrow_batch(rows, self._schema)

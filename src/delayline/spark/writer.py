@@ -12,9 +12,9 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 
 from delayline.bulk.staging import STREAMS, Attempt, Staging, new_area
 from delayline.message import MAXIMUM_ID_LENGTH
+from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders
 from delayline.spark.options import COLUMNS, StoreOptions, choice
-from delayline.spark.rejects import faults, must_be_good, without
-from delayline.spark.sent import ROOM, Sender
+from delayline.spark.validation import invalid_reasons, raise_for_invalid, valid_rows
 from delayline.sql.dialects.staging import OnConflict
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ INVALID: Final = ("fail", "skip")
 
 
 @dataclass
-class Staged(WriterCommitMessage):
+class TaskCommit(WriterCommitMessage):
     """What a task has staged, and for which query."""
 
     attempt: Attempt
@@ -39,7 +39,7 @@ class Writing:
         self._area = area
         self._on_conflict = OnConflict(choice(options, "onConflict", tuple(OnConflict)))
         self._skips = choice(options, "invalid", INVALID) == "skip"
-        self._sender = Sender.of(options)
+        self._sender = SendHeaders.of(options)
         self._staging.create()
 
     @property
@@ -48,16 +48,16 @@ class Writing:
 
     def _stage(self, batches: Iterator[pa.RecordBatch]) -> Attempt:
         staging, rejected, sender = self._staging, 0, self._sender
-        largest = staging.largest_message - (0 if sender is None else ROOM)
+        largest = staging.largest_message - (0 if sender is None else HEADER_ALLOWANCE)
 
         def good() -> Iterator[pa.RecordBatch]:
             nonlocal rejected
             for batch in batches:
                 batch = completed(batch)
-                reasons = faults(batch, largest=largest)
+                reasons = invalid_reasons(batch, largest=largest)
                 if not self._skips:
-                    must_be_good(batch, reasons)
-                kept = without(batch, reasons)
+                    raise_for_invalid(batch, reasons)
+                kept = valid_rows(batch, reasons)
                 rejected += batch.num_rows - kept.num_rows
                 yield kept if sender is None else sender.complete(kept)
 
@@ -71,9 +71,9 @@ class BatchWriter(Writing, DataSourceArrowWriter):
         super().__init__(options, new_area())
         self._run = options.get("runId")
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
         """Stage a task's rows."""
-        return Staged(self._stage(iterator))
+        return TaskCommit(self._stage(iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Move what the tasks have named to the store."""
@@ -92,18 +92,18 @@ class StreamWriter(Writing, DataSourceStreamArrowWriter):
         super().__init__(options, STREAMS)
         self._app = options.get("txnAppId", "")
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
         """Stage a task's rows of one batch."""
         context = TaskContext.get()
         query = None if context is None else context.getLocalProperty("sql.streaming.queryId")
-        return Staged(self._stage(iterator), query)
+        return TaskCommit(self._stage(iterator), query)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Move the batch to the store, unless it is there.
 
         Batches are counted by each checkpoint anew: after its loss they are stored again rather than left out.
         """
-        queries = {one.query for one in messages if isinstance(one, Staged)}
+        queries = {one.query for one in messages if isinstance(one, TaskCommit)}
         if not queries:
             return
         run = f"stream {self._app} {queries.pop()}"
@@ -128,4 +128,4 @@ def completed(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _attempts(messages: Sequence[WriterCommitMessage | None]) -> list[Attempt]:
-    return [message.attempt for message in messages if isinstance(message, Staged)]
+    return [message.attempt for message in messages if isinstance(message, TaskCommit)]

@@ -20,7 +20,7 @@ from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.sources.ravendb_file import documents
 from delayline.migration.taken import PAGE, Taken, Which, key_of
 from delayline.migration.tally import Bounds, Tally
-from delayline.spark.failures import in_plain_words
+from delayline.spark.errors import translated_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,7 +125,7 @@ def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Ta
             for number in some.column(0).to_pylist():
                 yield pa.RecordBatch.from_pylist([{"pickled": pickle.dumps(work(files[number]))}], PICKLED_SCHEMA)
 
-    with in_plain_words():
+    with translated_errors():
         found = spark.range(0, len(files), 1, len(files)).mapInArrow(through, PICKLED).toArrow()
     return [pickle.loads(one) for one in found.column(0).to_pylist()]  # noqa: S301 - our own tasks'
 

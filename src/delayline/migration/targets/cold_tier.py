@@ -17,8 +17,8 @@ from delayline.clock import to_microseconds
 from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, SqlStore, StoreSession, without
-from delayline.spark.cold_tier import ColdTier, must_be_quick, note
-from delayline.spark.rejects import INSTANT
+from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
+from delayline.spark.validation import INSTANT
 from delayline.sql.dialects.staging import OnConflict
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TiersWave:
             writer.write(batch)
         files = writer.close()
         attempt = self._staging.write(rows.filter(pc.invert(far)).to_batches())
-        noted = [note(self._staging, self._folder, files)] if self._journaled and files else []
+        noted = [stage_journal_rows(self._staging, self._folder, files)] if self._journaled and files else []
         return Staged(attempt, files, noted)
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
@@ -142,8 +142,8 @@ class TiersWave:
         self._staging.commit(
             [one.attempt for one in staged],
             on_conflict=OnConflict.FAIL,
-            along=partial(self._register, files=files, attempts=attempts),
-            elsewhere=[noted for one in staged for noted in one.noted],
+            pre_commit=partial(self._register, files=files, attempts=attempts),
+            journal_only=[noted for one in staged for noted in one.noted],
         )
         self._ours.update(one.name for one in files)
 
@@ -155,7 +155,7 @@ class TiersWave:
         self, connection: Connection, staged: Table, *, files: Sequence[ColdFile], attempts: Mapping[str, int]
     ) -> None:
         del staged
-        must_be_quick(self._began)
+        check_job_duration(self._began)
         self.tier.catalog.register(connection, files)
         if not self.batches.add(connection, attempts):
             raise BackendUnavailable(

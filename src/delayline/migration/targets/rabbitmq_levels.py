@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
 from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
-from delayline.spark.levels import ANY_SIZE, LONGEST, BrokerLevels
+from delayline.spark.broker_sink import ANY_SIZE, LONGEST, BrokerSink
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayline.migration.target import Attempted
-    from delayline.spark.levels import LevelsSession
+    from delayline.spark.broker_sink import BrokerWriter
 
 
-class RabbitmqLevels(WithoutLedger, BrokerLevels):
+class RabbitmqLevels(WithoutLedger, BrokerSink):
     """The delay levels of one virtual host, v2, or what ?delays= in the URL says."""
 
     kind: ClassVar[str] = "rabbitmq-levels"
@@ -51,7 +51,7 @@ class LevelsWave(ConfirmingWave):
 
     largest_message = ANY_SIZE
 
-    def __init__(self, levels: BrokerLevels) -> None:
+    def __init__(self, levels: BrokerSink) -> None:
         self._levels = levels
 
     async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
@@ -62,7 +62,7 @@ class LevelsWave(ConfirmingWave):
 class ConfirmedSession(ConfirmingSession):
     """One task's connection to the broker."""
 
-    def __init__(self, session: LevelsSession) -> None:
+    def __init__(self, session: BrokerWriter) -> None:
         self._session = session
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:

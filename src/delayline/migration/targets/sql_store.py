@@ -14,8 +14,8 @@ from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING
 from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered
-from delayline.spark.cold_tier import ColdTier, waiting_in
-from delayline.spark.session import in_this_thread, parallelism
+from delayline.spark.cold_tier import ColdTier, waiting_messages
+from delayline.spark.session import activated, parallelism
 from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.prepared import Prepared
@@ -79,7 +79,7 @@ class SqlStore:
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
         """Return what waits in the endpoint's store."""
         options = {**self.options(endpoint), "numPartitions": str(parallelism(spark))}
-        return waiting_in(in_this_thread(spark), options, self.tier(endpoint), columns=WAITING)
+        return waiting_messages(activated(spark), options, self.tier(endpoint), columns=WAITING)
 
     def options(self, endpoint: str) -> Mapping[str, str]:
         """Return the options of the data source for the endpoint's store."""

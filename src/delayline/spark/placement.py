@@ -21,29 +21,29 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from delayline.bulk.cold_catalog import HOUR
 from delayline.bulk.cold_folder import HourWriter
-from delayline.bulk.partitions import Facts, Handed, Pieces
+from delayline.bulk.partitions import Facts, Pieces, PublishReport
 from delayline.bulk.runs import Committed, Runs
 from delayline.bulk.staging import Attempt, blocking, new_area
 from delayline.clock import from_microseconds, to_microseconds
+from delayline.spark.broker_sink import ANY_SIZE, LONGEST
 from delayline.spark.cold_tier import (
     COLD,
     NOTHING,
     WAITS,
     ColdTier,
-    described,
+    check_job_duration,
+    file_from_json,
+    file_to_json,
+    ledger_key,
     marked,
-    must_be_quick,
-    note,
-    part_of,
-    read_back,
-    waiting_in,
+    stage_journal_rows,
+    waiting_messages,
 )
 from delayline.spark.columns import prepared
-from delayline.spark.levels import ANY_SIZE, LONGEST
-from delayline.spark.lines import HIDDEN
+from delayline.spark.headers import HEADER_ALLOWANCE
 from delayline.spark.options import COLUMNS
-from delayline.spark.rejects import Door, without
-from delayline.spark.sent import ROOM
+from delayline.spark.sources import HIDDEN
+from delayline.spark.validation import Validator, valid_rows
 from delayline.sql.database import Database
 from delayline.sql.dialects.staging import OnConflict
 
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.cold_folder import ColdFolder
+    from delayline.spark.broker_sink import BrokerSink, BrokerWriter
     from delayline.spark.columns import Columns
-    from delayline.spark.levels import BrokerLevels, LevelsSession
+    from delayline.spark.headers import SendHeaders
     from delayline.spark.options import StoreOptions
-    from delayline.spark.sent import Sender
 
 Result = TypeVar("Result")
 #: Into so many the near rows of a job are cut; what is confirmed and not yet marked may be sent twice.
@@ -79,10 +79,10 @@ class Handling(NamedTuple):
 
     stored: int
     held: int
-    handed: Handed
+    handed: PublishReport
     repeated: bool
     facts: Facts
-    door: Door
+    validator: Validator
 
 
 class Ledger:
@@ -136,8 +136,8 @@ class Handing:
     store: None where the broker gets everything.
     """
 
-    levels: BrokerLevels
-    sender: Sender
+    levels: BrokerSink
+    sender: SendHeaders
     store: StoreOptions | None
     tier: ColdTier | None
 
@@ -170,16 +170,16 @@ class Handing:
     def _without_store(self, rows: DataFrame, columns: Columns, now: datetime) -> Handling:
         latest = now + LONGEST
         facts = self._facts(rows, columns, now, latest)
-        door = self._door(facts, latest=to_microseconds(latest))
-        task = _Task(self.levels, replace(self.sender, sent=now), door, None, None, "", None, journaled=False)
-        handed = Handed()
+        validator = self._door(facts, latest=to_microseconds(latest))
+        task = _Task(self.levels, replace(self.sender, sent=now), validator, None, None, "", None, journaled=False)
+        handed = PublishReport()
         for one in _results(self._placed(rows, columns, facts, None), task):
-            handed.add(Handed(**one["near"]))
-        return Handling(0, 0, handed, False, facts, replace(door, ids=handed.refused))
+            handed.add(PublishReport(**one["near"]))
+        return Handling(0, 0, handed, False, facts, replace(validator, ids=handed.refused))
 
     def _beside_store(self, rows: DataFrame, columns: Columns, turn: _Turn, facts: Facts) -> Handling:
         assert self.store is not None  # noqa: S101 - or there were no ledger
-        staging, door, began = self.store.staging(new_area()), self._door(facts), time.monotonic()
+        staging, validator, began = self.store.staging(new_area()), self._door(facts), time.monotonic()
         staging.create()
         folder, journaled = (None, False) if self.tier is None else (self.tier.create(), self.tier.journaled)
         sender = replace(self.sender, sent=from_microseconds(facts.now))
@@ -187,45 +187,50 @@ class Handing:
             undone.callback(staging.discard)
             if turn.batch == 0 and not turn.keeps:  # nobody can run it again
                 undone.callback(turn.ledger.write, Pieces.forget)
-            task = _Task(self.levels, sender, door, turn.ledger, self.store, staging.name, folder, journaled)
-            known = waiting_in(rows.sparkSession, self.store.options, self.tier)
+            task = _Task(self.levels, sender, validator, turn.ledger, self.store, staging.name, folder, journaled)
+            known = waiting_messages(rows.sparkSession, self.store.options, self.tier)
             results = _results(self._placed(rows, columns, facts, known), task)
-            files = [read_back(text) for one in results for text in one["files"]]
-            handed = Handed(duplicates=sum(one["duplicates"] for one in results))
+            files = [file_from_json(text) for one in results for text in one["files"]]
+            handed = PublishReport(duplicates=sum(one["duplicates"] for one in results))
             for near in turn.ledger.write(Pieces.marked).values():
                 handed.add(near)
             end = partial(self._register, turn, facts, files, handed, began)
             attempts = [Attempt(*one["attempt"]) for one in results]
             noted = [Attempt(*one["noted"]) for one in results if one["files"] and journaled]
             stored = staging.commit(
-                attempts, on_conflict=OnConflict.IGNORE, run=turn.run, batch=turn.batch, along=end, elsewhere=noted
+                attempts,
+                on_conflict=OnConflict.IGNORE,
+                run=turn.run,
+                batch=turn.batch,
+                pre_commit=end,
+                journal_only=noted,
             )
             undone.pop_all()
         held = sum(one.messages for one in files)
         handed.duplicates += stored.duplicates
         handed.rejected += stored.rejected
-        return Handling(stored.stored, held, handed, False, facts, replace(door, ids=handed.refused))
+        return Handling(stored.stored, held, handed, False, facts, replace(validator, ids=handed.refused))
 
     def _register(
         self,
         turn: _Turn,
         facts: Facts,
         files: list[ColdFile],
-        handed: Handed,
+        handed: PublishReport,
         began: float,
         connection: Connection,
         staged: Table,
     ) -> None:
         del staged
-        must_be_quick(began)
+        check_job_duration(began)
         pieces, runs = turn.ledger.parts()
         if self.tier is not None:
             self.tier.catalog.register(connection, files)
         held = Committed(sum(one.messages for one in files))
         sent = Committed(handed.sent, handed.duplicates, handed.rejected)
         for part, done in ((COLD, held), (LEVELS, sent)):
-            runs.begin(connection, part_of(turn.run, part), turn.batch)
-            runs.end(connection, part_of(turn.run, part), turn.batch, done)
+            runs.begin(connection, ledger_key(turn.run, part), turn.batch)
+            runs.end(connection, ledger_key(turn.run, part), turn.batch, done)
         pieces.forget(connection)
         if turn.keeps:
             pieces.settle(connection, replace(facts, refused_ids=dict(handed.refused)))
@@ -234,11 +239,11 @@ class Handing:
         """Return what was done."""
         assert self.store is not None  # noqa: S101 - or there were no ledger
         staging = self.store.staging()
-        sent = staging.committed(part_of(turn.run, LEVELS)) or Committed(0)
-        held = staging.committed(part_of(turn.run, COLD)) or Committed(0)
-        handed = Handed(sent.stored, before.duplicates + sent.duplicates, before.rejected + sent.rejected)
-        door = replace(self._door(facts), ids=facts.refused_ids)
-        return Handling(before.stored, held.stored, handed, True, facts, door)
+        sent = staging.committed(ledger_key(turn.run, LEVELS)) or Committed(0)
+        held = staging.committed(ledger_key(turn.run, COLD)) or Committed(0)
+        handed = PublishReport(sent.stored, before.duplicates + sent.duplicates, before.rejected + sent.rejected)
+        validator = replace(self._door(facts), ids=facts.refused_ids)
+        return Handling(before.stored, held.stored, handed, True, facts, validator)
 
     def _facts(self, rows: DataFrame, columns: Columns, now: datetime, far_from: datetime) -> Facts:
         """Ask the broker for the destinations of what is near, so that rows it could not deliver are not sent to it."""
@@ -247,9 +252,9 @@ class Handing:
         names = [one for one in destinations.column(0).to_pylist() if one]
         return Facts(to_microseconds(now), to_microseconds(far_from), self.levels.refusals(names))
 
-    def _door(self, facts: Facts, latest: int | None = None) -> Door:
+    def _door(self, facts: Facts, latest: int | None = None) -> Validator:
         largest = ANY_SIZE if self.store is None else self.store.staging().largest_message
-        return Door(largest - ROOM, facts.far_from, facts.refused, latest=latest)
+        return Validator(largest - HEADER_ALLOWANCE, facts.far_from, facts.refused, latest=latest)
 
     def _placed(self, rows: DataFrame, columns: Columns, facts: Facts, known: DataFrame | None) -> DataFrame:
         """Return the rows with their keys: a key is the work of one task, and what is far comes first."""
@@ -269,9 +274,9 @@ def _results(rows: DataFrame, task: _Task) -> list[dict[str, Any]]:
 class _Task:
     """What a task needs to know."""
 
-    levels: BrokerLevels
-    sender: Sender
-    door: Door
+    levels: BrokerSink
+    sender: SendHeaders
+    validator: Validator
     ledger: Ledger | None
     store: StoreOptions | None
     area: str
@@ -280,7 +285,7 @@ class _Task:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Put what is far aside, then hand over what is near."""
-        rows, far = _Rows(batches), Handed()
+        rows, far = _Rows(batches), PublishReport()
         files: list[ColdFile] = []
         attempt: Attempt | None = None
         noted = NOTHING
@@ -291,14 +296,14 @@ class _Task:
             attempt = staging.write(staged, rejected=lambda: far.rejected)
             files = [] if writer is None else writer.close()
             if self.folder is not None and self.journaled:
-                noted = note(staging, self.folder, files)
+                noted = stage_journal_rows(staging, self.folder, files)
         near = asyncio.run(self._near(rows.near()))
-        texts = [described(one) for one in files]
+        texts = [file_to_json(one) for one in files]
         done = {"attempt": attempt, "noted": noted, "files": texts, "duplicates": far.duplicates, "near": asdict(near)}
         yield pa.RecordBatch.from_arrays([pa.array([json.dumps(done)])], names=["done"])
 
     def _far(
-        self, batches: Iterable[pa.RecordBatch], far: Handed, writer: HourWriter | None
+        self, batches: Iterable[pa.RecordBatch], far: PublishReport, writer: HourWriter | None
     ) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             new = self._new(batch, far)
@@ -307,8 +312,8 @@ class _Task:
             else:
                 writer.write(new)
 
-    async def _near(self, batches: Iterable[pa.RecordBatch]) -> Handed:
-        total, session, marks = Handed(), None, None
+    async def _near(self, batches: Iterable[pa.RecordBatch]) -> PublishReport:
+        total, session, marks = PublishReport(), None, None
         async with AsyncExitStack() as stack:
             if self.ledger is not None:
                 marks = _Marks(await self.ledger.opened(stack), self.ledger)
@@ -316,7 +321,7 @@ class _Task:
             for piece, parts in _pieces(batches):
                 if marks is not None and piece in marks.there:
                     continue
-                handed = Handed()
+                handed = PublishReport()
                 new = [one for one in (self._new(part, handed) for part in parts) if one.num_rows]
                 for messages in pa.Table.from_batches(new).combine_chunks().to_batches() if new else ():
                     session = session or await self.levels.session(stack)
@@ -326,9 +331,9 @@ class _Task:
                 total.add(handed)
         return total
 
-    def _new(self, batch: pa.RecordBatch, counts: Handed) -> pa.RecordBatch:
+    def _new(self, batch: pa.RecordBatch, counts: PublishReport) -> pa.RecordBatch:
         """Return what is sound and not there yet, with the headers of a send; count the rest."""
-        sound = without(batch, self.door.reasons(batch))
+        sound = valid_rows(batch, self.validator.reasons(batch))
         new = sound.filter(pc.invert(sound.column(WAITS))).select(COLUMNS.names)
         counts.rejected += batch.num_rows - sound.num_rows
         counts.duplicates += sound.num_rows - new.num_rows
@@ -346,7 +351,7 @@ class _Marks:
     async def look(self) -> None:
         self.there = set(await self._database.read(self._pieces.marked))
 
-    def mark(self, piece: int, handed: Handed) -> Awaitable[None]:
+    def mark(self, piece: int, handed: PublishReport) -> Awaitable[None]:
         return self._database.write(partial(self._pieces.mark, piece=piece, handed=handed))
 
 
@@ -391,7 +396,7 @@ def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, list[pa.Re
         yield current, parts
 
 
-async def _deliver(session: LevelsSession, messages: pa.RecordBatch, handed: Handed) -> None:
+async def _deliver(session: BrokerWriter, messages: pa.RecordBatch, handed: PublishReport) -> None:
     refused = await session.deliver(messages)
     handed.sent += messages.num_rows - len(refused)
     handed.rejected += len(refused)

@@ -11,8 +11,8 @@ from tests.spark.stores import DUE, ENDPOINT, frame
 
 from delayline import Endpoint, Headers, SqlTransport, StoredDelivery
 from delayline.message import from_wire_time
-from delayline.spark import Target, schedule
-from delayline.spark.sent import Sender
+from delayline.spark import JobTarget, schedule
+from delayline.spark.headers import SendHeaders
 from delayline.sql import SqlDelayedMessageStore
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def test_headers_are_those_of_a_send(spark: SparkSession, tiers: Tiers) -> None:
     # When Spark schedules the same, once into the store and once into files
     maps = pa.array([list((one or {}).items()) for one in IDS.values()], pa.map_(pa.string(), pa.string()))
     data = frame(spark, *IDS, headers=maps, body=["text"] * len(IDS))
-    schedule(data, Target(store.url, endpoint=ENDPOINT))
+    schedule(data, JobTarget(store.url, endpoint=ENDPOINT))
     hot = taken(store)
     assert tiers.schedule(data).held == len(IDS)
     tiers.promote(DUE + timedelta(hours=1))
@@ -77,7 +77,7 @@ def test_what_the_data_source_writes_stays_as_it_is(spark: SparkSession, store: 
     writer.save()
     assert taken(store) == {"a": {"n": "1"}}
     # Unless it is asked for
-    writer.options(**Sender("shop", "application/json", None).options).save()
+    writer.options(**SendHeaders("shop", "application/json", None).options).save()
     headers = taken(store)["a"]
     assert (headers["n"], headers[Headers.ORIGINATING_ENDPOINT], headers[Headers.CONTENT_TYPE]) == (
         "1",

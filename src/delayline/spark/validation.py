@@ -1,4 +1,4 @@
-"""The door: what a message must be, said of whole Arrow columns in the words that `Endpoint.send` has for one."""
+"""The validator: what a message must be, said of whole Arrow columns in the words that `Endpoint.send` has for one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN_HEADERS: Final = rf"^{SPACE}\{{({PAIR}(,{PAIR})*|{SPACE})\}}{SPACE}$"
 
 
 @dataclass(frozen=True)
-class Door:
+class Validator:
     """What a job lets through; pickled to tasks. Times in microseconds since 1970."""
 
     largest: int
@@ -46,7 +46,7 @@ class Door:
 
     def reasons(self, batch: pa.RecordBatch) -> pa.Array:
         """Return for each row why it is not let through, null where it is."""
-        reasons = faults(batch, largest=self.largest)
+        reasons = invalid_reasons(batch, largest=self.largest)
         due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
         if self.latest is not None:
             late = pc.fill_null(pc.greater(due, self.latest), False)
@@ -62,7 +62,7 @@ class Door:
         return reasons
 
 
-def faults(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
+def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
     """Return for each row why it cannot be a message, null where it can.
 
     largest: bytes that headers and body may have together.
@@ -84,12 +84,12 @@ def faults(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
     return reasons
 
 
-def without(batch: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
+def valid_rows(batch: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
     """Return the rows that have no fault."""
     return batch if reasons.null_count == batch.num_rows else batch.filter(pc.is_null(reasons))
 
 
-def must_be_good(batch: pa.RecordBatch, reasons: pa.Array) -> None:
+def raise_for_invalid(batch: pa.RecordBatch, reasons: pa.Array) -> None:
     """Raise InvalidMessage for the first row with a fault."""
     if reasons.null_count == batch.num_rows:
         return

@@ -18,9 +18,9 @@ from delayline import ConfigurationError, InvalidMessage
 from delayline.errors import DelaylineError
 from delayline.migration import target_at
 from delayline.outgoing import check_headers, check_name
-from delayline.spark import Target
+from delayline.spark import JobTarget
 from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant, whole
-from delayline.spark.rejects import faults, must_be_good, without
+from delayline.spark.validation import invalid_reasons, raise_for_invalid, valid_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,13 +70,13 @@ def test_a_fault_is_said_in_words(row: dict[str, Any], said: str) -> None:
     # Given a row with a fault between two without
     rows = batch({}, row, {"id": "b", "headers": None, "body": None})
     # When they are looked at
-    reasons = faults(rows, largest=200_000)
+    reasons = invalid_reasons(rows, largest=200_000)
     # Then only that one has a reason, which names it
     assert reasons.is_valid().to_pylist() == [False, True, False]
     assert said in reasons[1].as_py()
-    assert without(rows, reasons).column("id").to_pylist() == ["a", "b"]
+    assert valid_rows(rows, reasons).column("id").to_pylist() == ["a", "b"]
     with pytest.raises(InvalidMessage, match="message "):
-        must_be_good(rows, reasons)
+        raise_for_invalid(rows, reasons)
 
 
 def test_due_times_beyond_what_python_can_hold_are_refused() -> None:
@@ -84,7 +84,7 @@ def test_due_times_beyond_what_python_can_hold_are_refused() -> None:
     due = [edges[0] - 1, edges[0], edges[1], edges[1] + 1]
     rows = batch(*({"id": f"{number}"} for number in range(4)))
     rows = rows.set_column(2, "due", pa.array(due, pa.timestamp("us", "UTC")))
-    assert faults(rows, largest=1000).is_valid().to_pylist() == [True, False, False, True]
+    assert invalid_reasons(rows, largest=1000).is_valid().to_pylist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_names_are_taken_or_refused_as_one_message_would_be(name: str) -> None:
         taken = True
     except InvalidMessage:
         taken = False
-    assert faults(batch({"id": name}), largest=1000)[0].is_valid is not taken
+    assert invalid_reasons(batch({"id": name}), largest=1000)[0].is_valid is not taken
 
 
 def test_no_rows_have_no_faults() -> None:
     empty = batch().slice(0, 0)
-    assert len(faults(empty, largest=1)) == 0
-    must_be_good(empty, faults(empty, largest=1))
+    assert len(invalid_reasons(empty, largest=1)) == 0
+    raise_for_invalid(empty, invalid_reasons(empty, largest=1))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_a_password_comes_from_where_the_options_say(tmp_path: Path, monkeypatch
 
 
 def test_a_password_in_a_url_is_in_no_repr() -> None:
-    target = Target("postgresql://me:s3cret@host/db", endpoint="sales")
+    target = JobTarget("postgresql://me:s3cret@host/db", endpoint="sales")
     assert "s3cret" not in repr(target) and "s3cret" not in repr(StoreOptions.of(target.options))
 
 
 def test_a_target_may_be_written_as_hosting_services_write_it() -> None:
-    target = Target("postgres://me@host/db", endpoint="sales")
+    target = JobTarget("postgres://me@host/db", endpoint="sales")
     assert StoreOptions.of(target.options).url == "postgres://me@host/db"
     store = target_at("postgres://me@host/db")
     assert store is not None
@@ -217,5 +217,5 @@ def is_taken(headers: str) -> bool:
 @example('{"a":"b",}')
 @example(" { } ")
 def test_headers_are_taken_that_a_send_takes_and_no_others(headers: str) -> None:
-    taken, other = faults(batch({"headers": headers}, {"headers": None}), largest=1000).is_null().to_pylist()
+    taken, other = invalid_reasons(batch({"headers": headers}, {"headers": None}), largest=1000).is_null().to_pylist()
     assert (taken, other) == (is_taken(headers), True)

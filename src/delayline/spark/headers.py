@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 #: Bytes that the headers may add to a message: three ids of 250 characters, escaped, and what is the same for all.
-ROOM: Final = 8192
+HEADER_ALLOWANCE: Final = 8192
 #: What stands for a row's own value; a header that the user gives could only be this text on purpose.
 MARK: Final = "{0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11}"
 OWN: Final = (Headers.CORRELATION_ID, Headers.CONVERSATION_ID, Headers.DELIVER_AT)
@@ -34,7 +34,7 @@ class _Frame(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sender:
+class SendHeaders:
     """Whose messages they are, when they were sent, and what their bodies are; pickled to tasks.
 
     sent: the time of each task where None.
@@ -45,7 +45,7 @@ class Sender:
     sent: datetime | None
 
     @classmethod
-    def of(cls, options: Mapping[str, str]) -> Sender | None:
+    def of(cls, options: Mapping[str, str]) -> SendHeaders | None:
         """Return what the options say; None where headers are to stay as they are."""
         name = options.get("sender")
         if name is None:

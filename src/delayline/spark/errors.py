@@ -31,7 +31,7 @@ STACKS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 
 @contextlib.contextmanager
-def in_plain_words() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
     """Raise what delayline has raised in a task or in a commit; ConfigurationError for other failures of a job."""
     loggers = [PySparkLogger.getLogger(name) for name in STACKS]
     before = [logger.disabled for logger in loggers]
@@ -41,14 +41,14 @@ def in_plain_words() -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, PySparkException) or type(error).__name__ == OF_JAVA:
-            raise plain(error) from None
+            raise translate_error(error) from None
         raise
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
 
 
-def plain(error: Exception) -> DelaylineError:
+def translate_error(error: Exception) -> DelaylineError:
     """Return the delayline error that is inside Spark's, or one that says in a line what Spark has said."""
     text = str(error)
     for name, said in reversed(OURS.findall(text)):

@@ -32,7 +32,7 @@ LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
 UNKNOWN: Final = "there is no queue {!r} on the broker: start its endpoint once, or run delayline setup --queue NAME"
 
 
-class BrokerLevels:
+class BrokerSink:
     """The delay levels of one virtual host, v2, or what ?delays= in the URL says; pickled to tasks.
 
     name: how its connections are called at the broker.
@@ -72,14 +72,14 @@ class BrokerLevels:
 
         return self._connected(look)
 
-    async def session(self, stack: AsyncExitStack) -> LevelsSession:
+    async def session(self, stack: AsyncExitStack) -> BrokerWriter:
         """Return an open session that closes with the stack."""
         publisher = Publisher(self.address, connection_name=self.name)
         connection = BrokerConnection(self.address, self.name)
         stack.push_async_callback(connection.close)
         stack.push_async_callback(publisher.close)
         await publisher.open()
-        return LevelsSession(publisher, Reach(connection, self.levels.delivery, only_look=False), self.levels)
+        return BrokerWriter(publisher, Reach(connection, self.levels.delivery, only_look=False), self.levels)
 
     def _connected(self, work: Callable[[BrokerConnection], Awaitable[Result]]) -> Result:
         async def run() -> Result:
@@ -92,7 +92,7 @@ class BrokerLevels:
         return blocking(run())
 
 
-class LevelsSession:
+class BrokerWriter:
     """One task's connection to the broker."""
 
     def __init__(self, publisher: Publisher, reach: Reach, levels: DelayInfrastructure) -> None:
