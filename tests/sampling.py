@@ -24,16 +24,18 @@ SEED: Final = os.environ.get("DELAYLINE_TEST_SAMPLE", "")
 
 
 def select(items: list[pytest.Item], config: pytest.Config) -> None:
-    """In `make test`, deselect tests marked `long`, and all but N cases of each test marked `sample(N)`."""
+    """In `make test`, deselect tests marked `long`, and all but N cases of each test or group marked `sample(N)`."""
     if not SEED:
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        marker = item.get_closest_marker("sample")
+        group = marker.kwargs.get("group") if marker else None
+        cases.setdefault(group or item.nodeid.partition("[")[0], []).append(item)
     selected: set[pytest.Item] = set()
-    for group in cases.values():
-        marker = group[0].get_closest_marker("sample")
-        selected.update(sampled(group, marker.args[0]) if marker else group)
+    for alike in cases.values():
+        marker = alike[0].get_closest_marker("sample")
+        selected.update(sampled(alike, marker.args[0]) if marker else alike)
     selected -= {item for item in items if item.get_closest_marker("long")}
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])
     items[:] = [item for item in items if item in selected]

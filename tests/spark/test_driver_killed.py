@@ -27,6 +27,7 @@ NUMBER: Final = 500
 IDS: Final = sorted(f"m{number}" for number in range(NUMBER))
 
 
+@pytest.mark.sample(1, group="Spark kills")
 def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     # Given messages in files
     source = tmp_path / "source.parquet"
@@ -48,6 +49,7 @@ def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: P
     assert tiers.hot.ids() == IDS
 
 
+@pytest.mark.sample(1, group="Spark kills")
 def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given a journal
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))

@@ -87,6 +87,7 @@ def storage(azure_url: str) -> Storage:
     return Storage(azure_url)
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_timeouts_move_to_a_store_whose_endpoint_delivers_them(
     spark: SparkSession, storage: Storage, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

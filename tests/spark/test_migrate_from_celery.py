@@ -58,6 +58,7 @@ def with_delays(url: str) -> Any:  # noqa: ANN401 - Celery's app
     return app
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_delayed_tasks_move_to_a_store_whose_endpoint_gets_them(
     spark: SparkSession, rabbitmq_url: str, postgresql_url: str
 ) -> None:
@@ -184,6 +185,7 @@ def exported(environment: dict[str, str], number: int, log: Path) -> str:
         assert time.monotonic() < deadline, (answer, log.read_text())
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_what_workers_hold_moves_and_each_task_is_named_as_held_by_them_too(
     spark: SparkSession, rabbitmq_url: str, postgresql_url: str, worker: dict[str, str], tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ MESSAGES = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_levels_move_to_a_store_whose_endpoint_delivers_them(
     spark: SparkSession, rabbitmq_url: str, postgresql_url: str
 ) -> None:

@@ -49,6 +49,7 @@ def export(path: Path, *timeouts: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_timeouts_move_to_a_store_whose_endpoint_delivers_them(
     spark: SparkSession, postgresql_url: str, tmp_path: Path
 ) -> None:

@@ -350,6 +350,7 @@ def test_a_table_that_holds_something_is_not_dropped(legacy: Legacy) -> None:
     assert "delayline_held_x" not in legacy.everything()
 
 
+@pytest.mark.sample(1, group="Spark kills")
 def test_a_migration_to_rabbitmq_that_is_killed_loses_nothing_and_names_what_may_be_double(
     spark: SparkSession, rabbitmq: RabbitmqServer, rabbitmq_url: str, postgresql_url: str
 ) -> None:

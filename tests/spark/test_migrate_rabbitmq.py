@@ -85,6 +85,7 @@ def test_each_waits_in_the_levels_for_what_is_left(
     assert bytes(found[Timeout(5).id].body) == b""
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_messages_arrive_at_an_endpoint_on_time(spark: SparkSession, legacy: Legacy, rabbitmq_url: str) -> None:
     # Given an endpoint on the broker, and timeouts for it, one overdue
     arrived: list[tuple[str, datetime, Mapping[str, str]]] = []
@@ -197,6 +198,7 @@ def test_an_executor_that_is_killed_is_replaced(
     assert verified.ok
 
 
+@pytest.mark.sample(1, group="Spark kills")
 def test_a_broker_that_dies_stops_the_run_which_goes_on_with_it(
     spark: SparkSession, legacy: Legacy, crashing_rabbitmq: RabbitmqServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def azure(url: str) -> Target:
     return found
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_timeouts_arrive_at_an_endpoint_on_azure_when_they_are_due(
     spark: SparkSession, legacy: Legacy, azure_url: str
 ) -> None:

@@ -48,6 +48,7 @@ def cold(tiers: Tiers, **how: Any) -> Target:  # noqa: ANN401 - target_at's own
     return found
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_what_is_near_arrives_and_what_is_far_waits_in_files(
     spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

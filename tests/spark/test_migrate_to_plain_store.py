@@ -58,6 +58,7 @@ def plain(request: pytest.FixtureRequest) -> Iterator[StoreAt]:
     drop_database(url)
 
 
+@pytest.mark.sample(3, group="migration round trips")
 def test_timeouts_arrive_when_they_are_due(spark: SparkSession, legacy: Legacy, plain: StoreAt) -> None:
     # Given timeouts of all sorts, and some that cannot move
     soon = (datetime.now(UTC) + timedelta(seconds=20)).replace(microsecond=123_457)

@@ -33,6 +33,7 @@ def crashing() -> Iterator[PostgresqlServer]:
         yield server
 
 
+@pytest.mark.sample(1, group="Spark kills")
 def test_a_database_that_crashes_in_the_middle_of_jobs(
     spark: SparkSession, crashing: PostgresqlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def ours(instant: datetime) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_jobs_run_on_the_java_that_pip_has_installed_whatever_the_zones(store: StoreAt, tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
     # Given a machine whose only Java came with pip

@@ -1,6 +1,7 @@
-"""Bulk writing batch by batch: each is in the store once, under its name, however often tasks anywhere bring it.
+"""Bulk writing batch by batch: each batch is stored once, whichever tasks write it, and how often.
 
-The store's ledger has the names: a batch and its name are committed together, and whoever comes later finds the name.
+The store's ledger makes that idempotent: a batch and its name are committed together, and a later attempt finds the
+name.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class BatchesOnce:
         self._write(partial(self._close, names=names))
 
     def add(self, connection: Connection, attempts: Mapping[str, int]) -> bool:
-        """Write down which attempts somebody's own transaction commits; False where one of them may not."""
+        """Record the attempts that an external transaction commits; False if one of them must not."""
         self._runs.add(connection, attempts)
         return self._runs.attempts(connection, list(attempts)) == attempts
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 LONGEST_FILE_NAME: Final = 64
 HOUR: Final = 3_600_000_000  # microseconds
-#: How long files stay that nobody needs any more: somebody may be reading them.
+#: How long obsolete files are kept: a reader may still use them.
 KEPT_FOR: Final = timedelta(days=1)
 
 
 class State(StrEnum):
-    """What has become of a file."""
+    """The state of a file."""
 
     HELD = "held"
     PROMOTED = "promoted"
@@ -65,7 +65,7 @@ class ColdTables:
             "delayline_cold_tiers",
             metadata,
             Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), primary_key=True),
-            Column("tier", String(16), nullable=False),  # what the names of its files begin with
+            Column("tier", String(16), nullable=False),  # prefix of the names of its files
         )
         self.files = Table(
             "delayline_cold_files",
@@ -120,7 +120,7 @@ class ColdFiles:
         return inspect(connection).has_table(self.tables.files.name, schema=self.tables.files.schema)
 
     def create(self, connection: Connection) -> str:
-        """Make the tables, unless they are there, and return what the names of the store's files begin with."""
+        """Create missing tables; return the prefix of the names of the store's files."""
         tiers = self.tables.tiers
         with self._dialect.setting_up(connection):
             inspector = inspect(connection)
@@ -181,7 +181,7 @@ class ColdFiles:
         """Wait for others who change these files, keep them from it, and return those that are still held."""
         columns = self.tables.files.c
         locked: set[str] = set()
-        for some in _parts(sorted(names)):  # in one order everywhere: nobody waits for each other
+        for some in _parts(sorted(names)):  # in one order in all processes, so that they cannot deadlock
             query = select(columns.name).where(columns.name.in_(some), columns.state == State.HELD.value)
             locked |= set(connection.execute(query.order_by(columns.name).with_for_update()).scalars())
         return locked
@@ -224,7 +224,7 @@ class ColdFiles:
         return {key: messages for key, messages in waiting.items() if messages}
 
     def retired(self, connection: Connection) -> list[ColdFile]:
-        """Return the files that nobody has needed for a day."""
+        """Return the files that have been obsolete for a day."""
         columns = self.tables.files.c
         query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
         long_ago = self._dialect.in_seconds(-int(KEPT_FOR.total_seconds()))

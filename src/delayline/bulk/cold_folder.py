@@ -46,7 +46,7 @@ class ColdRow(NamedTuple):
 
 
 class Lying(NamedTuple):
-    """A file that is there, whether anybody knows it or not."""
+    """A file on disk, registered or orphaned."""
 
     name: str
     due_hour: str
@@ -301,7 +301,7 @@ def _as_rows(rows: pa.RecordBatch | pa.Table) -> list[ColdRow]:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without what a URI, or an error that repeats one, has of keys and passwords."""
+    """Return the text without keys and passwords of a URI in it."""
     return re.sub(
         r"//[^/@\s]*@", "//***@", re.sub(r"(?i)(access_key|secret_key|token|password)=[^&\s]*", r"\1=***", text)
     )

@@ -28,7 +28,7 @@ ONE_SECOND: Final = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class ShardMetrics:
-    """What one task of a dispatcher has done in its wave so far; latenesses in seconds, None where unknown."""
+    """Progress of one task of a dispatcher in its generation; lateness in seconds, None if unknown."""
 
     shard: int
     wave: int
@@ -53,7 +53,7 @@ class Wave:
 
 
 class DispatcherTables:
-    """Who is to run, and what the tasks have said."""
+    """The dispatcher's current owner, and the progress of its tasks."""
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
@@ -103,7 +103,7 @@ class DispatcherControl:
         self._write(self._create)
 
     def begin(self, name: str, owner: str) -> None:
-        """Take the dispatcher over: whoever had it ends its wave and begins no other."""
+        """Take the dispatcher over: its former owner ends the generation and starts no other."""
         self._write(partial(self._begin, name=name, owner=owner))
 
     def next_wave(self, name: str, owner: str, lease: timedelta) -> Wave | None:
@@ -119,7 +119,7 @@ class DispatcherControl:
         return row is not None and bool(row[3]) and tuple(row[:3]) == (0, wave.number, wave.owner)
 
     def stop(self, name: str) -> bool:
-        """Tell the dispatcher to finish what is in flight and to stop; False where there is none of that name."""
+        """Ask the dispatcher to finish messages in flight and to stop; False if there is none of that name."""
         columns = self._tables.dispatchers.c
         change = update(self._tables.dispatchers).where(columns.name == name).values(stopping=1)
         # Not by the number of changed rows: MariaDB does not count one that was 1 already.
@@ -129,11 +129,11 @@ class DispatcherControl:
         return self._read(lambda connection: connection.execute(known).first()) is not None
 
     def tell(self, dispatcher: str, metrics: ShardMetrics) -> None:
-        """Write down what a task has done so far."""
+        """Record a task's progress."""
         self._write(partial(self._tell, dispatcher=dispatcher, metrics=metrics))
 
     def shards(self, name: str) -> list[ShardMetrics]:
-        """Return what the tasks have written down last, by shard."""
+        """Return the last progress of each task, by shard."""
         self._must_be_there()
         columns = self._tables.shards.c
         query = select(*(column for column in columns if column.name != "dispatcher"))

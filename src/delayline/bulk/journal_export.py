@@ -1,7 +1,7 @@
-"""Taking entries out of the journal, each exactly once; every method blocks.
+"""Export of journal entries, each exactly once; every method blocks.
 
-What is taken are runs of entries without a gap, known by their numbers: entries that others commit meanwhile, with
-whatever numbers, are in none of them.
+Entries are exported in ranges of consecutive numbers. Entries that other transactions commit meanwhile are in no
+exported range, whatever their numbers.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class JournalExport:
             yield [(*row[:5], moment(row[5]), moment(row[6]), row[7]) for row in rows]
 
     def finish(self, path: str, directory: str, runs: Sequence[Run]) -> None:
-        """Remove what was written to the directory, and write down that it counts, in one transaction.
+        """Remove the exported entries and record the directory as complete, in one transaction.
 
-        Raises BackendUnavailable where somebody else has taken one of the entries: then the directory counts nothing.
+        Raises BackendUnavailable if another process has exported one of the entries; the directory then does not count.
         """
         blocking(self._opened_write(path, directory, runs))
 

@@ -1,6 +1,6 @@
-"""What a run has handed to a broker: its rows in pieces by id, each marked when the broker has confirmed all of it.
+"""Progress of a run that writes to a broker: its rows are partitioned by id, and a confirmed partition is marked.
 
-A run that is run again skips the pieces that are marked, and goes by the facts that the first attempt has settled.
+A repeated run skips marked partitions, and uses the parameters that its first attempt has recorded.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Pieces:
         return None if found is None else Facts(**json.loads(found))
 
     def settle(self, connection: Connection, facts: Facts) -> None:
-        """Settle the facts, unless somebody has."""
+        """Record the job parameters, unless an earlier attempt did."""
         self._insert(connection, FACTS, asdict(facts))
 
     def mark(self, connection: Connection, piece: int, handed: PublishReport) -> None:

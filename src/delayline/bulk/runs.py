@@ -1,4 +1,4 @@
-"""The ledger of bulk jobs: what a run has committed is not committed by it again."""
+"""The ledger of bulk jobs: a batch that a run has committed is not committed again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AT_ONCE: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a bulk job has put into a store, counted in rows."""
+    """The result of a bulk job, counted in rows."""
 
     stored: int
     duplicates: int = 0
@@ -47,7 +47,7 @@ def runs_table(schema: str | None = None) -> Table:
         "delayline_spark_runs",
         MetaData(schema=schema),
         Column("run", text(MAXIMUM_ID_LENGTH), primary_key=True),
-        # Of a stream the last one; of a job 0; of a batch that is a run of its own, which attempt has committed it.
+        # The last batch of a stream; 0 for a job; for a batch that is a run of its own, the attempt that committed it.
         Column("batch", BigInteger, nullable=False),
         Column("stored", BigInteger, nullable=False),
         Column("duplicates", BigInteger, nullable=False),
@@ -69,15 +69,15 @@ class Runs:
             self._dialect.make(connection, CreateTable(self.table))
 
     def begin(self, connection: Connection, run: str, batch: int = 0) -> Committed | None:
-        """Take the run for this transaction; return what it has committed, None where this batch is new.
+        """Lock the run's ledger row. Return its result, or None if this batch has not been committed.
 
-        Waits for another transaction that has the run, and then sees what that one did.
+        Waits for another transaction that has locked the row, and then sees its result.
         """
         last, committed = self._taken(connection, run)
         return None if last < batch else committed
 
     def begin_attempt(self, connection: Connection, run: str) -> int | None:
-        """Take a batch that is a run of its own, as `begin` does; return whose attempt has committed it, or CLOSED."""
+        """Lock a batch that is a run of its own, as `begin` does; return the attempt that committed it, or CLOSED."""
         last, _ = self._taken(connection, run)
         return None if last == NONE_YET else last
 
@@ -94,7 +94,7 @@ class Runs:
         return found
 
     def add(self, connection: Connection, attempts: Mapping[str, int]) -> None:
-        """Write down which attempts at batches the transaction commits, or CLOSED; what is there already stays."""
+        """Record the attempts at batches that the transaction commits, or CLOSED; existing rows are kept."""
         now = connection.execute(select(self._dialect.in_seconds(0))).scalar_one()
         rows = [
             {"run": run, "batch": attempt, "stored": 0, "duplicates": 0, "rejected": 0, "finished": now}
@@ -111,7 +111,7 @@ class Runs:
         connection.execute(entry)
 
     def find(self, connection: Connection, run: str, batch: int = 0) -> Committed | None:
-        """Return what the run has committed last, None where that was before the batch, or nothing."""
+        """Return the run's last committed batch; None if that was before this batch, or if there is none."""
         columns = self.table.c
         if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
             return None

@@ -1,4 +1,4 @@
-"""Looking through what waits in a store, a statement a span of due time, on a connection of its own; blocks."""
+"""Queries over a store's pending messages, one statement per range of due times, on a separate connection; blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Waiting:
-    """What waits in one store's table and meets all the conditions."""
+    """The pending messages of one store's table that meet all conditions."""
 
     def __init__(self, url: str, table_name: str, schema: str | None, conditions: Sequence[Condition]) -> None:
         self._dialect = Database.at(url).dialect
@@ -100,7 +100,7 @@ class Waiting:
 
 
 def readings(columns: Sequence[str], dialect: Dialect) -> list[Callable[[Any], Any]]:
-    """Return for each column how what it keeps is read: due times in UTC, headers as text, bodies as bytes."""
+    """Return the conversion of each column: due times to UTC, headers to text, bodies to bytes."""
     special: dict[str, Callable[[Any], Any]] = {
         "due": dialect.from_due,
         "headers": lambda kept: bytes(kept).decode("utf-8", "replace"),

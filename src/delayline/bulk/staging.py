@@ -1,6 +1,6 @@
-"""Bulk writing in two steps: tasks anywhere write to a staging area, one transaction moves what they name to the store.
+"""Bulk writing in two steps: tasks write to a staging area, one transaction moves the named attempts to the store.
 
-A task that fails, is repeated or goes on after its job has ended leaves rows that nobody names: they never count.
+A task that fails, is repeated or outlives its job leaves rows of attempts that are never named.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SWEPT_AFTER: Final = timedelta(days=1)
 
 
 class Attempt(NamedTuple):
-    """What one task has staged, for the driver to name."""
+    """The staged rows of one task attempt, named by the driver at the commit."""
 
     number: int
     rows: int
@@ -54,9 +54,9 @@ class Attempt(NamedTuple):
 
 
 class Staging:
-    """One job's way into a delayed message store; pickled to its tasks. Every method blocks.
+    """Bulk writer of one job to a delayed message store; pickled to its tasks. Every method blocks.
 
-    name: the staging area. A job has one of its own, removed at its end; all streams share `STREAMS`, which stays.
+    name: the staging area. A job has its own, removed at its end; all streams share `STREAMS`, which stays.
     """
 
     def __init__(self, url: str, table_name: str, *, schema: str | None = None, name: str | None = None) -> None:
@@ -111,7 +111,7 @@ class Staging:
         journal_only: Sequence[Attempt] = (),
         arrival: JournalEvent = JournalEvent.SCHEDULED,
     ) -> Committed:
-        """Move what the attempts have staged to the store in one transaction, and wake its pollers.
+        """Move the staged attempts to the store in one transaction, and notify its pollers.
 
         run, batch: what is known by them to be committed is not committed again. pre_commit: runs inside the
         transaction, before the move, and may delete staged rows; an exception in it rolls everything back.
@@ -129,17 +129,17 @@ class Staging:
         return committed
 
     def discard(self, attempts: Sequence[Attempt] = ()) -> None:
-        """Remove the area; of streams what these attempts have staged. What a late task has is left for the sweep."""
+        """Remove the area, or, for streams, the rows of these attempts. Rows of late tasks are left to the sweep."""
         clear = partial(self._stage.clear, attempts=[one.number for one in attempts], before=_first_number(SWEPT_AFTER))
         with contextlib.suppress(BackendUnavailable):
             blocking(self._opened(self._database.write, clear if self.name == STREAMS else self._stage.drop))
 
     def committed(self, run: str, batch: int = 0) -> Committed | None:
-        """Return what the run has committed, None for nothing, or nothing yet of that batch."""
+        """Return the result that the run has committed; None if there is none, or none yet for the batch."""
         return blocking(self._opened(lambda: self._database.read(partial(self._runs.find, run=run, batch=batch))))
 
     def now(self) -> datetime:
-        """Return the time of the clock that decides what is due, in UTC: the latest that it can be."""
+        """Return the upper bound of the time on the clock that decides whether a message is due, in UTC."""
         now = select(self._database.dialect.in_seconds(0))
         kept = blocking(self._opened(lambda: self._database.read(lambda connection: connection.execute(now).scalar())))
         dialect = self._database.dialect

@@ -40,7 +40,7 @@ NAMES: Final = ("reader", "claim", "id", "destination", "due", "headers", "body"
 
 @lru_cache(maxsize=64)
 def tables(schema: str | None = None) -> tuple[Table, Table]:
-    """Return the tables of the readers and of what they have taken."""
+    """Return the tables of readers and of the messages they have claimed."""
     metadata = MetaData(schema=schema)
     readers = Table(
         "delayline_spark_readers",
@@ -76,14 +76,14 @@ class Taking:
 
     @job_work
     async def open(self) -> None:
-        """Connect and take over from whoever read under this name. Raises BackendUnusable without a store's table."""
+        """Connect and take over from an earlier reader of this name. Raises BackendUnusable without a store's table."""
         self._database.dialect.must_exist()
         await self._store.initialize("", TransactionMode.RECEIVE_ONLY)
         await self._database.write(self._make)
         await self._database.write(self._own)
 
     async def close(self) -> None:
-        """Disconnect; what was taken stays so."""
+        """Disconnect; claims stay."""
         await self._store.close()
 
     @job_work
@@ -93,10 +93,10 @@ class Taking:
 
     @job_work
     async def take(self, done: int, limit: int | None, until: datetime | None = None) -> int:
-        """Forget what has a number up to `done`, take up to `limit` due messages; return the last number given.
+        """Delete claims with numbers up to `done`, claim up to `limit` due messages; return the last number given.
 
-        until: take nothing that is due later. All in one transaction. Raises BackendUnavailable when another stream
-        has taken over.
+        until: claim no message due later. All in one transaction. Raises BackendUnavailable if another stream has taken
+        over.
         """
         async with self._database.transaction() as transaction:
             last = await transaction.run(partial(self._begin, done=done))

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Held(NamedTuple):
-    """What the catalog says at one moment."""
+    """The catalog's contents at one moment."""
 
     files: list[ColdFile]
     dead: dict[str, list[str]]
@@ -72,16 +72,18 @@ class TwoTierStore(SqlDelayedMessageStore):
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return what waits, earliest due first; of the files only the first ones are read."""
+        """Return pending messages, earliest due first; of the files only the first ones are read."""
         number = limit + offset
-        held = await self._held()  # before the store: what is promoted meanwhile is seen twice, not missed
+        held = (
+            await self._held()
+        )  # before the store: a message promoted meanwhile is seen twice instead of being missed
         cold = await asyncio.to_thread(self._first, held, destination, number)
         hot = await super().pending(destination=destination, limit=number)
         both = heapq.merge(hot, cold, key=lambda message: message.due)
         return list({message.id: message for message in both}.values())[offset:number]
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
-        """Count what waits; the files are read only for buckets that cut hours into pieces."""
+        """Count pending messages; files are read only for buckets smaller than an hour."""
         width = time_span("bucket", bucket) // MICROSECOND
         counts: dict[tuple[datetime, str], int] = defaultdict(int)
         found = self._count_hours(width) if width % HOUR == 0 else self._count_rows(width)
@@ -125,7 +127,9 @@ class TwoTierStore(SqlDelayedMessageStore):
     ) -> Outcome:
         """Change the message in the store, or else take it out of the files and, given a due time, store it."""
         while True:
-            held = await self._held()  # before the store: what is not in either now was promoted, or never was
+            held = (
+                await self._held()
+            )  # before the store: a message in neither of them now was promoted, or never existed
             outcome = await in_the_store(message_id)
             if outcome is not Outcome.NOT_PENDING or not held.files:
                 return outcome

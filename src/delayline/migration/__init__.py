@@ -1,4 +1,4 @@
-"""Moves what waits from one system to another, on Spark: nothing is lost, and what may arrive twice is known by id."""
+"""Migration of pending messages between systems, on Spark: nothing is lost, possible duplicates are listed by id."""
 
 from importlib.util import find_spec
 

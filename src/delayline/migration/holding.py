@@ -37,7 +37,7 @@ def remove_room(connection: Connection, source: TableSource, name: str) -> None:
     if not inspect(connection).has_table(name, schema=source.schema):
         return
     held = source.held(name)
-    _lock(connection, source, held, "ACCESS EXCLUSIVE")  # somebody's transaction may just be filling it
+    _lock(connection, source, held, "ACCESS EXCLUSIVE")  # another transaction may be filling it
     if connection.execute(select(held.c[NUMBER]).limit(1).with_for_update()).first() is None:
         connection.execute(DropTable(held))
 
@@ -90,9 +90,10 @@ def _rows_of_batches(connection: Connection, held: Table) -> dict[int, int]:
 
 
 def give_back(connection: Connection, source: TableSource, journal: Journal, run: str, held_part: HeldPart) -> int:
-    """Put what is not done, and what was set aside, back into the source's table as it was; return how many rows.
+    """Move undelivered and rejected rows back to the source's table; return the number of rows.
 
-    What was set aside leaves the held table, unless `verify` needs it to say what may have been delivered all the same.
+    Rejected rows are deleted from the holding table, unless `verify` needs them to find rows that were delivered all
+    the same.
     """
     held = source.held(held_part.held)
     number, batch = held.c[NUMBER], held.c[BATCH]
@@ -120,7 +121,7 @@ def _put_back(
 
 
 def read_batch(connection: Connection, source: TableSource, name: str, batch: int) -> Sequence[Sequence[Any]]:
-    """Return the rows of a batch: each its number, and what the source wants to know of it."""
+    """Return the rows of a batch: their numbers, and the columns that the source needs."""
     held = source.held(name)
     query = select(held.c[NUMBER], *source.selected(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
     return connection.execute(query).fetchall()

@@ -1,7 +1,7 @@
-"""What a migration has done, kept in the source's database: runs, parts, batches, and the rows that were set aside.
+"""The journal of migrations, kept in the source's database: runs, partitions, batches, and rejected rows.
 
-A batch is staged (its rows are held aside in the source), then delivered (handed to the target, whose answer is not
-known here), then marked (the target has it for good). An abort gives back what is staged or delivered.
+A batch is staged (its rows are in the holding table), then delivered (written to the target, whose confirmation is not
+recorded yet), then marked (confirmed by the target). An abort returns staged and delivered rows to the source.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 RUN: Final = 40
 NAME: Final = 250
 REASON: Final = 1000
-#: What is claimed by who works on the migrations of one database.
+#: Lock of the process that works on the migrations of one database.
 TURN: Final = "delayline_migrations"
 
 
@@ -202,13 +202,13 @@ class Journal:
         connection.execute(changed)
 
     def must_be_open(self, connection: Connection, name: str) -> None:
-        """Raise BackendUnavailable where somebody has ended the run meanwhile; nobody does in this transaction."""
+        """Raise BackendUnavailable if another process has ended the run; otherwise lock it for this transaction."""
         state = connection.execute(select(self.runs.c.state).where(self.runs.c.run == name).with_for_update()).scalar()
         if state not in (RunState.PREPARING, RunState.RUNNING):
             raise BackendUnavailable(f"migration {name} was {state} by somebody else: this process stops")
 
     def add_part(self, connection: Connection, run: str, held: HeldPart, batches: Mapping[int, int]) -> None:
-        """Write down what is held of one endpoint, and how many rows its batches have."""
+        """Record the held rows of one endpoint, and the sizes of its batches."""
         row = {
             "run": run, "part": held.number, "endpoint": held.part.endpoint, "source_table": held.part.table,
             "owner": held.part.owner, "target": held.target, "held": held.held, "rows": held.rows,
@@ -323,7 +323,7 @@ class Journal:
         return rows
 
     def restore(self, connection: Connection, run: str) -> None:
-        """Write down that what was not done went back."""
+        """Record that undelivered rows were returned."""
         columns = self.batches.c
         back = update(self.batches).where(columns.run == run, columns.state.in_(UNFINISHED))
         connection.execute(back.values(state=BatchState.RESTORED.value))
@@ -377,7 +377,7 @@ class Journal:
 
     @property
     def _counted(self) -> FromClause:
-        """What was set aside by the attempts that count, or by the last one as long as none does."""
+        """Return the rows rejected by the counting attempts, or by the last attempt while none counts."""
         batches, aside = self.batches.c, self.aside.c
         same = and_(batches.run == aside.run, batches.part == aside.part, batches.batch == aside.batch)
         last = or_(batches.state == BatchState.MARKED.value, batches.attempts == aside.attempt)
@@ -395,5 +395,5 @@ class Journal:
 
 
 def batch_name(run: str, part: int, batch: int) -> str:
-    """Return what a target's ledger calls the batch."""
+    """Return the batch's name in the target's ledger."""
     return f"migration {run} {part} {batch}"

@@ -1,4 +1,4 @@
-"""What is to be moved, and what a look at it says: nothing here changes anything."""
+"""The plan of a migration and its preview; changes nothing."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ SPANS: Final = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """What is moved from where to where; target None reads everything, and moves and marks nothing.
+    """The scope of a migration: source, target, endpoints and due times. With target None it is only read.
 
-    endpoints: as they are called, or None for all. cutoff: only what is due then or later, everything if left out.
-    batch_size: rows that are delivered, confirmed and marked together, at most; so many may arrive twice after a crash.
-    If left out 1000, or 10 000 for a target where none arrives twice.
+    endpoints: endpoint names, or None for all. cutoff: only messages due at this time or later; by default all.
+    batch_size: the most rows that are delivered, confirmed and marked together, and may be duplicated after a crash; by
+    default 1000, or 10 000 for targets without duplicates.
     """
 
     source: TableSource
@@ -101,7 +101,7 @@ class Plan:
 
 @dataclass
 class EndpointPreview:
-    """What one endpoint has waiting."""
+    """The pending messages of one endpoint, summed up."""
 
     endpoint: str
     rows: int
@@ -142,7 +142,7 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
 
 
 def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodies: bool) -> list[EndpointPreview]:
-    """Return what waits in a place that is no table, as `preview` does."""
+    """Return the pending messages of a source that is not a table, as `preview` does."""
     target, now = plan.target, datetime.now(UTC)
     longest = None if target is None else target.longest
     largest = ANY_SIZE if target is None else target.largest_message
@@ -164,9 +164,9 @@ def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodie
 
 
 def parts_of(plan: Plan, *, each: bool = True) -> list[Part]:
-    """Return what the plan moves; raises BackendUnusable for tables of an unknown shape.
+    """Return the selected messages. Raises BackendUnusable for tables of an unknown shape.
 
-    each: raise ConfigurationError for an endpoint of which there is nothing.
+    each: raise ConfigurationError for an endpoint without messages.
     """
     source = plan.source
 
@@ -280,7 +280,7 @@ def _number(condition: ColumnElement[bool]) -> ColumnElement[int]:
 
 
 def _ask_the_target(target: Target, shown: EndpointPreview, name: Callable[[str], str | None]) -> None:
-    """Add what the target refuses; name: returns the id of a message for a destination."""
+    """Add the rows that the target refuses; name: returns the message id for a destination."""
     try:
         target.endpoint_named(shown.endpoint)
     except (BackendUnusable, ConfigurationError) as error:

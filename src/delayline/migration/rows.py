@@ -22,7 +22,7 @@ MESSAGE: Final = pa.schema(
         ("body", pa.binary()),
     ]
 )
-#: What is compared of messages that wait.
+#: Columns by which `verify` compares pending messages.
 WAITING: Final = "id STRING, destination STRING, due TIMESTAMP"
 WAITING_SCHEMA: Final = pa.schema([MESSAGE.field(name) for name in ("id", "destination", "due")])
 #: Why a row of the source can become no message, where its source says so.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from delayline.migration.target import Target
 
 Result = TypeVar("Result")
-#: What is claimed, of the rows that stand for turns.
+#: Id of the row that a migrating process locks.
 THE_TURN: Final = 1
 #: Rows whose ids an outcome has.
 EXAMPLES: Final = 10
@@ -69,9 +69,9 @@ class Outcome:
 
 
 class Migration:
-    """Moves what a plan says. One process at a time works on the migrations of one source; every method blocks.
+    """Runs a plan. One process at a time works on the migrations of one source; every method blocks.
 
-    progress: called on and on with how many rows are done, and how many there are.
+    progress: called repeatedly with the number of finished rows and of all rows.
     """
 
     def __init__(self, plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> None:
@@ -126,7 +126,7 @@ class Migration:
             return self._move(run, self.plan.target, left, spark)
 
     def abort(self) -> Outcome:
-        """Give back to the source what has not reached the target, as it was. Raises ConfigurationError for no run."""
+        """Return undelivered rows to the source unchanged. Raises ConfigurationError if there is no run."""
         with self._turn():
             try:
                 run = self._open_run()
@@ -159,7 +159,7 @@ class Migration:
         return found
 
     def _move(self, run: Run, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession) -> Outcome:
-        """Deliver what is held already, and each slice while the next one is taken aside, if both can be."""
+        """Deliver held rows, and each slice while the next one is being held, if the source supports both at once."""
         began, parts, waiting = datetime.now(UTC), self._parts(run), iter(slices)
         self._rows += sum(part.rows for part in parts)
         numbers = count(len(parts))
@@ -192,9 +192,9 @@ class Migration:
         return self._read(partial(self._journal.unfinished, run=run.name, part=part.number))
 
     def _settle(self, run: Run, part: HeldPart, *, close: bool = False) -> None:
-        """Mark what the target has committed and the source does not know of yet.
+        """Mark batches that the target has committed and the source has not recorded yet.
 
-        close: and let nobody commit the rest, as a task could that has outlived its driver.
+        close: also prevent later commits, for example by a task that outlived its driver.
         """
         names = {batch_name(run.name, part.number, batch): batch for batch in self._unfinished(run, part)}
         target = self.plan.target
@@ -258,7 +258,7 @@ class Migration:
         return self._with_not_taken(ended) if state is RunState.COMPLETED else ended
 
     def _end(self, connection: Connection, run: Run, state: RunState) -> None:
-        """Give back what has not moved, and write down the end, in one transaction."""
+        """Return unmoved rows and record the end of the run, in one transaction."""
         self._journal.must_be_open(connection, run.name)
         for part in self._journal.list_parts(connection, run.name):
             give_back(connection, self._source, self._journal, run.name, part)
@@ -304,7 +304,7 @@ class Migration:
         return Outcome("", RunState.COMPLETED, progress, reasons, examples=examples[:EXAMPLES], not_taken=not_taken)
 
     def _with_not_taken(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with what the run has left where it was, and why."""
+        """Return the outcome, with the rows that the run left in the source, and the reasons."""
         left = self._read(partial(not_taken, source=self._source, endpoints=self.plan.endpoints))
         reasons = [*outcome.reasons, *((one.reason, one.rows) for one in left)]
         examples = [*outcome.examples, *((name, one.reason) for one in left for name in one.names)][:EXAMPLES]
@@ -350,7 +350,7 @@ class Migration:
 
         def go_on() -> None:
             while not over.wait(TOLD_EVERY):
-                with contextlib.suppress(DelaylineError):  # whoever needs the database says so
+                with contextlib.suppress(DelaylineError):  # the user of the database reports the error
                     tell()
 
         thread = threading.Thread(target=go_on, name="delayline migrate progress")
@@ -370,7 +370,7 @@ class Migration:
 
 
 def _rooms(run: Run) -> str:
-    """Return how the names of the tables begin that hold what is on its way."""
+    """Return the prefix of the names of the holding tables."""
     return f"delayline_held_{run.name}_"
 
 

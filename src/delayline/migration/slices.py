@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from delayline.migration.source import Part, TableSource
 
-#: Rows of the first slice, about: it is soon taken aside, and what is due next is in it.
+#: Approximate rows of the first slice; small, so that the earliest messages are held and delivered soon.
 FIRST_ROWS: Final = 25_000
 #: How often a slice has the rows of the one before, at most.
 GROWTH: Final = 4
 #: Rows of a slice that has grown, at least, about.
 SLICE_ROWS: Final = 250_000
-#: Slices of that size in a part, at most: each is held in a table of its own.
+#: The most slices of that size in a partition: each has its own holding table.
 MOST: Final = 50
 
 

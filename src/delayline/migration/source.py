@@ -36,7 +36,7 @@ LATEST: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class Part:
-    """What one endpoint has waiting in a source."""
+    """The pending messages of one endpoint in a source."""
 
     endpoint: str
     """As the source names it, which may be another spelling: `Sales_Orders` for Sales.Orders."""
@@ -90,11 +90,11 @@ class TableSource(ABC):
         return str(self.dialect)
 
     def must_exist(self) -> None:
-        """Raise BackendUnusable where there is no database yet and connecting would make an empty one."""
+        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
         self.dialect.must_exist()
 
     def take_in(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
-        """Do nothing: what waits in a table is there already."""
+        """No-op: rows of a table need no collecting."""
         del endpoints, cutoff, spark
 
     def put_back(self) -> int:
@@ -136,7 +136,7 @@ class TableSource(ABC):
 
     @abstractmethod
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
-        """Return what the due column keeps for an instant."""
+        """Return the due column's value for an instant."""
 
     @abstractmethod
     def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
@@ -151,7 +151,7 @@ class TableSource(ABC):
         """Return id, destination, due, headers and body of each row, null where it has none."""
 
     def names(self, part: Part, endpoint: str) -> bool:
-        """Tell whether the part is what a user calls by that name."""
+        """Return whether the user's name denotes this partition."""
         return part.endpoint.casefold() == endpoint.casefold()
 
     def table(self, name: str) -> Table:

@@ -1,7 +1,7 @@
-"""What is no table: messages are taken from their place into a table beside the journal, and from there they move.
+"""Sources that are not tables: messages are collected into a table beside the journal, and moved from there.
 
-A message is in that table, for good, before it leaves its place, and leaves the table once the target has it. What
-does not move goes back to its place.
+A message is committed to that table before it leaves the source, and deleted from it once the target has it. Unmoved
+messages return to the source.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Taken:
 
 
 class Which(NamedTuple):
-    """What is asked for of a place."""
+    """The selection of messages to collect."""
 
     endpoints: Sequence[str] | None
     """As the user calls them, None for all."""
@@ -80,14 +80,14 @@ class Which(NamedTuple):
         return self.endpoints is None or endpoint.casefold() in {one.casefold() for one in self.endpoints}
 
     def includes(self, due: datetime | None) -> bool:
-        """Tell whether what is due then is asked for; what has no time that can be read is."""
+        """Return whether this due time is selected. Unparseable due times are always selected."""
         return self.cutoff is None or due is None or due >= self.cutoff
 
 
 class TakenSource(TableSource):
-    """A place that is no database. journal: the URL of the database that keeps what is taken from it, and the journal.
+    """A source that is not a database. journal: URL of the database for collected messages and the journal.
 
-    Works on it are one at a time, as `Migration` has them.
+    Migrations of it run one at a time.
     """
 
     key: ClassVar[str] = "taken"
@@ -101,7 +101,7 @@ class TakenSource(TableSource):
 
     @abstractmethod
     def __str__(self) -> str:
-        """Return what it is and where, without secrets."""
+        """Return the source's kind and address, without secrets."""
 
     @abstractmethod
     async def take(self, which: Which, spark: SparkSession) -> None:
@@ -116,10 +116,10 @@ class TakenSource(TableSource):
 
     @abstractmethod
     def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
-        """Return what a run would take; changes nothing."""
+        """Return the messages that a run would collect; changes nothing."""
 
     def take_in(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
-        """Take from the place what is to move."""
+        """Collect the selected messages from the source."""
 
         async def run() -> None:
             await self.database.write(self._make)
@@ -138,7 +138,7 @@ class TakenSource(TableSource):
         """Do nothing: the journal's tables are made where they are missing."""
 
     def columns(self) -> list[Column[Any]]:
-        """Return the columns of what is kept."""
+        """Return the columns of a collected message."""
         return [
             Column(self.key, text(KEY), primary_key=True),
             Column("endpoint", text(ENDPOINT), nullable=False),
@@ -181,7 +181,7 @@ class TakenSource(TableSource):
         return false()
 
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
-        """Return what the column keeps."""
+        """Return the column's value."""
         return self.dialect.to_due(due)
 
     def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
@@ -219,7 +219,7 @@ class TakenSource(TableSource):
             connection.execute(update(self.kept).where(self.kept.c[self.key].in_(some)).values(state=state))
 
     def among(self, connection: Connection, column: str, values: Iterable[Any]) -> set[Any]:
-        """Return which of the values the column of what is kept has."""
+        """Return the values that the column of collected messages contains."""
         found = self.kept.c[column]
         return {
             one if isinstance(one, str) else bytes(one)

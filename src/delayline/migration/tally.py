@@ -1,4 +1,4 @@
-"""What a look at messages adds up to: how many, when, where to, and what is wrong with some. Made of counts alone."""
+"""Sums over messages: numbers, due times, destinations, and reasons of rejection. Made of counts only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bounds:
 
 @dataclass
 class Counts:
-    """What one endpoint's messages add up to."""
+    """The sums of one endpoint's messages."""
 
     rows: int = 0
     first: datetime | None = None

@@ -1,4 +1,4 @@
-"""Where messages go: what a migration asks of a target, on the driver and in tasks."""
+"""The protocol of targets, on the driver and in tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Staged(NamedTuple):
-    """What one session has put somewhere, for the driver to commit."""
+    """The deliveries of one session, for the driver to commit."""
 
     attempt: Attempt
     files: Sequence[ColdFile] = ()
@@ -38,7 +38,7 @@ class Staged(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Staged:
-        """Return what the text tells of."""
+        """Parse the text of `dumps`."""
         attempt, files, noted = json.loads(text)
         return cls(Attempt(*attempt), [ColdFile(*one) for one in files], [Attempt(*one) for one in noted])
 
@@ -70,7 +70,7 @@ class Session(Protocol):
         ...
 
     async def end(self) -> Sequence[Staged]:
-        """Return what the driver has to commit; nothing where the target has it for good."""
+        """Return the deliveries that the driver has to commit; none if the target has committed them."""
         ...
 
 
@@ -91,7 +91,7 @@ class Wave(Protocol):
         ...
 
     def discard(self) -> None:
-        """Remove what was delivered and not committed."""
+        """Remove deliveries that were not committed."""
         ...
 
 
@@ -112,11 +112,11 @@ class Target(Protocol):
         ...
 
     def __str__(self) -> str:
-        """Return what it is and where, without secrets."""
+        """Return the target's kind and address, without secrets."""
         ...
 
     def endpoint_named(self, name: str) -> str:
-        """Return what the target calls the endpoint. Raises BackendUnusable where it is not ready for it."""
+        """Return the target's name for the endpoint. Raises BackendUnusable if it is not set up for it."""
         ...
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
@@ -124,7 +124,7 @@ class Target(Protocol):
         ...
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame | None:
-        """Return id, destination and due of what waits there for the endpoint; None where nobody can list it."""
+        """Return id, destination and due time of the endpoint's pending messages; None if they cannot be listed."""
         ...
 
     def begin(self, endpoint: str) -> Wave:
@@ -132,7 +132,7 @@ class Target(Protocol):
         ...
 
     def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
-        """Return which attempts count of those of the batches that were committed; none where there is no ledger."""
+        """Return the counting attempts of committed batches; none if the target has no ledger."""
         ...
 
     def close(self, endpoint: str, names: Sequence[str]) -> None:
@@ -161,7 +161,7 @@ class ConfirmingWave:
         """Do nothing: it is all there."""
 
     def discard(self) -> None:
-        """Do nothing: what the target has stays."""
+        """No-op: the target has committed its deliveries."""
 
 
 class ConfirmingSession:

@@ -38,7 +38,7 @@ BATCHES_A_TASK: Final = 50
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of one run."""
+    """The findings about one run."""
 
     run: Run
     rows: int
@@ -72,14 +72,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one part's marked batches have sent; pickled to tasks."""
+    """Reads the messages of one partition's marked batches; pickled to tasks."""
 
     source: TableSource
     run: str
     part: HeldPart
 
     def rows(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield id, destination and due of the batches with these numbers, without what was set aside."""
+        """Yield id, destination and due time of the messages in these batches, without rejected rows."""
         journal = Journal(self.source.dialect, self.source.schema)
         for some in numbers:
             for batch in some.column(0).to_pylist():
@@ -113,9 +113,9 @@ def run_named(source: TableSource, name: str | None) -> Run:
 
 
 def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str | None = None) -> Verified:
-    """Compare what the journal says with what source and target have now; changes nothing.
+    """Compare the journal with the present contents of source and target; changes nothing.
 
-    Raises ConfigurationError for a run that is not known, or that went to another target.
+    Raises ConfigurationError for an unknown run, or one that went to another target.
     """
     found = run_named(source, run)
     if found.parameters.get("target") != str(target):

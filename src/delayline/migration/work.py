@@ -61,7 +61,7 @@ class Delivery:
     """Whether a batch that is delivered again leaves no second copy at the target."""
 
     def deliver(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Deliver the batches with these numbers; yield what the driver has to commit, and whose work that is."""
+        """Deliver the batches with these numbers; yield the deliveries to commit, with their sessions."""
         for some in numbers:
             with rows_only():
                 staged, attempts = asyncio.run(self._deliver(some.column(0).to_pylist()))

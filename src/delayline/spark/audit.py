@@ -1,4 +1,4 @@
-"""What became of the messages: lost, doubled, early, how late, tried how often, and what is still to come."""
+"""Audit of messages: lost, duplicated, early, late and retried ones, and those still pending."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Audit:
 
     @property
     def messages(self) -> DataFrame:
-        """One row a message: what it was scheduled for, what became of it, and how late (seconds)."""
+        """One row per message: its due time, its outcome, and its lateness in seconds."""
         return self._messages
 
     @property
@@ -120,14 +120,14 @@ class Audit:
 
     @property
     def errors(self) -> DataFrame:
-        """What was retried or went to the error queue, by destination and hour in which it happened."""
+        """Retries and messages moved to the error queue, by destination and hour."""
         hour = F.date_trunc("hour", "at").alias("hour")
         troubles = self._entries.where(F.col("event").isin(JournalEvent.RETRIED.value, JournalEvent.FAILED.value))
         return troubles.groupBy("destination", hour, "event").count().orderBy("hour", "destination")
 
     @property
     def forecast(self) -> DataFrame:
-        """What waits, by due hour and destination."""
+        """Pending messages, by due hour and destination."""
         hour = F.date_trunc("hour", "due").alias("hour")
         waits = self._messages.where("verdict IN ('waiting', 'overdue')")
         return waits.groupBy(hour, "destination").count().orderBy("hour", "destination")
@@ -164,12 +164,15 @@ def audit(
     until: datetime | None = None,
     patience: timedelta = ONE_MINUTE,
 ) -> Audit:
-    """Reconcile what was scheduled with what left.
+    """Reconcile scheduled messages with dispatched ones.
 
-    journal: as `read_journal` gives it; store: the table whose messages are meant. delivered: what receivers have
-    noted, columns id and at: then it counts what arrived and when, and not what left. waiting: what is in the store,
-    column id: what is due and neither there nor delivered is lost. until: the moment that is looked at, the last
-    entry's if left out; what fell due less than `patience` before it is not lost yet.
+    Args:
+        journal: Entries as `read_journal` returns them.
+        store: The table whose messages are audited.
+        delivered: Arrivals recorded by receivers, columns id and at; replaces the dispatches in the journal.
+        waiting: Messages in the store, column id; a due message that is neither there nor delivered is lost.
+        until: The moment of the audit; by default the last entry's.
+        patience: A message that fell due within this time before `until` is not counted as lost yet.
     """
     if delivered is not None and store is None:
         raise ConfigurationError("what receivers note names no store: name the table, store='sales.timeouts'")

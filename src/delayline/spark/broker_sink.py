@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Result = TypeVar("Result")
-#: A broker says itself what is too large for it.
+#: The broker itself refuses messages that are too large for it.
 ANY_SIZE: Final = 1 << 40
 LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
 UNKNOWN: Final = "there is no queue {!r} on the broker: start its endpoint once, or run delayline setup --queue NAME"
@@ -102,7 +102,7 @@ class BrokerWriter:
         self._clock = SystemClock()
 
     async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Publish, each for what is left of its delay now; returns once the broker has confirmed all that it took."""
+        """Publish each message for its remaining delay; returns once the broker has confirmed all that it accepted."""
         refused: dict[int, str] = {}
         positions: list[int] = []
         publications: list[Publication] = []

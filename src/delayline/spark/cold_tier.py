@@ -1,4 +1,4 @@
-"""Scheduling into two tiers: what is near goes to the store, what is far to files, all of it in one transaction."""
+"""Scheduling into two tiers: near messages go to the store, far ones to files, in one transaction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PLACED: Final = (
     "number LONG, rows LONG, earliest LONG, rejected LONG, duplicates LONG, noted LONG, noted_rows LONG, "
     "doubled STRING, files ARRAY<STRING>"
 )
-#: Files that nobody knows are swept after a day: who writes them has to have told of them by then.
+#: Unregistered files are swept after a day; a writer has to register them within that time.
 LONGEST_JOB: Final = timedelta(hours=12)
 
 
@@ -101,7 +101,7 @@ class ColdTier:
         return self.read(read)
 
     def read(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on what is committed."""
+        """Run `work` on the committed rows."""
         return blocking(self._opened(work, writing=False))
 
     def write(self, work: Callable[[Connection], Result]) -> Result:
@@ -117,7 +117,7 @@ class ColdTier:
 
 
 class Placed(NamedTuple):
-    """What the finished tasks of a job have put where."""
+    """The results of a job's finished tasks."""
 
     attempts: list[Attempt]
     files: list[ColdFile]
@@ -134,7 +134,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Placing:
-    """What a task needs to know."""
+    """Settings of a task."""
 
     store: StoreOptions
     area: str
@@ -154,9 +154,9 @@ def schedule_in_tiers(
     on_conflict: str,
     far_from: datetime,
 ) -> tuple[Committed, int]:
-    """Store what is due before `far_from`, hold the rest, in one transaction; return what the run has done of both.
+    """Store messages due before `far_from`, write the others to files, in one transaction; return the counts.
 
-    messages: with the columns of a message and no others, unchecked.
+    messages: a DataFrame with exactly the columns of a message, unchecked.
     """
     if on_conflict == OnConflict.REPLACE:
         raise ConfigurationError(
@@ -191,7 +191,7 @@ def schedule_in_tiers(
 def _register(
     tier: ColdTier, placed: Placed, turn: tuple[str, int], began: float, connection: Connection, staged: Table
 ) -> None:
-    """Let the files exist, in the transaction that stores what is near."""
+    """Register the files in the transaction that stores the near messages."""
     del staged
     check_job_duration(began)
     run, batch = turn
@@ -253,9 +253,9 @@ def file_from_json(text: str) -> ColdFile:
 def waiting_messages(
     spark: SparkSession, options: Mapping[str, str], tier: ColdTier | None, *, columns: str = "id STRING"
 ) -> DataFrame:
-    """Return what waits in the store, and in its cold tier where there is one: these columns, the id first.
+    """Return the pending messages of the store, and of its cold tier if there is one: these columns, the id first.
 
-    A message that is promoted meanwhile may come twice.
+    A message that is promoted meanwhile may be returned twice.
     """
     files, dead = ([], {}) if tier is None else tier.held()  # before the store: then nothing is missed
     hot = spark.read.format(FORMAT).options(**options).schema(columns).load()
@@ -289,7 +289,7 @@ def _by_hour(messages: DataFrame) -> DataFrame:
 
 
 def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.RecordBatch]:
-    """Stage what is near and write what is far; of a task that fails afterwards nobody takes notice (reference 3.3)."""
+    """Stage near messages and write far ones to files; the results of a task that fails afterwards are ignored."""
     staging: Staging = task.store.staging(task.area)
     largest, writer = staging.largest_message - HEADER_ALLOWANCE, HourWriter(task.folder)
     rejected, duplicates, doubled = 0, 0, None

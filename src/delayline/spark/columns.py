@@ -43,11 +43,14 @@ REJECTED: Final = "id STRING, reason STRING, file STRING, line INT, row STRING"
 
 @dataclass(frozen=True)
 class Columns:
-    """What the columns of a message are called in the source.
+    """Names of a message's columns in the source.
 
-    due: TIMESTAMP, or text with an offset from UTC. delay, in place of due: seconds, or INTERVAL DAY TO SECOND.
-    to: the destination of all, in place of a column. headers: JSON text, MAP or STRUCT of texts. body: BINARY, text,
-    or what becomes JSON.
+    Args:
+        due: A TIMESTAMP, or text with an offset from UTC.
+        delay: In place of `due`: seconds, or INTERVAL DAY TO SECOND.
+        to: The destination of all rows, in place of a column.
+        headers: JSON text, MAP or STRUCT of texts.
+        body: BINARY, text, or a value to encode as JSON.
     """
 
     id: str = "id"
@@ -67,9 +70,9 @@ class Columns:
 
 
 def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
-    """Return the rows with a message's columns, null where there is no reading them, and what is known of their place.
+    """Return the rows with a message's columns, null where a value cannot be read, and with their known origin.
 
-    Raises ConfigurationError for a column that is missing, or of a type that cannot be one.
+    Raises ConfigurationError for a column that is missing or has an unsupported type.
     """
     made = _made(rows, columns, now)
     hidden = [name for name in rows.columns if name in HIDDEN]

@@ -1,4 +1,4 @@
-"""Compacting: the small files of an hour become one, cancelled messages go, and what nobody knows is deleted."""
+"""Compaction of the cold tier: merges an hour's small files, drops cancelled messages, and deletes orphaned files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MERGED: Final = "sources ARRAY<STRING>, file STRING"
 
 @dataclass(frozen=True)
 class Compacted:
-    """What has become of files."""
+    """Counts of merged and deleted files."""
 
     before: int
     """How many were merged,"""
@@ -60,7 +60,7 @@ class _Merge:
 def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacted:
     """Merge the files of each hour, in one transaction, and delete what nobody needs. Blocks.
 
-    Safe to kill, to run again, and to run while messages are scheduled, promoted and cancelled. Raises DelaylineError.
+    Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled. Raises DelaylineError.
     """
     with translated_errors():
         tier = ColdTier(target.options, target.cold_tier)
@@ -76,16 +76,18 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
 
 
 def sweep(tier: ColdTier) -> int:
-    """Delete the files of this tier that nobody knows and that are older than a day; return how many.
+    """Delete the unregistered files of this tier that are older than a day; return their number.
 
-    They were left by tasks and drivers that died. Looks through the whole folder.
+    They were left by tasks and drivers that died. Lists the whole folder.
     """
     if not tier.read(tier.catalog.exist):
         return 0
     folder = tier.create()
     now = datetime.now(UTC)
     old = [one for one in folder.lying() if now - one.changed.astimezone(UTC) > KEPT_FOR]
-    known = tier.read(tier.catalog.known)  # after the look: who is new there was new in the catalog before
+    known = tier.read(
+        tier.catalog.known
+    )  # after listing: files registered since then are in the catalog that was read before
     unknown = [one for one in old if one.name not in known]
     for one in unknown:
         folder.delete(one.name, one.due_hour)
@@ -93,7 +95,7 @@ def sweep(tier: ColdTier) -> int:
 
 
 def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> list[list[ColdFile]]:
-    """Return what is worth merging: files of an hour that together make one, and files half of which is dead."""
+    """Return the files to merge: files of an hour that fit into one, and files with half of their messages deleted."""
     groups: list[list[ColdFile]] = []
     for _, some in groupby(sorted(files, key=lambda one: (one.due_hour, one.messages)), lambda one: one.due_hour):
         group: list[ColdFile] = []
@@ -109,7 +111,7 @@ def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> lis
 def _merged(
     spark: SparkSession, tier: ColdTier, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]
 ) -> list[_Merge]:
-    """Write the new files, of which nobody knows yet; a group is the work of one task."""
+    """Write the new files, not yet registered; a group is the work of one task."""
     files = {file.name: file for group in groups for file in group}
     plan = planned(spark, groups, dead)
     rows = plan.mapInArrow(partial(_merge, folder=tier.create()), MERGED).toArrow().to_pylist()

@@ -1,4 +1,4 @@
-"""Dispatching what is due from many machines: resident Spark tasks, each with an endpoint's own poller."""
+"""Dispatching from a cluster: resident Spark tasks, each with an endpoint's own poller."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ class Dispatcher:
                 failures = 0
 
     def stop(self) -> None:
-        """Tell it, from any thread or process, to finish what is in flight and to stop; does not wait. Idempotent."""
+        """Ask the dispatcher, from any thread or process, to finish messages in flight and to stop; does not wait.
+
+        Idempotent.
+        """
         self._told.set()
         self._control.create()
         self._control.stop(self.name)
@@ -102,9 +105,10 @@ class Dispatcher:
         return self._control.shards(self.name)
 
     def stream(self, checkpoint: str | Path) -> StreamingQuery:
-        """Start a query whose every batch is one such job, for platforms that run nothing but streams.
+        """Start a query whose every batch is one such job, for platforms that run only streams.
 
-        Call `stop` before the query's own, which ends it hard: that is safe, and what was in flight is sent again.
+        Call `stop` before stopping the query: a stopped query ends tasks at once, which is safe, but repeats messages
+        in flight.
         """
         spark = self._prepared()
         ticks = spark.readStream.format("rate").option("rowsPerSecond", 1).load()
@@ -137,7 +141,7 @@ def stop_dispatcher(settings: Settings, name: str | None = None) -> None:
 
 
 def dispatcher_status(settings: Settings, name: str | None = None) -> Sequence[ShardMetrics]:
-    """Return what the tasks of the endpoint's dispatcher have said last. Raises BackendUnusable as above."""
+    """Return the last progress of the dispatcher's tasks. Raises BackendUnusable as above."""
     return DispatcherControl(settings.where_messages_wait).shards(name or settings.named_endpoint)
 
 

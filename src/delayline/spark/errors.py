@@ -21,7 +21,7 @@ OURS: Final = re.compile(r"delayline\.errors\.(\w+): (.+)")
 #: What Spark says where the Python beside it does not see delayline.
 UNKNOWN: Final = "DATA_SOURCE_NOT_FOUND"
 MISSING: Final = re.compile(r"No module named '(delayline|pyspark_delayline|pyarrow|sqlalchemy|psycopg|pymysql)")
-#: How Spark names what has happened.
+#: Spark's names of failures.
 CONDITION: Final = re.compile(r"\[[A-Z][A-Z0-9_.]+\] .+")
 #: Some of Java's errors PySpark passes on as they are; it has Py4J, sessions of Spark Connect need not.
 OF_JAVA: Final = "Py4JJavaError"

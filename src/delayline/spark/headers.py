@@ -27,7 +27,7 @@ OWN: Final = (Headers.CORRELATION_ID, Headers.CONVERSATION_ID, Headers.DELIVER_A
 
 
 class _Frame(NamedTuple):
-    """What the rows with one text of headers have in common, as JSON, and which of OWN they have of their own."""
+    """The common values of rows with the same headers text, as JSON, and which headers of OWN they set themselves."""
 
     rest: str
     own: tuple[bool, ...]

@@ -107,7 +107,7 @@ def _quoted(path: str) -> str:
 
 
 def _run(java: Path, *arguments: str) -> str | None:
-    """Return what it says; None where it fails."""
+    """Return the command's output; None if it fails."""
     try:
         ran = subprocess.run(  # noqa: S603 - the user's own Java
             [java, *arguments], capture_output=True, text=True, timeout=ANSWERS_WITHIN, check=True

@@ -30,7 +30,7 @@ CONNECTION: Final = "delayline schedule"
 
 
 class Done(NamedTuple):
-    """What a job has done, and what is needed to tell its rejected rows."""
+    """The result of a job, and the data for listing its rejected rows."""
 
     run: str
     stored: int
@@ -53,7 +53,7 @@ class Job:
     hot_horizon: timedelta
 
     def check(self) -> None:
-        """Raise ConfigurationError for what the target cannot do."""
+        """Raise ConfigurationError for options that the target does not support."""
         if self.target.broker is not None and self.on_conflict != "ignore":
             raise ConfigurationError(
                 f"on_conflict={self.on_conflict!r}: nobody can look for ids in delay levels. Use 'ignore'; ids of the "

@@ -47,7 +47,7 @@ LONGEST_PIECE: Final = 50_000
 
 @dataclass(frozen=True)
 class Exported:
-    """What one export has done."""
+    """The result of one export."""
 
     entries: int
     batches: int
@@ -74,7 +74,7 @@ def export(
     store = StoreOptions.of(target.options)
     journal = JournalExport(store.address, schema=store.schema)
     entries = batches = 0
-    # What is there now, and not for ever: a busy store writes faster than anybody exports.
+    # Limits the export to the present entries: a busy store may write faster than an export reads.
     left = sum(run.entries for run in journal.runs(1 << 31))
     while left > 0 and (runs := journal.runs(min(left, entries_at_once))):
         with translated_errors():

@@ -1,4 +1,4 @@
-"""What is said to the data source: options, all of them texts, and the columns of a message."""
+"""Options of the data source, all of them text, and the columns of a message."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StoreOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> StoreOptions:
-        """Return what the options say. Raises ConfigurationError naming the option that is missing."""
+        """Parse the options. Raises ConfigurationError naming a missing one."""
         url, table, endpoint = options.get("url"), options.get("table"), options.get("endpoint")
         if not url:
             raise ConfigurationError(f'{FORMAT} needs the store: .option("url", "postgresql://user@host/database")')

@@ -1,7 +1,7 @@
-"""Scheduling to a broker: what is near goes to its delay levels, confirmed; what is far to the store, or to files.
+"""Scheduling to a broker: near messages go to its delay levels, confirmed; far ones to the store, or to files.
 
-A broker has no transactions to speak of: what it has confirmed stays. So the near rows go in pieces, by their ids, and
-a ledger in the store's database knows which pieces the broker has. Who runs the job again goes on after these.
+A broker's confirmed messages cannot be rolled back. Therefore near rows are partitioned by their ids, and a ledger in
+the store's database records the partitions that the broker has confirmed. A repeated job skips these.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from delayline.spark.options import StoreOptions
 
 Result = TypeVar("Result")
-#: Into so many the near rows of a job are cut; what is confirmed and not yet marked may be sent twice.
+#: Number of partitions of a job's near rows; a partition that is confirmed and not yet marked may be sent twice.
 PIECES: Final = 1024
 #: Of a near row its piece, 0 or more; of a far one something below.
 KEY: Final = "_delayline_key"
@@ -75,7 +75,7 @@ DONE: Final = "done STRING"
 
 
 class Handling(NamedTuple):
-    """What a run has done."""
+    """The results of a run."""
 
     stored: int
     held: int
@@ -104,7 +104,7 @@ class Ledger:
         return database
 
     def parts(self) -> tuple[Pieces, Runs]:
-        """Return the pieces, and the ledger of what has committed."""
+        """Return the partitions, and the ledger of committed ones."""
         database = Database.at(self._store.address)
         pieces = self.pieces(database)
         return pieces, Runs(database.dialect, pieces.table.schema)
@@ -131,9 +131,9 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Handing:
-    """A job of which a broker gets what is near; the store, or its cold tier, what is far. Every method blocks.
+    """A job that sends near messages to a broker and far ones to the store or its cold tier. Every method blocks.
 
-    store: None where the broker gets everything.
+    store: None if the broker gets all messages.
     """
 
     levels: BrokerSink
@@ -146,8 +146,8 @@ class Handing:
     ) -> Handling:
         """Schedule the rows, which are a batch of a run.
 
-        run: goes on with what an earlier attempt of that name has left, or answers with what it did. Raises
-        DelaylineError: then the store has nothing of them, and the broker keeps what it has confirmed.
+        run: continues an earlier attempt of that name, or returns its result. Raises DelaylineError: the store then has
+        none of the messages, and the broker keeps the confirmed ones.
         """
         self.levels.must_exist()
         if self.store is None:
@@ -164,7 +164,7 @@ class Handing:
         if facts is None:
             first = self._facts(rows, columns, now, now + min(horizon, LONGEST))
             ledger.write(lambda pieces, connection: pieces.settle(connection, first))
-            facts = ledger.write(Pieces.facts) or first  # somebody else's, if they were quicker
+            facts = ledger.write(Pieces.facts) or first  # another process's, if it was faster
         return self._beside_store(rows, columns, turn, facts)
 
     def _without_store(self, rows: DataFrame, columns: Columns, now: datetime) -> Handling:
@@ -185,7 +185,7 @@ class Handing:
         sender = replace(self.sender, sent=from_microseconds(facts.now))
         with ExitStack() as undone:
             undone.callback(staging.discard)
-            if turn.batch == 0 and not turn.keeps:  # nobody can run it again
+            if turn.batch == 0 and not turn.keeps:  # the run cannot be repeated
                 undone.callback(turn.ledger.write, Pieces.forget)
             task = _Task(self.levels, sender, validator, turn.ledger, self.store, staging.name, folder, journaled)
             known = waiting_messages(rows.sparkSession, self.store.options, self.tier)
@@ -236,7 +236,7 @@ class Handing:
             pieces.settle(connection, replace(facts, refused_ids=dict(handed.refused)))
 
     def _earlier(self, turn: _Turn, before: Committed, facts: Facts) -> Handling:
-        """Return what was done."""
+        """Return the counts."""
         assert self.store is not None  # noqa: S101 - or there were no ledger
         staging = self.store.staging()
         sent = staging.committed(ledger_key(turn.run, LEVELS)) or Committed(0)
@@ -246,7 +246,7 @@ class Handing:
         return Handling(before.stored, held.stored, handed, True, facts, validator)
 
     def _facts(self, rows: DataFrame, columns: Columns, now: datetime, far_from: datetime) -> Facts:
-        """Ask the broker for the destinations of what is near, so that rows it could not deliver are not sent to it."""
+        """Ask the broker for the destinations of near messages, so that undeliverable rows are not sent to it."""
         near = prepared(rows, columns, now).where(F.col("due") < F.lit(far_from))
         destinations = near.select("destination").distinct().limit(MOST_DESTINATIONS).toArrow()
         names = [one for one in destinations.column(0).to_pylist() if one]
@@ -257,7 +257,7 @@ class Handing:
         return Validator(largest - HEADER_ALLOWANCE, facts.far_from, facts.refused, latest=latest)
 
     def _placed(self, rows: DataFrame, columns: Columns, facts: Facts, known: DataFrame | None) -> DataFrame:
-        """Return the rows with their keys: a key is the work of one task, and what is far comes first."""
+        """Return the rows with their keys: a key is the work of one task, and far messages come first."""
         messages = marked(prepared(rows, columns, from_microseconds(facts.now)).drop(*HIDDEN), known)
         far = F.expr(f"unix_micros(due) >= {facts.far_from}")
         key = F.when(far, F.expr(f"-1 - unix_micros(due) div {HOUR}")).otherwise(
@@ -272,7 +272,7 @@ def _results(rows: DataFrame, task: _Task) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a task needs to know."""
+    """Settings of a task."""
 
     levels: BrokerSink
     sender: SendHeaders

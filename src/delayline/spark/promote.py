@@ -1,4 +1,4 @@
-"""Promoting: what comes near moves from the cold tier's files into the store, once, whoever does it and how often."""
+"""Promotion: messages that are due soon move from the cold tier's files into the store, exactly once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STAGED: Final = "number LONG, rows LONG, earliest LONG"
 
 @dataclass(frozen=True)
 class Promoted:
-    """What was moved, counted in messages, and from how many files."""
+    """Counts of promoted messages and of their files."""
 
     stored: int = 0
     duplicates: int = 0
@@ -58,7 +58,7 @@ class Promoted:
 
 
 class _Overtaken(Exception):
-    """Some of the files were promoted or compacted by somebody else."""
+    """Another process has promoted or compacted some of the files."""
 
 
 class _Moved(NamedTuple):
@@ -69,10 +69,10 @@ class _Moved(NamedTuple):
 def promote(
     target: JobTarget, *, horizon: timedelta = ONE_DAY, at_once: int = AT_ONCE, spark: SparkSession | None = None
 ) -> Promoted:
-    """Move every message that falls due within the horizon, with the rest of its hour, from the files to the store.
+    """Move every message due within the horizon, with the rest of its hour, from the files to the store.
 
-    Each transaction moves about `at_once` messages, earliest due first. Safe to kill, to run again and to run in
-    several places at once. Blocks. Raises DelaylineError; what was committed before stays.
+    Each transaction moves about `at_once` messages, earliest due first. Safe to kill, to repeat and to run in several
+    places at once. Blocks. Raises DelaylineError; earlier commits stay.
     """
     time_span("horizon", horizon)
     whole_number("at_once", at_once, at_least=1)
@@ -105,10 +105,15 @@ def promote_every(
     spark: SparkSession | None = None,
     progress: Callable[[Promoted], object] = lambda so_far: None,
 ) -> Promoted:
-    """Promote, again and again, until the event is set; return what was moved in all. Blocks.
+    """Promote repeatedly until the event is set; return the total counts. Blocks.
 
-    interval: between the ends and the beginnings; at most half of the horizon, or messages come late. progress: called
-    after each round with what was moved so far.
+    Args:
+        target: The store, with its cold tier.
+        until: Ends the promotion when set; the round in progress is finished.
+        horizon: Messages due within this time are promoted.
+        spark: The session; by default the active one.
+        interval: Time between rounds; at most half of the horizon, or messages are late.
+        progress: Called after each round with the counts so far.
     """
     _must_fit(interval, horizon)
     done = Promoted()
@@ -141,7 +146,7 @@ def promote_stream(
 
 
 def clear(tier: ColdTier) -> int:
-    """Delete the files that nobody has needed for a day, and return how many."""
+    """Delete the files that have been obsolete for a day; return their number."""
     retired = tier.read(lambda connection: tier.catalog.retired(connection) if tier.catalog.exist(connection) else [])
     if retired:
         folder = ColdFolder(tier.path)
@@ -168,7 +173,7 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
             names = [one.name for one in files]
             if len(tier.catalog.lock(connection, names)) != len(names):
                 raise _Overtaken
-            late = tier.catalog.buried(connection, names)  # only now nobody adds to them any more
+            late = tier.catalog.buried(connection, names)  # from now on no process adds files
             cancelled = _remove(connection, staged, late, dead)
             tier.catalog.retire(connection, names, State.PROMOTED)
 
@@ -193,7 +198,7 @@ def _stage(
 
 
 def _remove(connection: Connection, staged: Table, late: dict[str, dict[str, str]], dead: dict[str, list[str]]) -> int:
-    """Leave out what was cancelled since the files were read, and return how many."""
+    """Drop messages that were cancelled since the files were read; return their number."""
     ids = sorted({one for name, buried in late.items() for one in buried if one not in dead.get(name, ())})
     removed = 0
     for first in range(0, len(ids), LONGEST_LIST):

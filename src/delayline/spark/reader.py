@@ -1,4 +1,4 @@
-"""Reading what waits, in pieces of due time; looking changes nothing."""
+"""Reading pending messages, in partitions by due time; changes nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PushingReader(BatchReader):
     """Lets the database filter; Spark refuses such a reader where its own setting forbids that."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Take what the table answers exactly; what is left Spark does."""
+        """Accept the filters that the table evaluates exactly; Spark evaluates the others."""
         for one in filters:
             sign = COMPARISONS.get(type(one))
             column: Sequence[str] = getattr(one, "attribute", ())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from delayline.spark.audit import Audit, Totals
 
-#: A page is for people: what is more is in the DataFrames.
+#: The most rows of a table on the page; the DataFrames have all.
 LONGEST_TABLE: Final = 50
 MOST_HOURS: Final = 24 * 14
 STYLE: Final = """
@@ -57,7 +57,7 @@ def write_whole(path: Path, page: str) -> None:
 
 
 def _tables(audit: Audit, totals: Totals) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each table; nobody looks through millions of messages for what the totals say is not there."""
+    """Return the rows of each table; skips tables whose totals are zero."""
     frames = {
         "histogram": (totals.dispatched, audit.histogram),
         "lateness": (totals.dispatched, _by_hour(audit)),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ONE_DAY: Final = timedelta(days=1)
 BROKERS: Final = ("amqp", "amqps")
-#: What is not the data source's.
+#: Options that are not the data source's.
 BESIDE: Final = ("cold_tier", "delay_levels")
 IN_THE_STORE: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 
@@ -73,7 +73,7 @@ class JobTarget:
 
     @property
     def broker(self) -> str | None:
-        """The URL of the broker that gets what is near. Raises ConfigurationError for two, or none for a cold tier."""
+        """The URL of the broker for near messages. Raises ConfigurationError for two, or none for a cold tier."""
         if not self._is_broker:
             return self.delay_levels
         if self.delay_levels is not None:
@@ -130,14 +130,25 @@ def schedule(
     hot_horizon: timedelta = ONE_DAY,
     spark: SparkSession | None = None,
 ) -> Scheduled:
-    """Store every sound row as a delayed message, in one transaction, and tell what became of the others.
+    """Store every valid row as a delayed message, in one transaction, and report the rejected rows.
 
-    source: a DataFrame, or the path of Parquet, CSV or JSON Lines; with form="jdbc" the name of a table, and options
-    as of Spark's JDBC source, where passwordEnv names a variable in place of a password. columns: which is which,
-    where names differ. run: makes the job repeatable: what has committed is not committed again. hot_horizon: what is
-    due later waits in the cold tier, where there is one, and is not given to a broker. Blocks. Raises DelaylineError,
-    without anything stored, where the job fails; a broker keeps what it has confirmed, and the same run goes on after
-    that.
+    Blocks.
+
+    Args:
+        source: A DataFrame, or the path of Parquet, CSV or JSON Lines; with form="jdbc" the name of a table, and
+            the options of Spark's JDBC source, where passwordEnv names a variable in place of a password.
+        target: The store, its cold tier and broker.
+        columns: Names of the columns, where they differ from the default.
+        on_conflict: For an id that exists: "ignore", "replace" or "fail".
+        form: Format of a path: "parquet", "csv", "jsonl" or "jdbc"; by default from its name.
+        options: Options of Spark's reader for a path.
+        spark: The session; by default the active one.
+        run: Name that makes the job repeatable: committed rows are not committed again.
+        hot_horizon: Messages due later wait in the cold tier, if there is one, and are not sent to a broker.
+
+    Raises:
+        DelaylineError: The job failed and nothing was stored; a broker keeps its confirmed messages, and the same run
+        continues after them.
     """
     columns = columns or Columns()
     time_span("hot_horizon", hot_horizon)

@@ -45,12 +45,17 @@ ON_THIS_MACHINE: Final = {
 
 
 def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None = None) -> SparkSession:
-    """Return a session for delayline's jobs: the one there is already, as it is, or a new one.
+    """Return a session for delayline's jobs: the existing one unchanged, or a new one.
 
-    master: `local[*]` unless this, `conf`, `spark-submit` or `spark-defaults.conf` says something else; with Spark
-    Connect `sc://host:15002`, or what SPARK_REMOTE says.
-    conf: wins over everything. Whatever is set anywhere is left as it is; delayline only adds what nobody has set.
-    Blocks for seconds while Java starts. Raises ConfigurationError where there is no usable Java.
+    Blocks for seconds while Java starts.
+
+    Args:
+        master: By default `local[*]`, unless `conf`, `spark-submit` or `spark-defaults.conf` set another; with
+            Spark Connect `sc://host:15002`, by default SPARK_REMOTE.
+        conf: Settings that win over all others. Settings of the user are kept; delayline adds only missing ones.
+
+    Raises:
+        ConfigurationError: There is no usable Java.
     """
     there = session_there_is()
     given = dict(conf or {}) if master is None else {"spark.master": master, **(conf or {})}
@@ -122,7 +127,7 @@ def _configured(builder: SparkSession.Builder, settings: Mapping[str, str]) -> S
 
 
 def _settled() -> dict[str, str]:
-    """Return what the user has set for every session: through `spark-submit`, its variable, or the defaults' file."""
+    """Return the user's settings for every session: from `spark-submit`, its variable, or the defaults file."""
     if "PYSPARK_GATEWAY_PORT" in os.environ:  # spark-submit has started this process
         SparkContext._ensure_initialized()
         return dict(SparkConf().getAll())

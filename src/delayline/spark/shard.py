@@ -1,4 +1,4 @@
-"""One resident task of a dispatcher: an endpoint that sends what is due until its wave is over."""
+"""One resident task of a dispatcher: an endpoint that dispatches due messages until its generation ends."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ ENDINGS: Final = {".parquet": "parquet", ".csv": "csv", ".json": "jsonl", ".json
 FILE: Final = "_delayline_file"
 BLOCK: Final = "_delayline_block"
 LINE: Final = "_delayline_line"
-#: The text of a line that is no row.
+#: The text of a line that is not a row.
 CORRUPT: Final = "_delayline_corrupt"
 #: What Java says where a driver is missing.
 NO_DRIVER: Final = re.compile(r"No suitable driver|ClassNotFoundException")
 #: What Spark says of drivers and of databases that they do not reach.
 OF_JDBC: Final = re.compile(rf"{NO_DRIVER.pattern}|FAILED_JDBC")
-#: What a driver says otherwise, behind the name of the exception.
+#: Other error texts of a driver, after the name of the exception.
 EXCEPTION: Final = re.compile(r"^:? *[\w.$]+Exception: (.+)$", re.MULTILINE)
 #: Java finds drivers by URL on its class path only; Spark finds them by name in `spark.jars`, too.
 DRIVERS: Final = {
@@ -86,7 +86,7 @@ def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> D
             given.setdefault("driver", driver)
     try:
         return spark.read.format(JDBC).options(**given).load()
-    except Exception as error:  # what a driver says, as Py4J or Spark Connect has it
+    except Exception as error:  # the driver's text, as Py4J or Spark Connect passes it on
         if isinstance(error, PySparkException) and OF_JDBC.search(str(error)) is None:
             raise
         raise _unreadable(url.partition("?")[0], str(error)) from None

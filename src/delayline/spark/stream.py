@@ -65,13 +65,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadMaxRows(self._limit)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's
-        """Take only what is due by now."""
+        """Read only messages due by now."""
         self._until = SystemClock().now()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's
-        """Take what is due. Spark asks only when everything up to `start` is done: that is forgotten here.
+        """Read due messages, and delete claims up to `start`: Spark calls this only when everything before it is done.
 
-        Raises ConfigurationError where another stream has said so.
+        Raises ConfigurationError for another stream's offset.
         """
         done = self._number(start)
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
@@ -111,7 +111,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {OFFSET: number, **self._whose}
 
     def _number(self, offset: dict[str, Any]) -> int:
-        """Return the number of an offset: another stream's would have messages forgotten that nobody has read."""
+        """Parse an offset. Rejects another stream's checkpoint, which would acknowledge unread messages."""
         number = offset.get(OFFSET)
         if not isinstance(number, int) or self._whose != {name: one for name, one in offset.items() if name != OFFSET}:
             raise ConfigurationError(

@@ -99,7 +99,7 @@ def raise_for_invalid(batch: pa.RecordBatch, reasons: pa.Array) -> None:
 
 
 def _name_faults(what: str, names: pa.Array, longest: int) -> Iterable[tuple[pa.Array, Any]]:
-    """Refuse what a back end would cut, lose or quote wrongly."""
+    """Reject values that a back end would truncate, lose or quote wrongly."""
     length = pc.utf8_length(names)
     trimmed = pc.utf8_trim_whitespace(names)
     unprintable = pc.or_(pc.invert(pc.utf8_is_printable(names)), pc.not_equal(trimmed, names))

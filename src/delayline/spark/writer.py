@@ -1,4 +1,7 @@
-"""Writing: tasks stage, the driver commits what they name (reference 3.3 says why)."""
+"""Writing: tasks stage rows, and the driver commits the named attempts.
+
+A task cannot commit: to Python code in a task, a failed upstream looks like the end of its input.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class TaskCommit(WriterCommitMessage):
 
 
 class Writing:
-    """What a batch and a stream do alike."""
+    """Common parts of batch and stream writers."""
 
     def __init__(self, options: Mapping[str, str], area: str) -> None:
         self._store = StoreOptions.of(options)
@@ -76,11 +79,11 @@ class BatchWriter(Writing, DataSourceArrowWriter):
         return TaskCommit(self._stage(iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Move what the tasks have named to the store."""
+        """Move the rows of the named attempts to the store."""
         self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=self._run)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Remove what was staged; who still writes finds nothing to write to."""
+        """Remove the staging area; tasks that still write fail."""
         del messages
         self._staging.discard()
 
@@ -112,7 +115,7 @@ class StreamWriter(Writing, DataSourceStreamArrowWriter):
         self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=run, batch=batchId)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
-        """Remove what the batch has staged."""
+        """Remove the batch's staged rows."""
         del batchId
         self._staging.discard(_attempts(messages))
 

@@ -9,7 +9,7 @@ from delayline.sql.schema import OWN_PREFIX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What the default name of a store's table, and that of a timeout manager, ends in.
+#: Suffixes of the default table names of a store and of a timeout manager.
 SUFFIX = ".timeouts"
 
 

@@ -1,7 +1,7 @@
-"""Who may touch which row, in a file: SQLite has one lock for all of it, so claims beside the file stand for rows.
+"""Row claims on SQLite, whose only lock is on the whole file: claims are kept beside the file.
 
-Messages fetched in a transaction are locked by it; those fetched without one are claimed by this process until they
-are removed, counted, released, or the process ends.
+Messages fetched in a transaction are locked by it. Messages fetched without one are claimed by this process until they
+are removed, counted or released, or the process ends.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class ClaimedRows:
             fetch = partial(self._fetch_unclaimed, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
             transaction.after_end(lambda: self._claims.release(claimed.values()))
             return await self._database.write(fetch, transaction)
-        # In the write lane: what somebody's transaction has fetched is locked by it until it ends.
+        # Under the write lock: messages fetched by another transaction are locked by it until it ends.
         claim = partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
         try:
             batch = await self._database.write(claim)
         except BaseException:
-            self._claims.release(claimed.values())  # nobody will ever know that we have them
+            self._claims.release(claimed.values())  # the caller will never receive them
             raise
         self._claimed |= claimed
         return batch
@@ -105,7 +105,7 @@ class ClaimedRows:
         return result
 
     async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
-        """Run `work` unless somebody has the message."""
+        """Run `work` unless another process has claimed the message."""
         taken: list[int] = []
         try:
             return await self._database.write(partial(self._if_unclaimed, message_id, work, taken))
@@ -113,7 +113,7 @@ class ClaimedRows:
             self._claims.release(taken)  # after the commit: before it a poller would still see the row
 
     async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
-        """Move due messages to their queues, unless somebody has claims."""
+        """Move due messages to their queues, unless messages are claimed."""
         return await self._database.write(partial(self._forward, until=until, limit=limit, max_bytes=max_bytes))
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
@@ -134,7 +134,7 @@ class ClaimedRows:
     def _fetch_unclaimed(
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
     ) -> Sequence[DelayedMessage]:
-        """Fetch under the write lock, which is lock enough unless somebody holds rows without a transaction."""
+        """Fetch under the write lock, which suffices unless messages are claimed without a transaction."""
         if self._claims.nobody_holds_any():
             return self._statements.bounded(connection, until, limit=limit, max_bytes=max_bytes)
         return self._claim_due(connection, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)

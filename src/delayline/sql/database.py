@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
 
 Result = TypeVar("Result")
-#: What is due later than that is seen in time without being told of: no poller sleeps longer than a minute.
+#: Due times further away than this need no notification: a poller sleeps a minute at most.
 SOON: Final = timedelta(hours=1)
 
 
@@ -65,13 +65,13 @@ class Database(ABC):
 
     @classmethod
     def at(cls, url: str, server_timeout: float | None = None) -> Database:
-        """Return this process's database for the URL. Raises ConfigurationError; opens nothing.
+        """Return this process's database for the URL, without opening it. Raises ConfigurationError.
 
-        server_timeout: seconds to wait for an answer; what the URL says of it, or the default, when left out. Of
-        several that are named for one database the shortest holds.
+        server_timeout: seconds to wait for an answer; by default from the URL. If several are given for one database,
+        the shortest applies.
         """
         try:
-            unquote(url, errors="strict").replace("\0", "\udc00").encode()  # fails for NUL and what is not UTF-8
+            unquote(url, errors="strict").replace("\0", "\udc00").encode()  # rejects NUL and invalid UTF-8
             parsed = make_url(full_scheme(url))
         except (ArgumentError, ValueError):
             raise ConfigurationError(
@@ -97,7 +97,7 @@ class Database(ABC):
         return self.dialect.identity
 
     async def open(self) -> None:
-        """Connect, unless somebody has. Raises BackendUnusable or BackendUnavailable. Cancelled, it undoes itself."""
+        """Connect, unless connected. Raises BackendUnusable or BackendUnavailable. Undone if cancelled."""
         wanted = threading.Event()
         wanted.set()
 
@@ -122,7 +122,10 @@ class Database(ABC):
                 thread.join()  # it has nothing left to do
 
     async def close(self) -> None:
-        """Undo one `open`; the last one disconnects. What a silent server keeps from its end ends by itself, later."""
+        """Undo one `open`; the last one disconnects.
+
+        Connections to a silent server are closed later, in the background.
+        """
         if threading.main_thread().is_alive():
             thread, closing = start_thread(self._close)
             if (await asyncio.wait([closing], timeout=self._closing_patience))[0]:
@@ -145,7 +148,7 @@ class Database(ABC):
         return STOPPING + ABANDONED_AFTER
 
     async def look(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on a connection of its own that changes nothing; the database need not be open."""
+        """Run a read-only `work` on a separate connection; the database need not be open."""
 
         def looked() -> Result:
             with self.dialect.look() as connection:
@@ -156,9 +159,9 @@ class Database(ABC):
     async def plan(
         self, work: Callable[[Connection], list[Executable]], whole: Callable[[], list[Executable]]
     ) -> Sequence[str]:
-        """Return the SQL of the steps that `work` finds missing; of `whole` where the server need not be asked.
+        """Return the SQL of the steps that `work` finds missing; the script of `whole` if the server cannot be asked.
 
-        That is so where it cannot be, and its statements leave alone what is there already.
+        The statements of `whole` are idempotent.
         """
         try:
             return texts(await self.look(work), self.dialect)
@@ -170,7 +173,7 @@ class Database(ABC):
 
     @abstractmethod
     async def read(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on a reading connection; it sees what is committed. Not cut short by cancellation."""
+        """Run `work` on a reading connection, which sees committed rows. Not interrupted by cancellation."""
 
     async def write(
         self,
@@ -179,10 +182,11 @@ class Database(ABC):
         *,
         one_statement: bool = False,
     ) -> Result:
-        """Run `work` in `transaction`, or, without one, in a transaction of its own: it fails or succeeds alone.
+        """Run `work` in `transaction`, or, without one, in a transaction that commits it alone.
 
-        one_statement: `work` runs a single statement, which some servers commit by themselves, a round trip cheaper.
-        Cancelled, it raises that when its effect is certain. Raises TypeError for another database's transaction.
+        one_statement: `work` runs a single statement, which some servers commit implicitly, saving a round trip. If
+        cancelled, raises CancelledError once the effect is certain. Raises TypeError for another database's
+        transaction.
         """
         if transaction is None:
             return await self._write_alone(work, one_statement=one_statement)
@@ -206,7 +210,8 @@ class Database(ABC):
     async def enlist(self, external: ExternalTransaction, table: Table) -> EnlistedTransaction:
         """Return the external transaction as one on this database; `table` is one that it will write to.
 
-        Raises ConfigurationError for a transaction on another database, for none, and for what is no connection.
+        Raises ConfigurationError for a transaction on another database, without a transaction, or for an object that is
+        not a connection.
         """
         enlisted = EnlistedTransaction(self.domain, await hold_of(external), self.dialect)
         theirs = await enlisted.run(partial(self._theirs, table=table))
@@ -251,12 +256,12 @@ class Database(ABC):
     @property
     @abstractmethod
     def clock(self) -> Clock:
-        """The clock that decides what is due."""
+        """The clock that decides whether a message is due."""
 
     @property
     @abstractmethod
     def wake_ups(self) -> WakeUps:
-        """How writers tell who waits."""
+        """The notifications of this database."""
 
     @abstractmethod
     def claims(self, table: str) -> Claims:
@@ -264,7 +269,7 @@ class Database(ABC):
 
     @abstractmethod
     def rows(self, statements: StoreStatements, tables: QueueTables) -> Rows:
-        """Return who may touch which row of that store's table."""
+        """Return the row claims of a store's table."""
 
     @abstractmethod
     def before_fork(self) -> None:

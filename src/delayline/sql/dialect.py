@@ -1,4 +1,4 @@
-"""What the SQL room asks of a database product; each module in `dialects/` answers for one."""
+"""The interface of a database product; each module in `dialects/` implements it for one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
 
 
-#: What was looked at, whether it is as it should be, and what it is.
+#: A finding of `doctor`: its subject, whether it is as it should be, and its value.
 Finding = tuple[str, bool, str]
 
 
 class Place(NamedTuple):
-    """What the name of a table means on one connection."""
+    """Identity of a table on one connection."""
 
     name: str
     """The database, for people."""
@@ -53,7 +53,7 @@ class Claims(Protocol):
     """This process's claims on rows of one table, which end with the process. Safe to call from any thread."""
 
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
-        """Claim up to `limit` of the rows, in their order, and return those; rows claimed by anybody are left out."""
+        """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
         ...
 
     def release(self, rows: Iterable[int]) -> None:
@@ -61,11 +61,11 @@ class Claims(Protocol):
         ...
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Give up claims on rows that are gone: nobody waits for them."""
+        """Drop claims on deleted rows, without notifying other processes."""
         ...
 
     def flush(self) -> None:
-        """Let everybody have what was released; may block for a round trip."""
+        """Make released rows available to other processes; may block for a round trip."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class Decides(Protocol):
 
 
 class TwoPhase(Protocol):
-    """How one database prepares transactions, which anybody can finish later, after whatever crash."""
+    """Prepared transactions of one database, which any process can finish later."""
 
     def check(self, connection: Connection) -> str:
         """Return a short name that tells the database from every other. Raises BackendUnusable where it cannot."""
@@ -106,7 +106,7 @@ class TwoPhase(Protocol):
         ...
 
     def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
-        """Return the names of what is prepared here and begins with the prefix."""
+        """Return the names of prepared transactions that begin with the prefix."""
         ...
 
 
@@ -147,7 +147,7 @@ class Dialect(Protocol):
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises, with and without SQLAlchemy around it."""
+        """The driver's exceptions, raw and wrapped by SQLAlchemy."""
         ...
 
     def kept_name(self, table: str) -> str:
@@ -163,7 +163,7 @@ class Dialect(Protocol):
         ...
 
     def must_exist(self) -> None:
-        """Raise BackendUnusable where there is no database yet and connecting would make an empty one."""
+        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
         ...
 
     def look(self) -> AbstractContextManager[Connection]:
@@ -171,7 +171,7 @@ class Dialect(Protocol):
         ...
 
     def make(self, connection: Connection, step: Executable) -> None:
-        """Run a statement that creates or changes a table; somebody else may just have made the same."""
+        """Run a DDL statement; ignores an object that another process has just created."""
         ...
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
@@ -195,7 +195,7 @@ class Dialect(Protocol):
         ...
 
     def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
-        """Return what the due column keeps: never earlier than `due`."""
+        """Return the due column's value for `due`, rounded up to its precision."""
         ...
 
     def to_until(self, at: datetime) -> Any:  # noqa: ANN401 - as above
@@ -223,7 +223,7 @@ class Dialect(Protocol):
         ...
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANTs that give the user what it lacks of the rights on tables that are there."""
+        """Return the GRANT statements for missing rights on existing tables."""
         ...
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
@@ -266,9 +266,9 @@ class Dialect(Protocol):
         ...
 
     def roll_back_to_savepoint(self, connection: Connection) -> None:
-        """Undo what was done since the savepoint, which stays set."""
+        """Roll back to the savepoint, which stays set."""
         ...
 
     def release_savepoint(self, connection: Connection) -> None:
-        """Forget the savepoint, keeping what was done since."""
+        """Release the savepoint and keep the work since."""
         ...

@@ -79,9 +79,9 @@ async def hold_of(external: ExternalTransaction) -> Hold:
 
 
 class SyncHold:
-    """A connection whose methods block: used on its caller's waiting thread, or else on a thread of its own.
+    """A blocking connection: used on its caller's waiting thread, or else on a dedicated thread.
 
-    An SQLite connection that is bound to the event loop's thread is used there, and so is one of Django's.
+    An SQLite connection bound to the event loop's thread is used on that thread, and so is one of Django's.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SqlAlchemyAsyncHold:
 
 
 class PsycopgAsyncHold:
-    """A psycopg AsyncConnection: work waits on a thread of its own while statements run on the event loop."""
+    """A psycopg AsyncConnection: work waits on a dedicated thread while statements run on the event loop."""
 
     def __init__(self, connection: AsyncConnection[Any]) -> None:
         self._connection = connection

@@ -34,7 +34,7 @@ READERS: Final = 2
 
 
 class FileDatabase(Database):
-    """An SQLite file: whoever writes has the lane, and the writes that wait for the same turn share a commit."""
+    """An SQLite file: one writer at a time; writes that wait for the same turn share a commit."""
 
     locks_rows = False
 
@@ -53,7 +53,7 @@ class FileDatabase(Database):
 
     @property
     def clock(self) -> SystemClock:
-        """This machine's: a file has none of its own."""
+        """The machine's clock: a file has no clock."""
         return SystemClock()
 
     @property
@@ -62,7 +62,7 @@ class FileDatabase(Database):
         return self.dialect.wake_ups
 
     async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
-        """Watch the file for the commit: SQLite tells nobody."""
+        """Watch the file for the commit: SQLite sends no notifications."""
         del transaction
         await self.read(lambda _: self._commits.expect(news))
 
@@ -96,7 +96,7 @@ class FileDatabase(Database):
         return WriterHold(self)
 
     async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on the writing connection; only for whoever is in the lane."""
+        """Run `work` on the writing connection; the caller must have the write turn."""
         if self._writer is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return await self._writer.run(lambda: self._translated(lambda: work(self._writing_connection())))
@@ -242,5 +242,5 @@ class WriterHold:
         self._database.lane.leave()
 
     def discard(self) -> None:
-        """Leave the lane; whoever comes next rolls back first."""
+        """End the write turn; the next writer rolls back first."""
         self.leave()

@@ -66,16 +66,16 @@ class TimeoutForwarding(Protocol):
     """Moves the earliest expired timeouts of one table on a server, in a single statement."""
 
     def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
-        """Move what has expired and say what became of it; `next_due` is when the next one does, or is free again.
+        """Move expired timeouts and return the result; `next_due` is when the next one expires or its lease ends.
 
-        Passed over is what needs more than moving: its queue does not exist, or its headers are for the dispatch.
-        at, until: the same instant, as holds and as due times are kept; sent: the same for the header.
+        Skips timeouts that need more than moving: an unknown queue, or headers that the dispatcher has to read.
+        at, until: the present time in the types of leases and of due times; sent: the same as a header.
         """
         ...
 
 
 class FileForwarding:
-    """Moves the earliest due messages under SQLite's write lock: what is first when it looks is first when it moves."""
+    """Moves the earliest due messages under SQLite's write lock, which excludes other pollers."""
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Dialect) -> None:
         columns, sql = table.c, dialect.sql
@@ -126,7 +126,7 @@ class FileForwarding:
 
 
 class LockedForwarding:
-    """Moves the earliest due messages that nobody has locked, on a server that needs a statement for each step."""
+    """Moves the earliest due messages that are not locked, on servers that need one statement per step."""
 
     one_statement = False
 
@@ -147,7 +147,7 @@ class LockedForwarding:
         self._remove = Prepared(delete(table).where(chosen), sql, ["keys"])
 
     def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
-        """Return what is true of messages that need no more than moving; `known`, that their queue exists."""
+        """Return the condition for messages that only need moving; `known`: their queue exists."""
         markers: list[ColumnElement[bytes]] = [bindparam("marker", MARKER), bindparam("expiry", EXPIRY_MARKER)]
         return and_(*(func.instr(columns.headers, one) == literal_column("0") for one in markers), known)
 

@@ -1,4 +1,4 @@
-"""Writes that wait for the same turn share one commit: most of what a short transaction costs is its end."""
+"""Group commit: writes that wait for the same turn share one commit, the most expensive part of a short transaction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Write(Generic[Result]):
         self._error: BaseException | None = None
 
     def run(self, connection: Connection) -> None:
-        """Do the work; what it did counts only once the group is committed."""
+        """Run the work; its effect lasts only once the group is committed."""
         self._results.append(self.work(connection))
 
     def fail(self, error: BaseException) -> None:
@@ -37,14 +37,14 @@ class Write(Generic[Result]):
         self._error = self._error or error
 
     def result(self) -> Result:
-        """Return or raise what the work did."""
+        """Return or raise the result of the work."""
         if self._error is not None:
             raise self._error
         return self._results[0]
 
 
 class GroupCommit:
-    """Collects writes; whoever gets the turn runs all of them, each behind a savepoint of its own."""
+    """Collects writes; the first writer to get the turn runs all of them, each behind a savepoint."""
 
     def __init__(self, dialect: Sqlite) -> None:
         self._dialect = dialect

@@ -1,6 +1,7 @@
-"""Idle receivers look now and then for what nobody told them of: one look for all their queues, not one for each.
+"""Polling for idle receivers: one query for all their queues finds messages without a notification.
 
-An endpoint with a timeout manager has three receivers, and should cost no more at rest than one with a single one.
+An endpoint with a timeout manager has three receivers, and should cost no more when idle than one with a single
+receiver.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The journal: what became of each message of a store, written by the database in the transaction that did it.
+"""The journal records what happened to each message of a store, in the transaction that did it.
 
-Triggers on the store's table write it, so that whoever stores, moves or removes messages does, at no round trip more,
-and whoever keeps no journal pays nothing. A message that is taken out for another reason than its time is marked in
-the same transaction before it is removed.
+Triggers on the store's table write it: any process that stores, moves or removes messages is covered, without a round
+trip, and stores without a journal pay nothing. A message that is removed for another reason than its due time is marked
+in the same transaction before.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Journal:
             self._given_up.update(message.id for message in messages)
 
     def fetched(self, messages: Sequence[DelayedMessage]) -> None:
-        """Forget what was noted of these."""
+        """Delete the marks of these messages."""
         if self._given_up:
             self._given_up.difference_update(message.id for message in messages)
 

@@ -1,4 +1,4 @@
-"""Who has a message without a transaction: it is leased for a minute, by the server's clock."""
+"""Leases of messages that are fetched without a transaction: for a minute, by the server's clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Leases(Protocol):
     """The condition that nobody has leased the row."""
 
     def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
-        """Lease messages whose rows are locked; return those that nobody else got at the same moment."""
+        """Lease messages whose rows are locked; return the ones that no other process leased at the same moment."""
         ...
 
     def end(self, connection: Connection, ids: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ class Listeners:
 
     @property
     def channels(self) -> set[str]:
-        """Every channel that somebody has listened to."""
+        """Every channel with a listener so far."""
         with self._lock:
             return set(self._by_channel)
 

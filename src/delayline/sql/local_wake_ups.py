@@ -30,15 +30,15 @@ class LocalWakeUps:
         self._listeners.tell(channel, at)
 
     def knows(self, channel: str, schema: str | None) -> None:
-        """Learn nothing: there are no tables about who waits."""
+        """No-op: no tables are used."""
 
     def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
-        """Let nobody know."""
+        """No-op: sleeping pollers are not registered."""
         del connection, channel, until
         return False
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
-        """Leave it to those who wait: they look by themselves."""
+        """No-op: other processes poll."""
 
     def close(self) -> None:
-        """Do nothing: there is no thread to end."""
+        """No-op: there is no thread to end."""

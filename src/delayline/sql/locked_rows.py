@@ -1,7 +1,7 @@
-"""Who may touch which row, on a server: whoever's transaction has locked it; everybody else skips it.
+"""Row claims on a server: rows locked by a transaction are skipped by all others.
 
-Messages fetched in a transaction are locked by it. Those fetched without one are leased for a minute, by the server's
-clock, or until they are removed, counted or released.
+Messages fetched in a transaction are locked by it. Messages fetched without one are leased for a minute, by the
+server's clock, or until they are removed, counted or released.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LockedRows:
 
     def stored(self, due: datetime) -> None:
         """Look there again."""
-        if due == EPOCH:  # told by somebody who does not know
+        if due == EPOCH:  # EPOCH: the notification had no due time
             self._watermark.forget()
         else:
             self._watermark.lower(due)
@@ -144,7 +144,7 @@ class LockedRows:
         return result
 
     async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
-        """Run `work` unless somebody has the message."""
+        """Run `work` unless the message is locked or leased."""
         return await self._database.write(partial(self._if_free, message_id, work))
 
     async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
@@ -253,7 +253,7 @@ class LockedRows:
     def _from_watermark(
         self, run: Callable[[object | None], tuple[Result, datetime | None]], *, full: bool = False
     ) -> Result:
-        """Run a look from the watermark on, or a full one; it returns what was found and how far it reached."""
+        """Run a query from the watermark on, or a full one; it returns its findings and how far it looked."""
         look = self._watermark.begin(full=full or (self._full_looks is None and self._watermark.is_unchecked))
         try:
             found, reached = run(None if look.since is None else self._database.dialect.to_due(look.since))

@@ -41,7 +41,7 @@ class Lookout:
         except NotStarted:
             raise
         except DelaylineError:
-            return  # whoever works with the database reports it
+            return  # the user of the database reports the error
         for due in found:
             if due is not None and due not in self._seen:
                 self._tell(due)

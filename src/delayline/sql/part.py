@@ -1,4 +1,4 @@
-"""What the parts of an endpoint that work on a SQL database have in common: the database, and its transactions."""
+"""Base classes of transports, stores and persisters on a SQL database: its lifecycle and its transactions."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class SqlPart:
         return self._database.dialect.server_timeout
 
     def stop_soon(self) -> None:
-        """Limit the waits of what is open, so that an endpoint whose server is silent stops within 20 seconds."""
+        """Limit the waits of open connections, so that an endpoint with a silent server stops within 20 seconds."""
         if self._stops < self._opened:
             self._stops += 1
             self._database.begin_stop()
 
     async def _missing_rights(self, needed: Mapping[Table, Sequence[str]], *, takes: bool | None = None) -> list[str]:
-        """Return the GRANTs that give the user what it lacks on tables that are there.
+        """Return the GRANT statements for missing rights on existing tables.
 
-        takes: whether messages are taken out of a store; None for parts that have nothing to do with its shared tables.
+        takes: whether messages are removed from a store; None for parts that do not use its shared tables.
         """
         dialect, every = self._database.dialect, {self._tables.versions: TO_READ, **needed}
         if takes is not None:

@@ -30,7 +30,7 @@ class Prepared:
 
     def __init__(self, statement: ClauseElement, dialect: sqlalchemy.Dialect, names: Sequence[str]) -> None:
         if isinstance(statement, Insert):
-            statement = statement.inline()  # nobody wants to know the number of the new row
+            statement = statement.inline()  # no caller needs the new row's number
         compiled = statement.compile(dialect=dialect, column_keys=names if isinstance(statement, Insert) else None)
         self.sql = str(compiled)
         order = list(getattr(compiled, "positiontup", None) or [])
@@ -38,7 +38,8 @@ class Prepared:
         self._constants = tuple(compiled.params[name] for name in constants)
         if not set(names) <= set(order) or None in self._constants:
             raise ValueError(f"the statement takes {order}, not {list(names)}: {self.sql}")
-        #: Where in what the caller gives, with the constants behind it, each parameter is; None where it is in order.
+        #: The position of each parameter in the caller's values and the constants behind them; None if they are in
+        #: order.
         places = [(*names, *constants).index(name) for name in order]
         self._places = None if places == list(range(len(order))) else places
         self._lists = [(order.index(name), f"__[POSTCOMPILE_{name}]") for name in order if f"E_{name}]" in self.sql]
@@ -81,7 +82,7 @@ class Prepared:
         return rows
 
     def stream(self, connection: Connection, *values: Any) -> Iterator[Any]:  # noqa: ANN401
-        """Execute once and yield row after row; what the caller does not take is not read."""
+        """Execute once and yield row after row; rows that the caller does not consume are not read."""
         cursor = self.run(connection, *values)
         yield from iter(cursor.fetchone, None)
         cursor.close()

@@ -1,4 +1,4 @@
-"""Who may touch which row of a store's table: what the store asks, whichever way a database answers it."""
+"""Protocol of row claims: the locks and leases of a store's messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Rows(Protocol):
         ...
 
     async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
-        """Run `work` unless somebody has the message."""
+        """Run `work` unless another process has claimed the message."""
         ...
 
     async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:

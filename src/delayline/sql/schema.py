@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 untyped: Final[Any] = mssql  # some of its types have constructors without annotations
 #: Row numbers: on SQLite only INTEGER counts up by itself.
 SEQUENCE: Final = BigInteger().with_variant(Integer, "sqlite")
-#: Due times: microseconds since 1970 where there is no type that keeps both the instant and the microsecond.
+#: Due times are microseconds since 1970 where no type keeps both the instant and the microsecond.
 DUE: Final = (
     BigInteger()
     .with_variant(postgresql.TIMESTAMP(timezone=True), "postgresql")
@@ -42,7 +42,7 @@ MAXIMUM_TABLE_NAME_LENGTH: Final = 128
 BINARY: Final = "Latin1_General_100_BIN2"  # SQL Server's collation of names that are equal only when the same
 MAXIMUM_NAME_LENGTH: Final = 120
 LONGEST_INDEX_NAME: Final = 63  # bytes, PostgreSQL's
-#: What a user needs on a table: of those who only look, who put messages in, who take them out, and who change them.
+#: Rights on a table for reading, storing, taking out and changing.
 TO_READ: Final = ("SELECT",)
 TO_WRITE: Final = ("INSERT",)
 TO_PUT: Final = ("SELECT", "INSERT")
@@ -61,7 +61,7 @@ def text(length: int) -> TypeEngine[str]:
     )
 
 
-#: What the name of every table begins with that delayline creates for itself; users' tables are not named so.
+#: Prefix of the tables that delayline creates for itself; it is refused for tables of users.
 OWN_PREFIX: Final = "delayline_"
 
 
@@ -109,9 +109,10 @@ class QueueTables:
         return [self.versions, self.queues, self.queued]
 
     def of(self, dialect: str) -> list[Table]:
-        """Every one of them that databases of that dialect have.
+        """All shared tables that databases of that dialect have.
 
-        Who sleeps until when, where NOTIFY wakes; who has what, where the store's table has no column for it.
+        The table of sleeping pollers exists where NOTIFY is used, the table of leases where the store's table has no
+        column for them.
         """
         return self.all + {"postgresql": [self.sleeping], "mssql": [self.leases]}.get(dialect, [])
 
@@ -159,7 +160,7 @@ def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False
 
 
 def in_order(table: Table) -> tuple[Column[Any], Column[Any]]:
-    """Return what a store's messages are ordered by; where rows have no numbers, ties are in the order of their ids."""
+    """Return the order of a store's messages; without row numbers, ties are ordered by id."""
     return table.c.due, table.c.seq if "seq" in table.c else table.c.id
 
 

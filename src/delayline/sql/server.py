@@ -1,4 +1,4 @@
-"""What the SQL room asks of a database server beyond what it asks of every database."""
+"""The interface of a database server, beyond that of every dialect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.sql.statements import StoreStatements
 
 
-#: Noted of a connection on which a commit has failed: if it is lost, nobody knows what became of the transaction.
+#: Set on a connection whose commit failed: if the connection is lost as well, the outcome is unknown.
 NOT_COMMITTED: Final = "delayline not committed"
 
 
@@ -30,17 +30,17 @@ IN_SESSION: Final = "delayline session"
 
 
 class WakeUps(dialect.WakeUps, Protocol):
-    """A server's way to tell who waits."""
+    """A server's notifications."""
 
     def knows(self, channel: str, schema: str | None) -> None:
         """Learn in which schema the tables behind a store's channel are."""
         ...
 
     def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
-        """Let everybody know how long the poller that listens to `channel` here is going to sleep, if they want to.
+        """Publish how long the poller that listens to `channel` here is going to sleep.
 
-        True says that this was news, so that the caller has to look once more: somebody may have stored something
-        earlier before they could know that it matters.
+        Returns True if this is new to other processes; the caller then has to look once more, because a message may
+        have been stored without a notification before.
         """
         ...
 
@@ -61,7 +61,7 @@ class Inserts(Protocol):
         ...
 
     def close(self) -> None:
-        """Let what is under way end, and begin nothing any more; blocks."""
+        """Finish the work in progress and accept no more; blocks."""
         ...
 
 
@@ -118,7 +118,7 @@ class Server(dialect.Dialect, Protocol):
         ...
 
     def inserts(self, database: ServerDatabase) -> Inserts | None:
-        """Return the short way for single messages; None where there is no other than the ordinary one."""
+        """Return the fast route for inserting single messages; None if there is none."""
         ...
 
     def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
@@ -126,7 +126,7 @@ class Server(dialect.Dialect, Protocol):
         ...
 
     def wake_ups(self, database: ServerDatabase) -> WakeUps:
-        """Return how writers tell who waits."""
+        """Return the notifications of this server."""
         ...
 
     def claims(self, database: ServerDatabase, table: str) -> Claims:

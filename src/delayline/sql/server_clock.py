@@ -18,7 +18,7 @@ STALE_AFTER: Final = 5.0  # seconds after which another answer is asked for
 ASK_AGAIN_AFTER: Final = 1.0  # seconds, while none has come
 #: How far two clocks may drift apart: NTP slews a clock by 500 parts in a million at most.
 DRIFT: Final = 500e-6
-#: Counts on while the machine sleeps, unlike the monotonic clock; nobody can set it.
+#: Counts on while the machine sleeps, unlike the monotonic clock, and cannot be set.
 STEADY: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 ONE_MICROSECOND: Final = timedelta(microseconds=1)
 
@@ -31,7 +31,7 @@ class _Bounds(NamedTuple):
     at: int
 
     def aged(self, now: int) -> _Bounds:
-        """Return the bounds at a later instant: further apart, by what the clocks may have drifted."""
+        """Return the bounds at a later instant, widened by the clocks' drift."""
         drifted = int((now - self.at) * DRIFT)
         return _Bounds(self.low - drifted, self.high + drifted, now)
 

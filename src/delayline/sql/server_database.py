@@ -1,4 +1,4 @@
-"""A database on a server: statements side by side on connections of their own, locks on rows."""
+"""A database on a server: concurrent statements on their own connections, with row locks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ Result = TypeVar("Result")
 WORKERS: Final = 4
 TRANSACTIONS: Final = 8
 PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
-DEADLOCKS: Final = 5  # in a row, after which it is somebody else's turn to decide
+DEADLOCKS: Final = 5  # in a row; after that the caller decides
 
 
 class ServerDatabase(Database):
-    """A server's database. Statements outside transactions run on a few connections, one a worker thread.
+    """A server's database. Statements outside transactions run on a few connections, one per worker thread.
 
-    A transaction has a connection of its own; there are eight at a time, and who wants another one waits.
+    Each transaction has its own connection. Eight can be open at a time; further ones wait.
     """
 
     locks_rows = True
@@ -140,12 +140,12 @@ class ServerDatabase(Database):
         return await self._workers.run(work)
 
     def spawn(self, work: Callable[[], object]) -> None:
-        """Run `work` on a worker thread some time soon; nobody waits for it. Does nothing once closed."""
+        """Schedule `work` on a worker thread without waiting for it. No-op once closed."""
         if self._workers is not None:
             self._workers.spawn(work)
 
     async def run_in_transaction(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on a thread of the transactions': who waits for a lock must not keep its holder out."""
+        """Run `work` on a thread for transactions, so that waiting for a lock does not block the work that holds it."""
         if self._transacting is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return await self._transacting.run(work)
@@ -164,7 +164,7 @@ class ServerDatabase(Database):
             session.close()
 
     def discard(self, session: Session) -> None:
-        """End a connection whose state nobody knows."""
+        """Close a connection whose state is unknown."""
         self._all.discard(session)
         if self._workers is None:
             session.close()
@@ -223,7 +223,7 @@ class ServerDatabase(Database):
             session.run(partial(self._again_after_deadlocks, whole))
 
     def _again_after_deadlocks(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        """Run work that is a transaction of its own; what a deadlock has undone as a whole is simply done again."""
+        """Run work in its own transaction; retried if a deadlock has rolled it back as a whole."""
         for _ in range(DEADLOCKS):
             try:
                 return work(connection)
@@ -344,7 +344,7 @@ class ServerDatabase(Database):
             session.close()
 
     def before_fork(self) -> None:
-        """Let nobody open or close meanwhile."""
+        """Exclude concurrent opens and closes."""
         self._opening.acquire()
 
     def after_fork(self) -> None:

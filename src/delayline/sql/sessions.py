@@ -253,7 +253,7 @@ class SessionHold:
         self._leave()
 
     def discard(self) -> None:
-        """Let nobody have the connection: what state it is in is not known."""
+        """Withdraw the connection: its state is unknown."""
         if self._session is not None:
             self._database.discard(self._session)
         self._leave()
@@ -269,4 +269,6 @@ class SessionHold:
         return self._session.run(work)
 
 
-_inherited: Final[list[object]] = []  # for ever: ending what a parent process has made would end it there
+_inherited: Final[
+    list[object]
+] = []  # kept alive for ever: closing inherited connections here would close the parent process's

@@ -33,7 +33,7 @@ USABLE_FROM: Final = 1
 
 
 class Versions(NamedTuple):
-    """What the database says of its tables."""
+    """The catalog's description of existing tables."""
 
     usable_from: int
     revision: int
@@ -53,7 +53,7 @@ def _add_column(element: AddColumn, compiler: DDLCompiler, **_: object) -> str:
 
 
 def set_up(connection: Connection, dialect: Dialect, tables: QueueTables, *others: Table) -> None:
-    """Create what is missing of the shared tables and `others`. Idempotent, also in several processes at once.
+    """Create missing shared tables and `others`. Idempotent, also in several processes at once.
 
     Raises NewerSchema, and BackendUnusable for a table of another shape.
     """
@@ -80,7 +80,7 @@ def plan(connection: Connection, tables: QueueTables, *others: Table) -> list[Ex
 
 
 def whole(dialect: Dialect, tables: QueueTables, *others: Table) -> list[Executable]:
-    """Return what makes everything, for a dialect whose statements leave alone what is there already."""
+    """Return a script that creates everything, for a dialect with idempotent statements."""
     steps: list[Executable] = []
     for table in (*tables.of(dialect.sql.name), *others):
         steps += _creation(table)
@@ -95,7 +95,7 @@ def _creation(table: Table) -> list[Executable]:
 def texts(steps: list[Executable], dialect: Dialect) -> list[str]:
     """Return the SQL of the steps, for people."""
     compiled = [step.compile(dialect=dialect.sql, compile_kwargs={"literal_binds": True}) for step in steps]  # type: ignore[attr-defined]
-    doubled = "%%" if dialect.sql.paramstyle in {"format", "pyformat"} else "%"  # which drivers halve, and nobody else
+    doubled = "%%" if dialect.sql.paramstyle in {"format", "pyformat"} else "%"  # drivers double it
     written = [str(one).replace(doubled, "%").strip().splitlines() for one in compiled]
     return ["\n".join(line.rstrip() for line in lines).expandtabs(4) for lines in written]
 
@@ -178,7 +178,7 @@ def _named(inspector: Inspector, name: str, found: Sequence[Mapping[str, Any]]) 
 
 def _fault(inspector: Inspector, column: Column[Any], found: Mapping[str, Any]) -> str | None:
     wanted = column.type.dialect_impl(inspector.dialect)
-    if isinstance(wanted, TypeDecorator):  # which has no Python type of its own
+    if isinstance(wanted, TypeDecorator):  # which has no Python type
         wanted = wanted.load_dialect_impl(inspector.dialect)
     if _fits(found["type"], wanted):
         return None
@@ -191,7 +191,7 @@ def _fits(found: TypeEngine[Any], wanted: TypeEngine[Any]) -> bool:
             return False
     except NotImplementedError:
         return False
-    if isinstance(found, mssql.SMALLDATETIME):  # of whole minutes: what is due would be early
+    if isinstance(found, mssql.SMALLDATETIME):  # in whole minutes, which would make messages early
         return False
     precision = getattr(found, "fsp", None) or 0
     return (

@@ -1,8 +1,8 @@
-"""Limits on waits for a server's answer: a connection whose answer is overdue is cut, so that its driver raises.
+"""Limits on waits for a server's answer: a connection whose answer is overdue is shut down, so that its driver raises.
 
-Drivers block in system calls that no other thread can end, and what they offer themselves (TCP settings, statement
-timeouts) does nothing when the server's process is stopped. One thread of this process looks at every wait and shuts
-the sockets of overdue ones down.
+Drivers block in system calls that no other thread can interrupt, and their own options (TCP settings, statement
+timeouts) have no effect when the server's process is stopped. One thread per process watches all waits and shuts down
+the sockets of overdue ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_TIMEOUT: Final = 3600.0  # seconds
 LOCK_TIMEOUT: Final = 10.0  # seconds a statement waits for a lock: less than `SERVER_TIMEOUT`, to tell the two apart
 LONG_WORK: Final = 10  # times as long may set-up, and reads and writes of many rows take
 JOB_WORK: Final = 240  # times as long may a statement take that moves all rows of a job at once
-LONGEST_TICK: Final = 1.0  # seconds between looks at what is overdue
+LONGEST_TICK: Final = 1.0  # seconds between looks for overdue answers
 STOPPING: Final = 8.0  # seconds from the begin of a stop in which answers are still awaited
 ABANDONED_AFTER: Final = 2.0  # seconds that work may take to end after its connection was cut
 STOPPING_EACH: Final = 3.0  # seconds for each answer that is awaited later, as of a handler that runs for long
@@ -40,7 +40,7 @@ FACTOR: ContextVar[int] = ContextVar("delayline_limit_factor", default=1)
 
 
 def checked_timeout(value: object) -> float:
-    """Return the limit in seconds. Raises ConfigurationError for what is none: above 0, up to an hour."""
+    """Return the limit in seconds. Raises ConfigurationError if it is not above 0 and at most an hour."""
     try:
         seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
     except (OverflowError, ValueError):
@@ -151,7 +151,7 @@ class Watch:
         return deadline is not None and self._stops.end_of(deadline, self.since) < now
 
     def cut(self) -> None:
-        """Shut the connection down: what waits for its answer reads its end."""
+        """Shut the connection down: the driver reads its end instead of an answer."""
         with self._closing:
             if self._socket is not None:
                 self.missed = True

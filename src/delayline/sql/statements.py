@@ -64,9 +64,9 @@ class StoreStatements:
         return counts.order_by(buckets.start, buckets.destination)
 
     def earliest(self, seconds: int) -> Prepared:
-        """Return the query for the earliest due time of all, and for the earliest not more than `seconds` ago.
+        """Return the query for the earliest due time of all, and for the earliest of the last `seconds`.
 
-        The first may be that of a message that somebody holds for long.
+        The first may belong to a message that is claimed for long.
         """
         due = self.table.c.due
         of_all = select(func.min(due)).scalar_subquery()
@@ -74,7 +74,7 @@ class StoreStatements:
         return Prepared(select(of_all, recent), self._dialect.sql, [])
 
     def row_of(self, message: DelayedMessage) -> Values:
-        """Return what the insert statement takes."""
+        """Return the parameters of the insert statement."""
         kept = message.message
         due = self._dialect.to_due(message.due)
         headers = self._dialect.headers_of(kept)

@@ -38,15 +38,23 @@ MICROSECOND: Final = timedelta(microseconds=1)
 
 
 class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
-    """Keeps delayed messages in a table of a SQL database; `sqlite:///file.db` needs no server.
+    """Delayed message store in a table of a SQL database; `sqlite:///file.db` needs no server.
 
-    table_name: `{endpoint}.timeouts` when left out (reference 0.1, D1). A store belongs to one endpoint at a time.
-    schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
-    poll_interval: how often to look for what other processes have stored, where the database does not tell.
-    journal: True begins, at setup, to write down what becomes of each message, whoever does it; False ends that.
-    two_phase: makes transactions with a transport in another database one; this one prepares them.
-    server_timeout: seconds to wait for an answer of the server, above 0 and up to 3600; 15 when left out. Also a
-        parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+    A store belongs to one endpoint at a time.
+
+    Args:
+        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`.
+        table_name: Name of the table; by default `{endpoint}.timeouts`.
+        schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
+        poll_interval: How often to look for messages of other processes, where the database has no notifications.
+        journal: True records what happens to each message from the next set-up on; False ends that.
+        two_phase: Coordinates transactions with a transport in another database; this database prepares them.
+        server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
+            parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+
+    Raises:
+        ConfigurationError: The URL or another argument is invalid.
+        MissingExtra: The database's driver is not installed.
     """
 
     def __init__(
@@ -97,7 +105,7 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
         )
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the GRANTs that give the user what it lacks, as `SupportsRightsCheck` says."""
+        """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         table, dialect = self._table(endpoint_name), self._database.dialect
         if takes:
             own: tuple[str, ...] = EVERY_RIGHT
@@ -130,7 +138,7 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
         self._rows = self._database.rows(self._open, self._tables)
 
     async def close(self) -> None:
-        """Release what is claimed and disconnect. Idempotent."""
+        """Release claimed messages and disconnect. Idempotent."""
         if self._rows is not None:
             rows, self._rows, self._open = self._rows, None, None
             await rows.close()
@@ -264,7 +272,7 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return what waits, earliest due first."""
+        """Return pending messages, earliest due first."""
         statements = self._statements
         columns = statements.table.c
         query = statements.waiting.order_by(*in_order(statements.table)).limit(limit).offset(offset)
@@ -275,7 +283,7 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
 
     @long_work
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
-        """Count what waits by bucket and destination."""
+        """Count pending messages by bucket and destination."""
         query = self._statements.by_due(time_span("bucket", bucket) // MICROSECOND)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [DueCount(from_microseconds(int(start)), destination, number) for start, destination, number in rows]

@@ -41,7 +41,7 @@ class Hold(Protocol):
 
 
 class Holding(Protocol):
-    """What a transaction asks of its database."""
+    """What a transaction needs of its database."""
 
     dialect: Dialect
 
@@ -78,10 +78,10 @@ class EnlistedTransaction(Transaction):
             raise await in_thread(partial(self._dialect.translated, error)) from error  # which may ask the server
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """Do nothing: nobody tells us of the commit. Listeners are told of it by `Database.tell`."""
+        """No-op: the end of an external transaction cannot be observed; `Database.tell` notifies listeners instead."""
 
     def after_end(self, callback: Callable[[], None]) -> None:
-        """Refuse: nobody tells us of the end."""
+        """Raise ConfigurationError: the end of an external transaction cannot be observed."""
         raise TypeError("callbacks cannot be tied to the end of an external transaction")
 
 
@@ -126,7 +126,7 @@ class SqlTransaction(Transaction):
 
     @contextlib.asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
-        """Undo what is done inside when it raises; the transaction goes on."""
+        """Roll back the work inside when it raises; the transaction goes on."""
         with self._undoing_callbacks():
             await self.run(self._dialect.set_savepoint)
             try:
@@ -148,7 +148,7 @@ class SqlTransaction(Transaction):
         try:
             await self._end(self._hold, self._commit_or_roll_back)
         except asyncio.CancelledError:
-            if self._committed:  # cancelled too late: the effect is there, and who waits for it is told
+            if self._committed:  # cancelled too late: the effect has happened
                 for callback in self._after_commit:
                     callback()
             raise

@@ -45,13 +45,19 @@ PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 
 
 class SqlTransport(SqlPart):
-    """Moves messages between queues kept in a SQL database; `sqlite:///file.db` needs no server.
+    """Transport with queues in a SQL database; `sqlite:///file.db` needs no server.
 
-    poll_interval: how often waiting receivers look for messages by themselves; wake-ups make it faster than that.
-    schema: where the tables are; the connection's own when left out, on SQL Server `dbo`.
-    two_phase: makes transactions with a store in another database one; its decisions are kept in this one.
-    server_timeout: seconds to wait for an answer of the server, above 0 and up to 3600; 15 when left out. Also a
-        parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+    Args:
+        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`.
+        poll_interval: How often idle receivers look for messages without a notification.
+        schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
+        two_phase: Coordinates transactions with a store in another database; this database keeps the decisions.
+        server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
+            parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+
+    Raises:
+        ConfigurationError: The URL or another argument is invalid.
+        MissingExtra: The database's driver is not installed.
     """
 
     def __init__(
@@ -105,7 +111,7 @@ class SqlTransport(SqlPart):
         return await self._database.plan(partial(self._planned, names=queues), whole)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
-        """Return the GRANTs that give the user what it lacks, as `SupportsRightsCheck` says."""
+        """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         del endpoint_name
         tables = self._tables
         needed: dict[Table, Sequence[str]] = {tables.queues: TO_READ, tables.queued: TO_TAKE if takes else TO_PUT}
@@ -175,7 +181,7 @@ class SqlTransport(SqlPart):
         return await self._database.read(page)
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
-        """Remove the oldest copy of the message that nobody is handling."""
+        """Remove the oldest copy of the message that is not being handled."""
         free: list[int] = []
 
         def taken(connection: Connection) -> bool:
@@ -194,7 +200,7 @@ class SqlTransport(SqlPart):
 
     @long_work
     async def purge(self, queue: str) -> int:
-        """Remove every message that nobody is handling, some at a time."""
+        """Remove every message that is not being handled, in batches."""
         await self._database.read(partial(self._statements.must_exist, queue=queue))
         number, after = 0, 0
         while True:
@@ -231,9 +237,9 @@ class SqlTransport(SqlPart):
         return steps + [dialect.insert_new(registry, "name").values(name=name) for name in names if name not in known]
 
     async def _check_tables(self) -> None:
-        """Check the tables before their first use: `start` is too early, as `setup` starts the transport as well.
+        """Check the tables before their first use, not at `start`, which `setup` calls before they exist.
 
-        It needs a connection of its own: one of an external transaction cannot be inspected.
+        Uses a separate connection: an external transaction's connection cannot be inspected.
         """
         if not self._checked:
             await self._database.read(lambda connection: setup.check_upgraded(connection, self._tables))
@@ -302,7 +308,9 @@ class SqlReceiver:
                 await self._database.read(partial(self._claim, limit=limit, batch=batch, expired=expired))
                 await self._discard(expired)
             except BaseException:
-                self._claims.release(_number(received) for received in batch + expired)  # nobody will ever know of them
+                self._claims.release(
+                    _number(received) for received in batch + expired
+                )  # the caller will never receive them
                 raise
             if batch:
                 return batch
@@ -358,7 +366,7 @@ class SqlReceiver:
         return [(ReceivedMessage(Message.from_encoded(*row[1:4]), row[0]), bool(row[4])) for row in rows]
 
     async def _discard(self, expired: list[ReceivedMessage]) -> None:
-        """Delete messages that nobody received in time."""
+        """Delete expired messages."""
         if expired:
             numbers = [_number(received) for received in expired]
             await self._database.write(partial(self._statements.delete.change_each, keys=numbers), one_statement=True)

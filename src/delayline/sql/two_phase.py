@@ -1,8 +1,9 @@
-"""One transaction over two databases: the one prepares, the other one's commit decides.
+"""One transaction over two databases: the store's database prepares, the commit in the transport's database decides.
 
-The transport's database decides. A transaction writes its name into `delayline_decisions` there, is prepared in the
-store's database, commits in the transport's, and is committed in the store's. Whoever finds a prepared transaction
-looks for its name: there, it is to be committed; not there, it is to be rolled back; locked, it is still under way.
+A transaction writes its name into `delayline_decisions` in the transport's database, is prepared in the store's
+database, commits in the transport's, and is committed in the store's. To finish a prepared transaction, a process looks
+for its name: if it is there, the transaction is committed; if not, rolled back; if it is locked, the transaction is
+still in progress.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class TwoPhaseCommit:
 
     @property
     def deciding(self) -> Database:
-        """The database whose commit decides. Raises ConfigurationError while there is no transport."""
+        """The database whose commit decides. Raises ConfigurationError before a transport is known."""
         if self._deciding is None:
             raise ConfigurationError("this TwoPhaseCommit has no transport: pass it to SqlTransport(two_phase=...) too")
         return self._deciding
@@ -99,9 +100,9 @@ class TwoPhaseCommit:
         return TwoPhaseTransaction(self)
 
     async def start(self) -> None:
-        """Connect, refuse what cannot work, and finish what a crash has left. Every start needs a `stop`.
+        """Connect, check the set-up, and finish transactions left by a crash. Every start needs a `stop`.
 
-        Raises BackendUnusable where a database cannot prepare transactions, or the decisions' table is missing.
+        Raises BackendUnusable if a database cannot prepare transactions or the decisions' table is missing.
         """
         deciding = self.deciding
         for number, database in enumerate(self._members):
@@ -126,7 +127,7 @@ class TwoPhaseCommit:
             self._looking = asyncio.create_task(self._look(), name="delayline two-phase recovery")
 
     async def stop(self) -> None:
-        """Undo one `start`; the last one forgets what is finished."""
+        """Undo one `start`; the last one deletes the decisions of finished transactions."""
         self._users -= 1
         if self._users == 0 and self._looking is not None:
             looking, self._looking = self._looking, None
@@ -137,7 +138,7 @@ class TwoPhaseCommit:
         await self._close(self._members)
 
     async def recover(self) -> None:
-        """Finish every prepared transaction that is not under way, and forget decisions that nobody needs."""
+        """Finish every prepared transaction that is not in progress, and delete obsolete decisions."""
         decided = set(await self.deciding.read(partial(self._decided.all, prefix=self._prefix)))
         doubtful = await self._in_doubt()
         self._left = await self._settle_all(doubtful)
@@ -178,7 +179,7 @@ class TwoPhaseCommit:
         return all(outcomes)
 
     def take_finished(self) -> list[Name]:
-        """Return the decisions that nobody needs any more, once."""
+        """Return the obsolete decisions, once."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -238,7 +239,7 @@ class TwoPhaseCommit:
             await self.deciding.write(partial(self._decided.remove, names=gone))
 
     async def _in_doubt(self) -> dict[Name, Database]:
-        """Return what is prepared, whoever has done it, and whether it is under way or not."""
+        """Return all prepared transactions, and whether each is in progress."""
         found: dict[Name, Database] = {}
         for database in self._prepared_in:
             names = await database.read(partial(two_phase_of(database).in_doubt, prefix=self._prefix))
@@ -246,7 +247,7 @@ class TwoPhaseCommit:
         return found
 
     async def _settle_all(self, doubtful: Mapping[Name, Database]) -> set[Name]:
-        """Finish what is not under way any more; return what is left."""
+        """Finish transactions that are not in progress; return the rest."""
         left: set[Name] = set()
         for name, database in doubtful.items():
             outcome = await self._outcome(name)
@@ -260,7 +261,7 @@ class TwoPhaseCommit:
         return left
 
     async def _look(self) -> None:
-        """Look for what other processes have left, and settle what has been there for more than one look."""
+        """Finish transactions of other processes that were found prepared by more than one look."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._trouble.wait(), LOOK_EVERY)
@@ -299,7 +300,7 @@ class Decisions:
         self._delete = Prepared(delete(table).where(dialect.one_of(table.c.id, "keys")), sql, ["keys"])
 
     def identify(self, connection: Connection) -> None:
-        """Give the table a name of its own, once."""
+        """Name the transaction, once."""
         self._put_new.change(connection, LOG, uuid.uuid4().hex[:16])
 
     def log(self, connection: Connection) -> str:
@@ -315,7 +316,7 @@ class Decisions:
             self._put.change(connection, name, COMMIT)
 
     def is_commit(self, connection: Connection, name: Name) -> bool:
-        """Return the decision; waits for whoever is taking it. Without one it is not to commit, unless rolled back."""
+        """Return the decision; waits while it is being made. Without one the transaction is rolled back."""
         self._put_new.change(connection, name, "roll back")
         return bool(self._value.one(connection, name) == COMMIT)
 

@@ -38,7 +38,7 @@ class TwoPhaseTransaction(Transaction):
 
     @contextlib.asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
-        """Undo what is done inside, in every database, when it raises; the transaction goes on."""
+        """Roll back the work inside, in every database, when it raises; the transaction goes on."""
         with self._undoing_callbacks():
             async with contextlib.AsyncExitStack() as parts:
                 for database in self._coordinator.members:
@@ -54,7 +54,7 @@ class TwoPhaseTransaction(Transaction):
             while not committing.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([committing])
-            if committing.exception() is None:  # cancelled too late: the effect is there, and who waits for it is told
+            if committing.exception() is None:  # cancelled too late: the effect has happened
                 for callback in self._after_commit:
                     callback()
             raise

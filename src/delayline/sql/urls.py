@@ -1,4 +1,4 @@
-"""What a SQL URL leads to: which ones there are, whether there is a database, and how it is doing."""
+"""SQL URLs: the known schemes, whether the database exists, and its health."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMES: Final = ("sqlite", "postgresql", "mariadb", "mysql", "mssql")
 
 
 def must_exist(url: str) -> None:
-    """Raise BackendUnusable where there is no database yet and opening it would make an empty one."""
+    """Raise BackendUnusable if the database does not exist and opening it would create an empty one."""
     Database.at(url).dialect.must_exist()
 
 

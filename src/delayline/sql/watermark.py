@@ -1,11 +1,11 @@
-"""Where to begin looking for due messages: earlier ones were dispatched, but their index entries are still there.
+"""Watermark for queries of due messages: skips index entries of messages that were dispatched before.
 
-A server cleans up behind deleted rows only when no older transaction is open anywhere; until then every look at the
-head of the index steps over all of them (50 000 of them cost 25 ms a look). So looks begin at a watermark.
+A server removes the index entries of deleted rows only when no older transaction is open. Until then every query at the
+head of the index reads them all (50 000 of them cost 25 ms). Therefore queries start at a watermark.
 
-A message can be committed below the watermark: its transaction took longer than its delay, or another process gave
-its claim back. Full looks, from the very beginning, find such messages. They run beside the poller, on a connection
-of their own, at most `FULL_LOOK_WITHIN` seconds apart.
+A message can be committed below the watermark, if its transaction took longer than its delay, or if another process
+released its claim. Full queries from the beginning find such messages. They run beside the poller, on a separate
+connection, at most `FULL_LOOK_WITHIN` seconds apart.
 """
 
 from __future__ import annotations

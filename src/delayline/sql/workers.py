@@ -1,6 +1,6 @@
 """Worker threads for SQL, awaited from any event loop.
 
-A ThreadPoolExecutor costs twice as much for each call, and a call is most of what a short transaction takes.
+A ThreadPoolExecutor costs twice as much per call, and the call is the largest part of a short transaction.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Workers:
             thread.start()
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` to its end and return or raise what it does. Raises NotStarted once stopped.
+        """Run `work` to its end and return or raise its result. Raises NotStarted once stopped.
 
-        Cancelling does not cut the work short: the cancellation is raised when its effect is certain.
+        Cancellation does not interrupt the work: CancelledError is raised when its effect is certain.
         """
         if FACTOR.get() != 1:
             work = partial(copy_context().run, work)
@@ -61,7 +61,7 @@ class Workers:
             self._under_way.discard(job)
 
     def spawn(self, work: Callable[[], object]) -> None:
-        """Run `work` some time soon; nobody waits for it, and what it raises is logged. Does nothing once stopped."""
+        """Schedule `work` without waiting; exceptions are logged. No-op once stopped."""
         with self._stopping:
             if not self._stopped:
                 self._jobs.put(Errand(work))
@@ -78,13 +78,13 @@ class Workers:
                 job.give_up(error)
 
     def stop(self, patience: Callable[[], float] | None = None) -> None:
-        """Finish what was given and end the threads; blocks.
+        """Finish scheduled work and end the threads; blocks.
 
         Args:
-            patience: Returns the seconds that are left to wait for the threads, each of which ends by itself later;
-                all are waited for when left out.
+            patience: Returns the seconds left to wait for the threads, each of which ends later on its own; by
+                default all are waited for.
         """
-        with self._stopping:  # what comes after the threads' ends would never be answered
+        with self._stopping:  # work scheduled after the threads' end would never be answered
             self._stopped = True
             for _ in self._threads:
                 self._jobs.put(None)
@@ -108,7 +108,7 @@ class Workers:
 
 
 class Errand:
-    """A piece of work that nobody waits for."""
+    """A background work item without a result."""
 
     __slots__ = ("_work",)
 
@@ -119,7 +119,7 @@ class Errand:
         """Do the work, on a worker thread."""
         try:
             self._work()
-        except DelaylineError as error:  # the server's fault, which whoever needs the server is told
+        except DelaylineError as error:  # a fault of the server, which its other users report
             emit(logger, logging.DEBUG, Event.ERRAND_FAILED, "Not done now: %s", error)
         except Exception as error:
             emit(
@@ -128,7 +128,7 @@ class Errand:
 
 
 class Answer(Generic[Result]):
-    """What somebody waits for whose effect is certain only when it has come."""
+    """The result of a work item whose effect is certain only once it is done."""
 
     __slots__ = ("afterwards", "finished", "outcome")
 
@@ -149,7 +149,7 @@ class Answer(Generic[Result]):
             raise
 
     def finish(self, result: Any, error: BaseException | None) -> None:  # noqa: ANN401
-        """Give the answer, on the event loop of who waits; of several the first one counts."""
+        """Set the result on the event loop of the waiting task; only the first one counts."""
         if self.finished:
             return
         self.finished = True
@@ -186,13 +186,13 @@ class Job(Answer[Result]):
         try:
             result = self.work()
         except BaseException as error:
-            failure = error  # whoever awaits the outcome gets it, whatever it is
+            failure = error  # the awaiting caller gets any exception
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.outcome.get_loop().call_soon_threadsafe(self.finish, result, failure)
 
 
 def start_thread(work: Callable[[], Result]) -> tuple[threading.Thread, asyncio.Future[Result]]:
-    """Begin `work` on a thread of its own, which does not keep the process from ending; return its outcome to come."""
+    """Start `work` on a dedicated daemon thread; return its future result."""
     job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
     thread = threading.Thread(target=job.run, name="delayline caller", daemon=True)
     thread.start()
@@ -200,7 +200,7 @@ def start_thread(work: Callable[[], Result]) -> tuple[threading.Thread, asyncio.
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Run `work` to its end on a thread of its own, for work that may wait for other work of its kind."""
+    """Run `work` to its end on a dedicated thread, for work that may wait for other work of its kind."""
     job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
     thread = threading.Thread(target=job.run, name="delayline caller", daemon=True)
     thread.start()

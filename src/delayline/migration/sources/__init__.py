@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TABLES: Final[dict[str, type[TableSource]]] = {
     one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)
 }
-#: Places that are no tables; loaded when one is named, as each needs an extra of its own.
+#: Sources that are not tables; imported on use, as each needs its own extra.
 PLACES: Final = {
     "rabbitmq-levels": "RabbitmqLevels",
     "azure-storage": "AzureStorage",
@@ -32,10 +32,10 @@ PLACES: Final = {
 def source_at(
     kind: str, url: str, *, schema: str | None = None, journal: str | None = None, **names: str
 ) -> TableSource:
-    """Return the source of that kind. Raises ConfigurationError for another one.
+    """Return the source of that kind. Raises ConfigurationError for an unknown one.
 
-    journal: the URL of the database that keeps the journal of a source which is no database; others keep their own.
-    names: `table` and `container`, of Azure Storage.
+    journal: URL of the database for the journal, for sources that are not databases. names: `table` and `container` of
+    Azure Storage.
     """
     if names and kind != "azure-storage":
         raise ConfigurationError(f"only a source of kind 'azure-storage' has a {' and a '.join(names)} to name")

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 TABLE: Final = "apscheduler_jobs"
 LONGEST_ID: Final = 191
 ONCE: Final = "apscheduler.triggers.date.DateTrigger"
-#: What a message says of the job that it was, beside its arguments in the body.
+#: Headers that describe the original job; the body has its arguments.
 FUNCTION: Final = "APScheduler.Function"
 NAME: Final = "APScheduler.Name"
-#: Bytes of a job's state; what a pickle may become in memory is some hundred times as large.
+#: Bytes of a job's state; an unpickled object may take some hundred times as much memory.
 LARGEST_STATE: Final = 1024 * 1024
 #: Of the arguments as JSON, where a list that a pickle holds once and names often counts each time.
 LARGEST_BODY: Final = 16 * 1024 * 1024
@@ -119,7 +119,7 @@ class APScheduler(TableSource):
 
 
 class _Inert:
-    """Stands for an object of any class: it takes what a pickle gives it, and does nothing."""
+    """Inert stand-in for an object of any class in a pickle."""
 
     def __init__(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - whatever was pickled
         pass
@@ -145,7 +145,7 @@ class _Reader(pickle.Unpickler):
 
 
 def state_of(pickled: bytes) -> dict[str, Any]:
-    """Return what a job store has kept of a job; objects in it are inert. Raises what pickle does, or TypeError."""
+    """Return the state of a job from a job store; its objects are inert. Raises pickle's errors, or TypeError."""
     _check_size(pickled)
     state = _Reader(io.BytesIO(pickled)).load()
     if not isinstance(state, dict):
@@ -176,7 +176,7 @@ def _name(job: dict[str, Any], what: str) -> str:
 
 
 def _encoded(arguments: dict[str, Any]) -> bytes:
-    """Return the arguments as JSON. Raises TypeError or ValueError for what is none, or too large."""
+    """Return the arguments as JSON. Raises TypeError or ValueError if they cannot be encoded, or are too large."""
     size, left = 0, list[Any]([arguments])
     while left:
         one = left.pop()

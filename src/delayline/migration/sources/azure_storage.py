@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from azure.storage.blob.aio import ContainerClient
     from pyspark.sql import SparkSession
 
-#: What the persistence calls them unless it is told otherwise; the first is that literal indeed.
+#: Default names of the persistence; the first one is literally that text.
 TABLE: Final = "TimeoutDataTableName"
 CONTAINER: Final = "timeoutstate"
 OWNER: Final = "OwningTimeoutManager"
@@ -41,9 +41,9 @@ NOT_MAIN: Final = "RowKey ne ''"
 
 
 class AzureStorage(TakenSource):
-    """Timeouts in one storage account. What is taken stays there, hidden from its endpoint, as does its body.
+    """Timeouts in one storage account. Moved timeouts and their bodies stay there, hidden from their endpoint.
 
-    table, container: as the endpoints' settings name them.
+    table, container: names from the endpoints' settings.
     """
 
     kind: ClassVar[str] = "azure-storage"

@@ -60,7 +60,7 @@ class CeleryScheduled(ExportedFiles):
 
 
 def _workers(path: str) -> list[list[dict[str, Any]]]:
-    """Return what each worker has answered. Raises BackendUnusable for a file that is no such export."""
+    """Return each worker's answer. Raises BackendUnusable for a file that is not such an export."""
     why = "it is no object with a list of tasks for each worker"
     try:
         answers = json.loads(Path(path).read_bytes())

@@ -1,4 +1,4 @@
-"""What a Celery task becomes: its body is the message's, its headers are kept, and what it cannot be is said. Pure."""
+"""Conversion of Celery tasks: the body becomes the message's, headers are kept, other options rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 JSON: Final = "application/json"
 PREFIX: Final = "Celery."
-#: What a task goes on with when it is done.
+#: Options of a task that start other tasks after it.
 FOLLOWERS: Final = ("callbacks", "errbacks", "chain", "chord")
 #: kombu writes a 29th bit of a delay beyond its range, and all of them are read wrongly.
 TOO_MANY_BITS: Final = re.compile(r"[01]\.")

@@ -20,7 +20,7 @@ SUFFIX: Final = ".timeouts"
 
 
 class DelaylineStore(TableSource):
-    """What waits in delayed message stores; their endpoints must be stopped, as they have messages in hand."""
+    """Pending messages of delayed message stores; their endpoints must be stopped, as they hold messages in memory."""
 
     kind: ClassVar[str] = "delayline"
     key: ClassVar[str] = "id"
@@ -42,7 +42,7 @@ class DelaylineStore(TableSource):
         """Do nothing: the schema's version was checked."""
 
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
-        """Return what a store keeps."""
+        """Return the pending messages of a store."""
         return self.dialect.to_due(due)
 
     def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives

@@ -1,4 +1,4 @@
-"""Files that another product has exported: they stay as they are, and the journal knows what has moved."""
+"""Files exported by another product: they are not changed, and the journal records the moved messages."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ExportedFiles(TakenSource):
         return [str(Path(one).absolute()) for one in found]
 
     async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
-        """Do nothing: a file keeps what it has."""
+        """No-op: a file is not changed."""
         del rows
         return {}
 
     def moved(self, connection: Connection) -> list[tuple[str, HeldPart]]:
-        """Return runs of this source, and what they held: some of it has moved."""
+        """Return earlier runs of this source with their messages, some of which have moved."""
         journal = Journal(self.dialect, self.schema)
         runs = [one.name for one in journal.list_runs(connection) if one.parameters.get("source") == str(self)]
         return [(run, part) for run in runs for part in journal.list_parts(connection, run)]

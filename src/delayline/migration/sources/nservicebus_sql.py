@@ -66,7 +66,9 @@ class NServiceBusSql(TableSource):
         """Return the messages, under the ids of their timeouts."""
         keys, destinations, dues, headers, bodies = zip(*rows, strict=True) if rows else [()] * len(MESSAGE)
         ids = [str(key).lower() for key in keys]
-        if not all(isinstance(due, datetime) for due in dues):  # Arrow takes those without a zone as what they are, UTC
+        if not all(
+            isinstance(due, datetime) for due in dues
+        ):  # Arrow reads times without a zone as UTC, which they are
             dues = tuple(map(TimeoutTimes(self.dialect).read, dues))
         return from_columns([ids, destinations, dues, headers, bodies])
 

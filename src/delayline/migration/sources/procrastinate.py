@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TABLE: Final = "procrastinate_jobs"
 WAITING: Final = "todo"
 STATUSES: Final = ("todo", "doing", "succeeded", "failed", "cancelled", "aborting", "aborted")
-#: What a message says of the job that it was, beside its arguments in the body.
+#: Headers that describe the original job; the body has its arguments.
 TASK: Final = "Procrastinate.Task"
 ATTEMPTS: Final = "Procrastinate.Attempts"
 LOCKED: Final = "it has a {}, which no message can have: let Procrastinate run it"

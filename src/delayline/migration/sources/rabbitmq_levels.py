@@ -1,4 +1,4 @@
-"""RabbitMQ's delay levels, v1 and v2: what waits in their 28 queues, taken from the highest to the lowest."""
+"""RabbitMQ's delay levels, v1 and v2: messages are taken from their 28 queues, from the highest to the lowest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SAMPLE: Final = 1000
 
 
 class Found(NamedTuple):
-    """What a message of a level says."""
+    """A message of a level."""
 
     id: str | None
     destination: str | None
@@ -58,9 +58,9 @@ class Found(NamedTuple):
 
 
 class RabbitmqLevels(TakenSource):
-    """The delay levels of one virtual host, v2, or what ?delays= in the URL says. They belong to nobody.
+    """The delay levels of one virtual host: v2, or those of ?delays= in the URL. They are shared by all endpoints.
 
-    The endpoint that is named is the one in whose store the messages are to wait; where each goes is its own affair.
+    The named endpoint is the one whose store takes the messages; their destinations are unchanged.
     """
 
     kind: ClassVar[str] = "rabbitmq-levels"
@@ -87,7 +87,7 @@ class RabbitmqLevels(TakenSource):
                 await self._drain(connection, level, endpoint, doubts)
 
     async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
-        """Publish each for what is left of its time now; returns once the broker has confirmed."""
+        """Publish each message for its remaining delay; returns once the broker has confirmed."""
         await self.database.write(partial(self.set_state, keys=[one.key for one in rows], state=IN_DOUBT))
         publisher = Publisher(self.address, connection_name=NAME)
         await publisher.open()
@@ -118,7 +118,7 @@ class RabbitmqLevels(TakenSource):
         return tally
 
     def found(self, delivered: DeliveredMessage, level: int, now: datetime) -> Found:
-        """Return what a message of a level says."""
+        """Return the contents of a message of a level."""
         routing_key, why = delivered.routing_key or "", None
         parsed = parse(routing_key)
         destination = None if parsed is None else parsed[1]
@@ -133,7 +133,7 @@ class RabbitmqLevels(TakenSource):
         return Found(name, destination, due, headers, why or broken)
 
     def _read(self, delivered: DeliveredMessage, level: int, endpoint: str) -> Taken:
-        """Return a message of a level as it is kept: what it says, and all of AMQP's that it came with."""
+        """Return the row to store for a message of a level: its contents, and all of its AMQP properties."""
         routing_key, body = delivered.routing_key or "", bytes(delivered.body)
         properties = unchanged(carried(delivered))
         name, destination, due, headers, why = self.found(delivered, level, datetime.now(UTC))
@@ -156,7 +156,7 @@ class RabbitmqLevels(TakenSource):
             await connection.close()
 
     def _begin(self, connection: Connection, *, endpoint: str) -> Counter[str]:
-        """Have what is kept already belong to the endpoint; return what may be in a level as well."""
+        """Assign stored messages to the endpoint; return those that may be in a level as well."""
         connection.execute(self.kept.update().values(endpoint=endpoint))
         query = self.kept.select().with_only_columns(self.kept.c[self.key]).where(self.kept.c.state == IN_DOUBT)
         return Counter(_digest_in(key) for key in connection.execute(query).scalars())
@@ -179,7 +179,7 @@ class RabbitmqLevels(TakenSource):
         await count(channel, queue)
 
     def _keep_new(self, connection: Connection, *, rows: Sequence[Taken]) -> None:
-        """Keep messages under ids of their own: one event that failed at two endpoints waits twice with one id."""
+        """Store messages under new ids: an event that failed at two endpoints is pending twice under one id."""
         ids = {one.id.encode("utf-8", "replace") for one in rows if one.id}
         taken = {bytes(one).decode("utf-8", "replace") for one in self.among(connection, "id", ids)}
         named: list[Taken] = []
@@ -234,7 +234,7 @@ def _content(delivered: DeliveredMessage) -> tuple[str | None, str | None, str |
 
 
 def _apart(rows: Sequence[Taken], doubts: Counter[str]) -> tuple[list[Taken], list[Taken]]:
-    """Return what is new, and what is kept already, from a time when its acknowledgement was cut off."""
+    """Return the new messages, and those stored before whose acknowledgement was lost."""
     new: list[Taken] = []
     known: list[Taken] = []
     for row in rows:

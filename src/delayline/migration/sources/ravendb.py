@@ -42,10 +42,10 @@ IN_THE_HAND: Final = "another tool was moving it when the file was written: abor
 
 
 class RavenDb(ExportedFiles):
-    """Timeouts in export files, `*` and `?` in the path standing for several. Each task of Spark's reads a file.
+    """Timeouts in export files; `*` and `?` in the path select several. Each Spark task reads a file.
 
-    A file stays as it is: the journal knows what has moved, and no run moves that again. What names no endpoint belongs
-    to the one that is named, as RavenDB's own endpoints have it; where all are moved, it stays.
+    Files are not changed: the journal records moved timeouts, and no run moves them again. Timeouts that name no
+    endpoint belong to the named endpoint, as in RavenDB's own endpoints; when all endpoints are moved, they stay.
     """
 
     kind: ClassVar[str] = "ravendb"
@@ -57,7 +57,7 @@ class RavenDb(ExportedFiles):
         _on_each(self.files, spark, Copy(self, which, moved).of)
 
     def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
-        """Read the files in tasks, which add up what is in them."""
+        """Read the files in tasks, which sum up their contents."""
         moved = blocking(self.database.look(self.moved))
         total = Tally()
         for one in _on_each(self.files, spark, Copy(self, which, moved, bounds).of):
@@ -67,7 +67,7 @@ class RavenDb(ExportedFiles):
 
 @dataclass(frozen=True)
 class Copy:
-    """What tasks do with a file: copy what is asked for, or, with bounds, count it. Pickled to them."""
+    """The work of tasks on a file: copy the selected timeouts, or, with bounds, count them. Pickled to tasks."""
 
     source: RavenDb
     which: Which
@@ -118,7 +118,7 @@ class Copy:
 
 
 def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Tally]) -> list[Tally]:
-    """Run the work on each file, in a task of its own."""
+    """Run the work on each file, in one task per file."""
 
     def through(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for some in numbers:

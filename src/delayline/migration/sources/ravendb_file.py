@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GZIP: Final = b"\x1f\x8b"
 CHUNK: Final = 1 << 20
 DOCUMENTS: Final = "Docs"
-#: What a document may have as its length in bytes; RavenDB itself takes far less.
+#: The most bytes of a document; RavenDB itself accepts far less.
 LONGEST: Final = 1 << 30
 #: A string, one that is cut off, or what opens or closes something.
 TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"|"|[{}\[\]]', re.DOTALL)
@@ -59,7 +59,7 @@ class _Reader:
         self._at = 0
 
     def documents(self) -> Iterator[dict[str, Any]]:
-        """Yield the documents; what comes behind them is not read."""
+        """Yield the documents; the rest of the file is not read."""
         self._expect(b"{")
         while self._peek() != b"}":
             name = json.loads(self._value())

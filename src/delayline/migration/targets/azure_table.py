@@ -45,7 +45,7 @@ class AzureTable(WithoutLedger):
     longest: ClassVar[timedelta | None] = None
     grain: ClassVar[timedelta] = timedelta(seconds=1)
 
-    #: What a queue takes at most, twice base64, before headers and all that is around them are looked at.
+    #: The most bytes of a queue message, base64 twice, before headers and the envelope are considered.
     largest_message: ClassVar[int] = (LARGEST_TEXT - ROOM_FOR_FAILURE) * 3 // 4
 
     def __init__(self, url: str) -> None:
@@ -83,7 +83,7 @@ class AzureTable(WithoutLedger):
         return blocking(look())
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
-        """Return what waits in the endpoint's table; one task reads it, a page at a time."""
+        """Return the pending messages of the endpoint's table; one task reads it page by page."""
         self.endpoint_named(endpoint)
 
         def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -93,7 +93,7 @@ class AzureTable(WithoutLedger):
         return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING)
 
     def pages(self, endpoint: str) -> Iterator[pa.RecordBatch]:
-        """Yield id, destination and due of what waits there."""
+        """Yield id, destination and due time of pending messages."""
         pages = self._pages(endpoint)
 
         async def following() -> list[dict[str, object]] | None:

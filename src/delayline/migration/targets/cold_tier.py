@@ -1,4 +1,4 @@
-"""A SQL store with its cold tier: what is near goes to the store, what is far to files, a wave in one transaction."""
+"""A SQL store with its cold tier: near messages go to the store, far ones to files, a generation in one transaction."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from delayline.migration.target import Attempted
     from delayline.sql.database import Database
 
-#: What a task keeps in memory before it is written.
+#: Messages that a task keeps in memory before it writes them.
 STAGED_AT_ONCE: Final = 16 * 1024 * 1024
 LATEST: Final = datetime.max.replace(tzinfo=UTC)
 
 
 class ColdTierStore(SqlStore):
-    """The stores of one database, each with its cold tier in that folder: `delayline setup` has made the stores.
+    """The stores of one database, each with its cold tier in that folder; `delayline setup` has created the stores.
 
-    hot_horizon: what is due later waits in files, until it is promoted.
+    hot_horizon: messages due later wait in files until they are promoted.
     """
 
     kind: ClassVar[str] = "cold-tier"
@@ -62,11 +62,11 @@ class ColdTierStore(SqlStore):
         return found
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
-        """Return what waits in both tiers of the endpoint's store."""
+        """Return the pending messages of both tiers of the endpoint's store."""
         return super().waiting(endpoint, spark).dropDuplicates(["id"])
 
     def begin(self, endpoint: str) -> TiersWave:
-        """Return a new wave, with a staging area of its own."""
+        """Return a new generation with its own staging area."""
         tier, staging = self.tier(endpoint), Staging(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
         folder = tier.create()
         staging.create()
@@ -125,7 +125,7 @@ class TiersWave:
         return TiersSession(self, await self.batches.opened(stack), held)
 
     def stage(self, batches: Sequence[pa.RecordBatch]) -> Staged:
-        """Stage what is near and write what is far, in a task: files exist once a transaction says so."""
+        """Stage near messages and write far ones to files, in a task; a transaction registers the files later."""
         rows = pa.Table.from_batches(batches).sort_by("due")
         far = pc.greater_equal(rows.column("due").cast(INSTANT, safe=False).cast(pa.int64()), self._far_from)
         writer = HourWriter(self._folder)
@@ -137,7 +137,7 @@ class TiersWave:
         return Staged(attempt, files, noted)
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Move what is near into the store and let the files exist, in one transaction with its ledger."""
+        """Move staged messages into the store and register the files, in one transaction with the ledger."""
         files = [file for one in staged for file in one.files]
         self._staging.commit(
             [one.attempt for one in staged],

@@ -37,7 +37,7 @@ class RabbitmqLevels(WithoutLedger, BrokerSink):
         return name
 
     def waiting(self, endpoint: str, spark: SparkSession) -> None:
-        """Return None: what waits in levels can be counted, not listed."""
+        """Return None: messages in levels can be counted, not listed."""
         del endpoint, spark
 
     def begin(self, endpoint: str) -> LevelsWave:

@@ -77,7 +77,7 @@ class SqlStore:
         return frozenset(found) if found else None
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
-        """Return what waits in the endpoint's store."""
+        """Return the pending messages of the endpoint's store."""
         options = {**self.options(endpoint), "numPartitions": str(parallelism(spark))}
         return waiting_messages(activated(spark), options, self.tier(endpoint), columns=WAITING)
 
@@ -144,7 +144,7 @@ class StoreWave(ConfirmingWave):
 
 
 class InStore(Protocol):
-    """What a session wants to know of its wave."""
+    """Settings of a generation that its sessions need."""
 
     batches: BatchesOnce
     queues: frozenset[str] | None

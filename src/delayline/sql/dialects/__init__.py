@@ -1,1 +1,1 @@
-"""What one database server truly does differently from the others."""
+"""One module or group of modules for each database product."""

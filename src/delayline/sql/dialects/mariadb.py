@@ -67,7 +67,7 @@ EXPLAINED: Final = {
 
 
 class Mariadb(ServerDialect):
-    """What the SQL room needs to know of one MariaDB database."""
+    """MariaDB as a dialect."""
 
     product = "MariaDB"
     driver = "mariadb+pymysql"
@@ -93,7 +93,7 @@ class Mariadb(ServerDialect):
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises; it lets through what Python says of a text that is no Unicode."""
+        """The driver's exceptions, and UnicodeEncodeError, which it does not wrap."""
         return (*super().errors, UnicodeEncodeError)
 
     def kept_name(self, table: str) -> str:
@@ -109,7 +109,7 @@ class Mariadb(ServerDialect):
         return kept
 
     def connect(self) -> Connection:
-        """Return a new connection in autocommit, in UTC, strict, reading what is committed."""
+        """Return a new connection: autocommit, UTC, strict mode, READ COMMITTED."""
         try:
             connection = self.engine.connect()
         except InvalidRequestError as error:  # SQLAlchemy has asked for the version
@@ -176,9 +176,9 @@ class Mariadb(ServerDialect):
                 run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANTs that give the user what it lacks of the rights on tables that are there.
+        """Return the GRANT statements for missing rights on existing tables.
 
-        The server checks the rights of a statement that is explained as of one that runs, those of roles included.
+        An EXPLAIN of a statement checks the same rights as running it, those of roles included.
         """
         grants, user = [], ""
         for table, needs in needed.items():
@@ -284,7 +284,7 @@ class Mariadb(ServerDialect):
         run(connection, f"SET SESSION innodb_lock_wait_timeout = {self._lock_patience}")
 
     def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
-        """For this process only: the server cannot tell anybody anything."""
+        """Notifications in this process only: the server has none."""
         del database
         return LocalWakeUps()
 
@@ -310,7 +310,7 @@ class Mariadb(ServerDialect):
 
 
 class Mysql(Mariadb):
-    """What the SQL room needs to know of one MySQL database."""
+    """MySQL as a dialect."""
 
     product = "MySQL"
     driver = "mysql+pymysql"

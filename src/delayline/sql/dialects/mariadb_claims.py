@@ -28,7 +28,7 @@ class NamedLocks(SessionClaims):
         self._prefix = f"delayline {hashlib.sha256(table.encode()).hexdigest()[:24]} "  # 64 characters with the number
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
-        """Lock what is free, some hundreds in a round trip."""
+        """Lock free rows, some hundreds in a round trip."""
         return {row for row, locked in self._each(connection, LOCK, rows) if locked}
 
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:

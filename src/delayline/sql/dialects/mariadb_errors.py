@@ -1,4 +1,4 @@
-"""What the errors of MariaDB, MySQL and PyMySQL mean, by their numbers."""
+"""Meaning of the errors of MariaDB, MySQL and PyMySQL, by number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
 CREDENTIALS: Final = "{place} refuses this user: {cause}. Check the user and the password"
 RIGHTS: Final = "{place} does not allow this user that: {cause}. Run as an administrator: GRANT {missing}"
-#: Of what is refused the server names the commands, a user without any right on the database aside.
+#: A refusal names the missing commands, unless the user has no right at all on the database.
 REFUSED: Final = re.compile(r"(.+?) command denied to user .*? for (?:table|column) (.+)")
 EVERY_RIGHT: Final = "SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
 SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
@@ -92,6 +92,6 @@ def _missing(cause: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """Return what the server says, without the numbers around it."""
+    """Return the server's text without the error numbers around it."""
     arguments = cause_of(error).args
     return str(arguments[1] if len(arguments) > 1 else arguments[0] if arguments else error).strip().rstrip(".")

@@ -1,7 +1,7 @@
-"""SQL for MariaDB and MySQL in which whoever locks rows finds them by an index.
+"""SQL for MariaDB and MySQL that forces an index on locking reads.
 
-InnoDB locks what it reads. On a small table the optimizer prefers to read everything, and would then wait for rows that
-somebody else has locked, or lock all where a few are wanted.
+InnoDB locks every row that it scans. On a small table the optimizer prefers a full scan, which waits for rows locked by
+other transactions, or locks all rows where a few are wanted.
 """
 
 from __future__ import annotations

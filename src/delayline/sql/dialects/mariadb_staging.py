@@ -40,7 +40,7 @@ class MariadbStage(StagedTable):
     numbered: ClassVar[bool] = True
 
     def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
-        """Write the rows; what the server takes is asked first."""
+        """Write the rows, in packets no larger than the server accepts."""
         try:
             self.dialect.check()
         except self.dialect.errors as error:
@@ -75,7 +75,7 @@ class MariadbStage(StagedTable):
         self.dialect.insert_rows(connection, Prepared(insert(table), self.dialect.sql, names), rows)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Insert what is staged, a statement for each attempt: the driver's patience for one is limited."""
+        """Insert the staged rows, one statement per attempt: the driver limits the time of a statement."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
         conflict = {OnConflict.FAIL: "", OnConflict.IGNORE: IGNORE, OnConflict.REPLACE: REPLACE}[on_conflict]
         run(connection, "SET @delayline_left = 0")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SharingConnection(Connection):
-    """A connection that encrypts as all others do, where its URL says nothing of it: nobody is verified then."""
+    """A connection that encrypts by default, without verifying the server, if the URL has no TLS option."""
 
     _shared: ClassVar[ssl.SSLContext | None] = None
 

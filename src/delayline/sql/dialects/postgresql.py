@@ -76,7 +76,7 @@ FROM pg_database AS d, pg_control_system() AS c WHERE d.datname = current_databa
 
 
 class Postgresql(ServerDialect):
-    """What the SQL room needs to know of one PostgreSQL database."""
+    """PostgreSQL as a dialect."""
 
     product = "PostgreSQL"
     driver = "postgresql+psycopg"
@@ -115,7 +115,7 @@ class Postgresql(ServerDialect):
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises; in lists it lets through what Python says of a text that is no Unicode."""
+        """The driver's exceptions, and UnicodeEncodeError in lists, which it does not wrap."""
         return (*super().errors, UnicodeEncodeError)
 
     def connect(self) -> Connection:
@@ -142,7 +142,7 @@ class Postgresql(ServerDialect):
         yield
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANTs that give the user what it lacks of the rights on tables that are there."""
+        """Return the GRANT statements for missing rights on existing tables."""
         return missing_rights(connection, needed)
 
     def findings(self, connection: Connection) -> list[Finding]:
@@ -253,7 +253,7 @@ class Postgresql(ServerDialect):
         return state.startswith(("08", "57P")) or (not state and _is_operational(error))
 
     def is_deadlock(self, error: Exception) -> bool:
-        """Tell whether a deadlock, or what a stricter isolation asks for, has cost the transaction."""
+        """Return whether the transaction failed by a deadlock or a serialization conflict."""
         return _state(error) in GIVEN_UP
 
     def translated(self, error: Exception) -> Exception:

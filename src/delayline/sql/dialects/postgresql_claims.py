@@ -28,7 +28,7 @@ class AdvisoryClaims(SessionClaims):
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
-        """Lock what is free, in one round trip."""
+        """Lock free rows in one round trip."""
         return {row for (row,) in run(connection, LOCK, list(rows), self._base)}
 
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ LENGTH: Final = struct.Struct(">i")
 INSTANT: Final = struct.Struct(">iqi")
 COUNT: Final = struct.Struct(">ii")
 COLUMNS: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
-#: Batches that go by INSERT after one that met an id which was there already: whoever repeats some repeats more.
+#: Number of batches written by INSERT after one that repeated an id: a sender that repeats one often repeats more.
 HELD_OFF: Final = 100
 #: What an INSERT may have no trouble with, or a better word for: ids that are there, columns of other types, texts that
 #: cannot be kept, row security.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
 
-#: Locks are taken in `due`; what is passed over is unlocked again when the statement ends, and commits.
+#: `due` takes the locks; skipped rows are unlocked when the statement ends, which commits.
 MOVE: Final = """
 WITH due AS MATERIALIZED (
   SELECT seq, due, destination, octet_length(headers) + octet_length(body) AS size,
@@ -43,7 +43,7 @@ SOME: Final = """
 
 
 class PostgresqlForwarding:
-    """Moves the earliest due messages of one store's table that nobody has locked."""
+    """Moves the earliest due messages of one store's table, skipping locked ones."""
 
     one_statement = True
 

@@ -1,8 +1,9 @@
-"""Inserts of one row that the event loop drives itself, on a connection of its own.
+"""Inserts of single rows that the event loop drives itself, on a dedicated connection.
 
-Two crossings between the loop and a worker thread cost more than such an insert takes in the server. So the loop sends
-it, and reads the answer when its socket has one, through psycopg's binding of libpq. Nothing here waits: connecting,
-trying a connection after a rest and preparing the statement are left to a worker thread, with the row at hand.
+Two crossings between the loop and a worker thread cost more than such an insert takes in the server. The loop sends the
+insert and reads the answer when its socket is readable, through psycopg's binding of libpq. Nothing here blocks:
+connecting, checking an idle connection and preparing the statement are done by a worker thread, together with the row
+at hand.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ COUNT: Final = struct.Struct(">i")
 
 
 class LoopInserts:
-    """Inserts rows of messages, one at a time, for the event loop that came first while it lives.
+    """Inserts message rows one at a time, for the first event loop that uses it while that loop lives.
 
-    `_free` is held from the begin of an insert until its answer has come, whoever brings it.
+    `_free` is held from the start of an insert until its answer has been read.
     """
 
     def __init__(self, database: ServerDatabase, dialect: Postgresql) -> None:
@@ -63,9 +64,9 @@ class LoopInserts:
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
     async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
-        """Insert the row, which commits by itself; False when it has to go another way, and nothing was done.
+        """Insert the row, which commits implicitly; False if nothing was done and another route has to be taken.
 
-        Cancelled, it raises that when its effect is certain. Raises what a session raises.
+        If cancelled, raises CancelledError once the effect is certain. Raises the errors of a session.
         """
         loop, values = asyncio.get_running_loop(), _in_binary(row)
         if values is None or not self._take(loop):
@@ -81,7 +82,7 @@ class LoopInserts:
         return True
 
     def close(self) -> None:
-        """Let what is under way be answered, and begin nothing any more; blocks. The connection is the database's."""
+        """Finish the insert in progress and accept no more; blocks. The database keeps the connection."""
         watch = self._watch
         abandoned = watch is not None and watch.loop.is_closed()
         longest = self._dialect.stops.left(self._dialect.server_timeout) + MARGIN
@@ -186,9 +187,9 @@ class LoopInserts:
             self._finish(self._refusal or error)
 
     def _on_unasked(self) -> None:
-        """Read what the server says by itself: that it ends the connection, mostly."""
+        """Read an unsolicited message of the server, usually that it closes the connection."""
         if not self._free.acquire(blocking=False):
-            return  # somebody is about to close it
+            return  # the connection is being closed
         try:
             self._pgconn.consume_input()
         except psycopg.Error as error:
@@ -228,7 +229,7 @@ class LoopInserts:
 
 
 class Watch:
-    """An event loop's eye on a connection, through a descriptor of its own: whoever closes the other need not ask."""
+    """An event loop's watch on a connection, through a duplicate descriptor that outlives the connection's own."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, descriptor: int, on_readable: Callable[[], None]) -> None:
         self.loop = loop
@@ -262,7 +263,7 @@ class Watch:
 
 
 def _in_binary(row: tuple[Any, ...]) -> list[bytes] | None:
-    """Return what the server keeps of a message's row; None for one that is large, or that it would refuse."""
+    """Return the encoded row of a message; None if it is too large or would be refused."""
     message_id, destination, due, headers, body, retry_count = row
     if len(headers) + len(body) > LARGEST:
         return None

@@ -1,4 +1,4 @@
-"""What a user lacks whom PostgreSQL refuses something: it says on which table or schema, but not which right."""
+"""Missing rights of a PostgreSQL user: a refusal names the table or schema, but not the right."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WHERE c.relkind IN ('r', 'p') AND c.relname = %s AND (
 
 
 class Lacking(NamedTuple):
-    """What the user lacks on one thing."""
+    """Rights that the user lacks on one object."""
 
     kind: str
     quoted: str
@@ -72,7 +72,7 @@ class Lacking(NamedTuple):
 
 
 def missing_rights(connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-    """Return the GRANTs that give the user what it lacks of the rights on tables that are there."""
+    """Return the GRANT statements for missing rights on existing tables."""
     schemas, grants = {}, []
     for table, needs in needed.items():
         for quoted, schema, may_use, rights, user in run(
@@ -86,7 +86,7 @@ def missing_rights(connection: Connection, needed: Mapping[Table, Sequence[str]]
 
 
 def remedy(connection: Connection, refusal: str) -> str:
-    """Return what the user has to be granted, as PostgreSQL's refusal names it."""
+    """Return the rights to grant after a refusal by PostgreSQL."""
     named = [found for found in map(Lacking._make, run(connection, LACKING, refusal)) if found.rights or found.owner]
     if not named:
         return UNKNOWN

@@ -58,7 +58,7 @@ class PostgresqlStage(StagedTable):
             copy.write(COPY_END)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Insert what is staged, in one statement."""
+        """Insert the staged rows in one statement."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
         conflict, distinct, order = "", "", ""
         if on_conflict is OnConflict.IGNORE:

@@ -49,7 +49,7 @@ SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT "Destination" FROM gon
 
 
 class PostgresqlTimeouts:
-    """Moves the earliest expired timeouts of one table that nobody has locked or holds."""
+    """Moves the earliest expired timeouts of one table, skipping locked and leased ones."""
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
         named = {"table": table, "leases": tables.leases, "queues": tables.queues, "queued": tables.queued}
@@ -59,7 +59,7 @@ class PostgresqlTimeouts:
         self._patterns = [f"%{marker}%" for marker in MARKERS]
 
     def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
-        """Move what has expired and say what became of it."""
+        """Move expired timeouts and return the result."""
         names = (Headers.MESSAGE_ID, Headers.TIME_SENT, sent, TimeoutHeaders.RELATED_TIMEOUT)
         values = (self._name, at, self._patterns, until, limit, max_bytes, *names)
         [(number, queues, left, next_due)] = run(connection, self._move, *values)

@@ -24,7 +24,7 @@ UNDEFINED: Final = "42704"
 
 
 class PostgresqlTwoPhase:
-    """How transactions are prepared in one database and finished later, by whoever."""
+    """Prepares transactions in one database and finishes them later, from any process."""
 
     def __init__(self, dialect: Postgresql) -> None:
         self._dialect = dialect
@@ -48,15 +48,15 @@ class PostgresqlTwoPhase:
             raise BackendUnavailable(f"{self._dialect} has rolled the transaction back instead of preparing it")
 
     def commit_prepared(self, connection: Connection, name: str) -> None:
-        """Commit it, unless somebody has."""
+        """Commit the prepared transaction, unless it is finished."""
         self._finish(connection, f"COMMIT PREPARED '{name}'")
 
     def roll_back_prepared(self, connection: Connection, name: str) -> None:
-        """Roll it back, unless somebody has, or it never was."""
+        """Roll back the prepared transaction, unless it is finished or was never prepared."""
         self._finish(connection, f"ROLLBACK PREPARED '{name}'")
 
     def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
-        """Return the names of what is prepared here."""
+        """Return the names of prepared transactions."""
         return [name for (name,) in run(connection, IN_DOUBT, prefix)]
 
     def wait_briefly(self, connection: Connection) -> None:

@@ -40,7 +40,7 @@ PROBE_WITHIN: Final = 5.0
 POLL_EVERY: Final = 1.0  # seconds between looks while notifications do not come through
 
 
-#: A poller that sleeps shorter than this sees by itself what comes meanwhile.
+#: A poller that sleeps shorter than this needs no notification.
 WORTH_TELLING: Final = timedelta(milliseconds=5)
 #: A poller's longest sleep, and what its look for the next due time may take.
 LONGEST_SLEEP: Final = MAXIMUM_SLEEP + timedelta(seconds=5)
@@ -60,10 +60,10 @@ SWEEP: Final = "DELETE FROM {sleeping} WHERE until < clock_timestamp() - interva
 
 
 class Notifications:
-    """Tells listeners in this process at once, those in others by NOTIFY. Safe to call from any thread.
+    """Notifies listeners in this process at once, in other processes by NOTIFY. Thread-safe.
 
-    A NOTIFY serialises commits, so it is sent on a connection of its own after the commit, once for all that came
-    meanwhile, and to pollers only when one of them has said that it sleeps beyond the new due time.
+    NOTIFY serializes commits. Therefore it is sent on a separate connection after the commit, once for all news since
+    the last one, and only if a poller has registered that it sleeps beyond the new due time.
     """
 
     reach_others = True
@@ -121,20 +121,20 @@ class Notifications:
         return True
 
     def forget(self) -> None:
-        """Say once more how long anybody sleeps: the server may have lost it."""
+        """Register again how long pollers sleep: the server may have lost it."""
         self._said.clear()
 
     def notify(self, channel: str, at: int = 0) -> None:
         """Tell every listener of `channel`; other processes a moment later, once for all that came meanwhile."""
         self.listeners.tell(channel, at)
         if channel in self._sleeping and from_microseconds(at) > self._database.clock.at_latest() + LONGEST_SLEEP:
-            return  # nobody sleeps for so long
+            return  # no poller sleeps that long
         with self._lock:
             self._untold[channel] = min(at, self._untold.get(channel, at))
         self.spawn_telling()
 
     def spawn_telling(self) -> None:
-        """Tell other processes what they were not told yet, unless that is under way."""
+        """Notify other processes of pending news, unless that is in progress."""
         with self._lock:
             if self._telling or not self._untold:
                 return
@@ -217,7 +217,7 @@ class Notifications:
                 with self._dialect.connect() as connection:
                     self.spawn_telling()
                     Listening(self, connection).run()
-            except Exception as error:  # without this thread nobody here would be woken any more
+            except Exception as error:  # without this thread no listener of this process would be notified
                 text = "Notifications do not come any more, looking every %g s instead: %s"
                 self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
             if not self.closing:
@@ -263,7 +263,7 @@ class Listening:
                 if owner.wake in ready:
                     os.read(owner.wake, 1024)
                     self._join()
-                    self._receive()  # what came with the answers to LISTEN
+                    self._receive()  # received together with the answers to LISTEN
                 if self._driver.fileno() in ready:
                     self._receive()
                 if not ready:
@@ -274,7 +274,7 @@ class Listening:
         for channel in self._owner.listeners.channels - self._channels:
             self._ask(f'LISTEN "{channel_name(channel)}"')
             self._channels.add(channel)
-            self._owner.listeners.tell(channel, 0)  # what was committed before we listened
+            self._owner.listeners.tell(channel, 0)  # committed before LISTEN took effect
 
     def _ask(self, statement: str) -> None:
         self._watch.begin(self._limit)

@@ -1,4 +1,4 @@
-"""What the servers' dialects have in common: connections in autocommit, transactions begun and ended by statements."""
+"""Common parts of the server dialects: connections in autocommit, transactions begun and ended by statements."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class ServerDialect:
 
     @property
     def decides(self) -> Decides | None:
-        """None: nobody has said how a decision is asked for."""
+        """None: products without a two-phase commit cannot query a decision."""
         return None
 
     @property
     def two_phase(self) -> TwoPhase | None:
-        """None: nobody has said how transactions are prepared."""
+        """None: products without a two-phase commit prepare nothing."""
         return None
 
     BEGIN: ClassVar[str] = "BEGIN"
@@ -126,7 +126,7 @@ class ServerDialect:
         return min(60.0, self.server_timeout * LONG_WORK * 2 / 3)
 
     def limit_connect(self, arguments: dict[str, Any]) -> None:
-        """Set the limits among what the driver is given to connect; a URL's own win."""
+        """Add the time limits to the driver's connect options; options in the URL win."""
 
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
         """Return the socket of the driver's connection; None where the driver limits its waits itself."""
@@ -143,7 +143,7 @@ class ServerDialect:
 
     def _watch(self, driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
         watch = record.info[WATCH] = Watch(self.descriptor(driver), self.server_timeout, self.stops)
-        watch.begin(self.server_timeout)  # until `connect` has done what it does
+        watch.begin(self.server_timeout)  # until `connect` has finished
 
     def __str__(self) -> str:
         url = self.url
@@ -162,7 +162,7 @@ class ServerDialect:
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises, with and without SQLAlchemy around it, and what that says after a lost connection."""
+        """The driver's exceptions, raw and wrapped by SQLAlchemy, including those of a lost connection."""
         return (DBAPIError, PendingRollbackError, self.engine.dialect.loaded_dbapi.Error)
 
     def schema_of(self, schema: str | None) -> str | None:
@@ -246,7 +246,7 @@ class ServerDialect:
         run(connection, "SELECT 1")
 
     def place(self, connection: Connection, table: Table) -> Place:
-        """Refuse, where nobody has said how to tell."""
+        """Raise ConfigurationError: this product cannot limit a statement."""
         raise ConfigurationError(f"{self} cannot take part in an external transaction yet: send without transaction=")
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
@@ -254,7 +254,7 @@ class ServerDialect:
         return column.in_(bindparam(name, expanding=True))
 
     def plans_without(self, error: Exception) -> bool:
-        """Never: what is missing depends on what is there."""
+        """False: missing objects depend on existing ones."""
         del error
         return False
 
@@ -293,11 +293,11 @@ class ServerDialect:
         run(connection, self.SAVEPOINT)
 
     def roll_back_to_savepoint(self, connection: Connection) -> None:
-        """Undo what was done since the savepoint, which stays set."""
+        """Roll back to the savepoint, which stays set."""
         run(connection, self.ROLLBACK_TO)
 
     def release_savepoint(self, connection: Connection) -> None:
-        """Forget the savepoint, keeping what was done since."""
+        """Release the savepoint and keep the work since."""
         if self.RELEASE:
             run(connection, self.RELEASE)
 

@@ -39,14 +39,14 @@ class SessionClaims(ABC):
 
     @abstractmethod
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
-        """Lock those of the rows that nobody else has locked, without waiting, and return them."""
+        """Lock rows that no other session has locked, without waiting, and return them."""
 
     @abstractmethod
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
         """Unlock rows that this session has locked."""
 
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
-        """Claim up to `limit` of the rows, in their order, and return those; rows claimed by anybody are left out."""
+        """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
         with self._in_use:
             with self._lock:
                 wanted = [row for row in rows if row not in self._held]
@@ -56,7 +56,7 @@ class SessionClaims(ABC):
                     some, wanted = wanted[: limit - len(taken)], wanted[limit - len(taken) :]
                     taken += self._session.run(partial(self._try, rows=some))
             except BaseException:
-                self._session.close()  # with it ends whatever it has locked and nobody knows of
+                self._session.close()  # the session's end also ends locks whose acquisition was not confirmed
                 raise
             with self._lock:
                 self._held.update(taken)
@@ -73,7 +73,7 @@ class SessionClaims(ABC):
             self._database.spawn(self.flush)
 
     def flush(self) -> None:
-        """Let everybody have what was released; blocks for a round trip."""
+        """Make released rows available to other sessions; blocks for a round trip."""
         with self._in_use:
             if self._released:
                 self._session.run(self._settle)
@@ -109,7 +109,7 @@ class SessionClaims(ABC):
         return [row for row in rows if row in locked]
 
     def _settle(self, connection: Connection) -> None:
-        """Unlock what was released; after a lost connection lock again what is still free."""
+        """Unlock released rows; after a lost connection, lock again the rows that are still free."""
         if connection is not self._locked_by:
             with self._lock:
                 held = set(self._held)

@@ -45,13 +45,13 @@ BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the 
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
 LONGEST_WAIT: Final = 0.005
 SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken for the same one
-LONGEST_NAME: Final = 1000  # bytes; SQLite has no limit of its own
+LONGEST_NAME: Final = 1000  # bytes; SQLite itself has no such limit
 #: SQLite's levels; below FULL a commit may be lost with the power.
 SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 
 
 class Sqlite:
-    """What the SQL room needs to know of one SQLite file."""
+    """SQLite as a dialect."""
 
     clock_tick = timedelta(milliseconds=1)
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
@@ -82,7 +82,7 @@ class Sqlite:
 
     @property
     def server_timeout(self) -> float:
-        """Seconds to wait, where they are named, for other processes' transactions; there is no server."""
+        """Seconds to wait for other processes' transactions, if set; there is no server."""
         return SERVER_TIMEOUT if self._server_timeout is None else self._server_timeout
 
     @server_timeout.setter
@@ -126,7 +126,7 @@ class Sqlite:
     def opened(self) -> None:
         """Make the place beside the file where processes meet: wake-ups and claims. Safe to delete when idle."""
         try:
-            readers = self._rights() >> 2 & 0o111  # who may read the file may look into the folder
+            readers = self._rights() >> 2 & 0o111  # the folder has the permissions of the file
             self._directory.mkdir(mode=self._rights() | readers, exist_ok=True)
         except OSError as error:
             raise BackendUnusable(
@@ -164,7 +164,7 @@ class Sqlite:
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises, with and without SQLAlchemy around it."""
+        """The driver's exceptions, raw and wrapped by SQLAlchemy."""
         return (DBAPIError, sqlite3.Error)
 
     def insert_new(self, table: Table, key: str) -> Insert:
@@ -212,12 +212,12 @@ class Sqlite:
         return column.in_(bindparam(name, expanding=True))
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return nothing: a file has no rights of its own on tables."""
+        """Return nothing: SQLite has no rights on tables."""
         del connection, needed
         return []
 
     def plans_without(self, error: Exception) -> bool:
-        """Never: what is missing depends on what is there."""
+        """False: missing objects depend on existing ones."""
         del error
         return False
 
@@ -226,11 +226,10 @@ class Sqlite:
         return column
 
     def begin(self, connection: Connection) -> None:
-        """Begin a writing transaction; waits for other processes' up to the busy timeout.
+        """Begin a write transaction; waits for other processes up to the busy timeout.
 
-        What was waiting meanwhile for its turn does not wait as long again for the same lock. Raises BackendUnavailable
-        when the lock is not given, and BackendUnusable when the file is gone: SQLite would go on in what
-        nobody can find any more.
+        Writes queued behind this one do not wait for the same lock as long again. Raises BackendUnavailable if the lock
+        is not granted, and BackendUnusable if the file is gone: SQLite would go on writing to the deleted file.
         """
         self._check_in_place()
         self.rollback(connection)  # what could not be rolled back when it should have been
@@ -274,11 +273,11 @@ class Sqlite:
         _driver(connection).execute("SAVEPOINT delayline")
 
     def roll_back_to_savepoint(self, connection: Connection) -> None:
-        """Undo what was done since the savepoint, which stays set."""
+        """Roll back to the savepoint, which stays set."""
         _driver(connection).execute("ROLLBACK TO delayline")
 
     def release_savepoint(self, connection: Connection) -> None:
-        """Forget the savepoint, keeping what was done since."""
+        """Release the savepoint and keep the work since."""
         _driver(connection).execute("RELEASE delayline")
 
     def kept_name(self, table: str) -> str:
@@ -337,7 +336,7 @@ class Sqlite:
         connection.execute(step)
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
-        """Do nothing: who has begun a transaction is the only one to write."""
+        """No-op: a write transaction excludes all other writers."""
         del connection
         return contextlib.nullcontext()
 
@@ -364,7 +363,7 @@ class Sqlite:
         return error
 
     def _rights(self) -> int:
-        """Return who may read and write the database file: the same for the files beside it."""
+        """Return the permissions of the database file, which the files beside it get as well."""
         return stat.S_IMODE(self.path.stat().st_mode) & 0o666
 
     def _connect(self) -> DBAPIConnection:

@@ -30,7 +30,7 @@ class Claims:
         self._lock = threading.Lock()
 
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
-        """Claim up to `limit` of the rows, in their order, and return those; rows claimed by anybody are left out."""
+        """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
         taken: list[int] = []
         with self._lock:
             for row in rows:
@@ -54,10 +54,10 @@ class Claims:
         self.release(rows)
 
     def flush(self) -> None:
-        """Do nothing: what is released is free at once."""
+        """No-op: released rows are available at once."""
 
     def nobody_holds_any(self) -> bool:
-        """Tell whether no process holds any row; only for callers whom nobody who claims can overtake."""
+        """Return whether no process claims any row; only for callers that exclude new claims."""
         with self._lock:
             if self._held or not self._lock_byte(0, length=0):
                 return False
@@ -84,6 +84,6 @@ class Claims:
     def _lock_byte(self, row: int, *, length: int = 1) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, row)
-        except (OSError, ValueError):  # somebody else's; or closed
+        except (OSError, ValueError):  # claimed by another process, or closed
             return False
         return True

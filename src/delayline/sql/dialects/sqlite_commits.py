@@ -1,7 +1,7 @@
-"""When other people's transactions on an SQLite file have committed: looked for, as SQLite has nobody told.
+"""Detection of other processes' commits on an SQLite file, by polling: SQLite sends no notifications.
 
-`PRAGMA data_version` changes on a connection when another one has committed. While a caller's transaction holds the
-file's only write lock nobody else can commit, so a change since then means that it is over.
+`PRAGMA data_version` changes on a connection when another one has committed. While an external transaction holds the
+file's only write lock, no other transaction can commit; so a change since then means that it has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CommitWatch:
         self._thread: threading.Thread | None = None
 
     def expect(self, news: Mapping[str, int]) -> None:
-        """Tell the news at the next commit of anybody; called while their transaction has the write lock."""
+        """Send the notifications after the next commit; called while the external transaction has the write lock."""
         with self._changed:
             self._look()
             for channel, at in news.items():
@@ -67,7 +67,7 @@ class CommitWatch:
         self._disconnect()
 
     def pause(self) -> None:
-        """Disconnect, and let nobody look before `resume`."""
+        """Disconnect; no polling before `resume`."""
         self._changed.acquire()
         self._disconnect()
 
@@ -89,7 +89,7 @@ class CommitWatch:
             self._thread = None
 
     def _look(self) -> None:
-        """Pass on what is expected if anybody has committed since the last look, or may have."""
+        """Send the notifications if a commit happened, or may have happened, since the last look."""
         before = self._version
         try:
             if self._connection is None:

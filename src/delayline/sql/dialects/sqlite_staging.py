@@ -1,4 +1,4 @@
-"""Staging beside an SQLite file: tasks write files, and the driver moves what is in them to the database."""
+"""Staging beside an SQLite file: tasks write files, and the driver moves their rows into the database."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SqliteStage:
         Prepared(insert(self.store), self.dialect.sql, names).change_many(connection, _rows(0, batch))
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Insert what was gathered; a message that somebody has is not replaced."""
+        """Insert the gathered rows; does not replace a message that a poller has claimed."""
         del attempts
         if on_conflict is OnConflict.REPLACE:
             self._leave_claimed(connection)
@@ -139,14 +139,14 @@ class SqliteStage:
         return self.folder / f"{attempt}.arrow"
 
     def _leave_claimed(self, connection: Connection) -> None:
-        """Leave out what a poller has: it would delete by its id what has replaced it."""
+        """Skip rows that a poller has claimed: it would delete their replacements by id."""
         claims = self.dialect.claims(self.store.name)
         if claims.nobody_holds_any():
             return
         both = select(self.store.c.seq, self.store.c.id).join(self.table, self.table.c.id == self.store.c.id)
         waiting = {row.seq: row.id for row in connection.execute(both)}
         free = claims.take(waiting, len(waiting))
-        claims.release(free)  # whoever claims has to write, and we do until the commit
+        claims.release(free)  # a claim needs the write lock, which this transaction has until its commit
         for number in waiting.keys() - set(free):
             connection.execute(self.table.delete().where(self.table.c.id == waiting[number]))
 

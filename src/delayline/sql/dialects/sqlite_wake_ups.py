@@ -114,7 +114,7 @@ class WakeUps:
             try:
                 self._pipes[path.name] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError as error:
-                if error.errno == errno.ENXIO:  # nobody reads it; any other error says nothing about its owner
+                if error.errno == errno.ENXIO:  # no reader; other errors do not show whether the owner lives
                     _sweep(path)
 
     def _listen(self) -> None:
@@ -154,7 +154,7 @@ class WakeUps:
 
 
 def _sweep(path: Path) -> None:
-    with contextlib.suppress(OSError):  # another user's, or swept by somebody else
+    with contextlib.suppress(OSError):  # belongs to another user, or was removed by another process
         path.unlink()
 
 

@@ -78,11 +78,11 @@ NOT_LOADED: Final = (
     "apt-get install libltdl7 libodbc2 libkrb5-3 libgssapi-krb5-2; "
     "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
 )
-HAS_RIGHT: Final = "SELECT HAS_PERMS_BY_NAME({mark}, N'OBJECT', {mark})"  # NULL for what the user cannot see
+HAS_RIGHT: Final = "SELECT HAS_PERMS_BY_NAME({mark}, N'OBJECT', {mark})"  # NULL if the user lacks the right to see it
 UNSEEN: Final = " -- if there is no such table, run `delayline setup` instead"
 UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in what pymssql raises for one, a TypeError
 CHECK_URL: Final = "Check the user, the password and the options in the URL"
-#: Errors tell by their English texts what they are; a lock is waited for, but not for ever.
+#: English, because errors are matched by text where they have no number; and a limit for lock waits.
 SESSION: Final = (
     "SET LANGUAGE us_english; SET XACT_ABORT OFF; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
     "SET LOCK_TIMEOUT 10000;"
@@ -113,7 +113,7 @@ class NoDriver:
 
 
 class SqlServer(ServerDialect):
-    """What the SQL room needs to know of one SQL Server database."""
+    """SQL Server as a dialect."""
 
     product = "SQL Server"
     clock_tick = timedelta(milliseconds=16)  # on Windows the clock may stand still for 15.625 ms
@@ -149,12 +149,12 @@ class SqlServer(ServerDialect):
         sql: Any = self.engine.dialect
         sql.statement_compiler, sql.ddl_compiler = HintedSql, IdempotentDdl
         sql._supports_offset_fetch = True  # also before the first connection
-        sql.insert_returning = False  # nobody asks for the numbers of rows
+        sql.insert_returning = False  # row counts are not used
         event.listen(self.engine, "do_connect", self._connect_driver)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the drivers raise; Microsoft's does not count a URL's unknown option among its errors."""
+        """The drivers' exceptions, and the one of Microsoft's driver for an unknown option in a URL."""
         if self._pymssql or self._missing is not None:
             return super().errors
         from mssql_python.exceptions import ConnectionStringParseError
@@ -192,15 +192,16 @@ class SqlServer(ServerDialect):
         return connection
 
     def plans_without(self, error: Exception) -> bool:
-        """Tell whether the server or its driver is missing: every statement looks for itself what is there."""
+        """Return whether the server or its driver is missing; the statements are idempotent."""
         if isinstance(error, BackendUnavailable | MissingExtra):
             return True
         return str(error).startswith(NOT_LOADED.partition("{")[0])
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANTs that give the user what it lacks of the rights on tables.
+        """Return the GRANT statements for missing rights on tables.
 
-        A table on which the user has no right at all looks like one that is not there: it counts where others are.
+        A table on which the user has no right at all looks like a missing one; it is counted if other tables are
+        visible.
         """
         found: dict[Table, tuple[list[str], bool]] = {}
         for table, needs in needed.items():
@@ -311,7 +312,7 @@ class SqlServer(ServerDialect):
         return rounded_down(at).replace(tzinfo=None)
 
     def from_due(self, kept: datetime | None) -> datetime:
-        """Return the due time in UTC; a row of somebody else's that has none never leaves."""
+        """Return the due time in UTC; a foreign row without one is never due."""
         return LATEST if kept is None else kept.replace(tzinfo=UTC)
 
     def headers_of(self, message: Message) -> bytes:
@@ -339,7 +340,7 @@ class SqlServer(ServerDialect):
         return insert_into(table).execution_options(**{NEW: whole if key in whole else (key,)})
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row; where somebody has inserted the same key meanwhile, once more and one by one."""
+        """Insert every row; if another transaction inserted the same key meanwhile, retry the rows one by one."""
         try:
             insert.change_many(connection, rows)
         except self.errors as error:
@@ -366,20 +367,20 @@ class SqlServer(ServerDialect):
                 raise
 
     def set_savepoint(self, connection: Connection) -> None:
-        """Mark where to go back to: savepoints cannot be released here, so each depth has a name of its own."""
+        """Set a savepoint; SQL Server cannot release savepoints, so each depth has its own name."""
         connection.info["savepoints"] = connection.info.get("savepoints", 0) + 1
         run(connection, f"SAVE TRANSACTION delayline{connection.info['savepoints']}")
 
     def roll_back_to_savepoint(self, connection: Connection) -> None:
-        """Undo what was done since the savepoint, which stays set."""
+        """Roll back to the savepoint, which stays set."""
         run(connection, f"ROLLBACK TRANSACTION delayline{connection.info['savepoints']}")
 
     def release_savepoint(self, connection: Connection) -> None:
-        """Forget the savepoint, keeping what was done since."""
+        """Release the savepoint and keep the work since."""
         connection.info["savepoints"] -= 1
 
     def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
-        """For this process only: the server cannot tell anybody anything."""
+        """Notifications in this process only: the server has none."""
         del database
         return LocalWakeUps()
 
@@ -388,7 +389,7 @@ class SqlServer(ServerDialect):
         return ApplicationLocks(database, table)
 
     def leases(self, statements: StoreStatements, tables: QueueTables) -> LeaseTable:
-        """Leases in a table of their own."""
+        """Leases in a separate table."""
         return LeaseTable(statements.table, tables, self)
 
     def forwarding(self, statements: StoreStatements, tables: QueueTables) -> SqlServerForwarding:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.server_database import ServerDatabase
 
-AT_ONCE: Final = 100  # each lock is a call of its own; a round trip makes so many
+AT_ONCE: Final = 100  # each lock is a procedure call; this many fit into a round trip
 LOCK: Final = (
     "EXEC @r{n} = sp_getapplock @Resource = N'{name}', @LockMode = N'Exclusive', @LockOwner = N'Session', "
     "@LockTimeout = 0;"
@@ -32,7 +32,7 @@ class ApplicationLocks(SessionClaims):
         self._prefix = f"delayline {hashlib.sha256(table.encode()).hexdigest()[:16]} "
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
-        """Lock what is free, many in a round trip."""
+        """Lock free rows, many in a round trip."""
         taken: set[int] = set()
         for some in _chunks(rows):
             results = only_row(connection, self.lock_sql(some))

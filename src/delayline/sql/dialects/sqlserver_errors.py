@@ -1,7 +1,7 @@
-"""What SQL Server's errors mean, by number.
+"""Meaning of SQL Server's errors, by number.
 
 Where Microsoft's driver gives no number, the text decides, which is English in every session, and then the SQLSTATE,
-which the driver writes out in English words of its own.
+which the driver writes out in words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALREADY_THERE: Final = frozenset({2714, 1913})
 ROLLED_BACK: Final = frozenset({1205, 3903, 3930, 3998})
 LOST: Final = 20003
 
-#: How the texts of errors begin or what is in them, the most telling first.
+#: Prefixes or parts of error texts, the most specific first.
 SIGNS: Final = {
     "Cannot open database": 4060,
     "Login failed for user": 18456,
@@ -116,7 +116,7 @@ KNOWN: Final = TRANSLATIONS.keys() | DUPLICATE_KEY | ALREADY_THERE | ROLLED_BACK
 FRAME: Final = re.compile(
     r"DB-Lib error message [0-9]+, severity [0-9]+:(\s*General SQL Server error[^\n]*)?|(?<=\n)Net-Lib error during "
 )
-#: What the drivers say before there is a connection.
+#: Errors of the drivers before a connection exists.
 UNUSABLE: Final = {
     "certificate": "Give the server a certificate that this machine trusts, or add ?TrustServerCertificate=yes",
     "SSL": "Check Encrypt and TrustServerCertificate in the URL",
@@ -129,7 +129,7 @@ def number_of(error: BaseException) -> int:
     """Return the server's number of an error; 0 where it cannot be told."""
     cause = cause_of(error)
     number = getattr(cause, "sqlserver_number", 0) or (cause.args[0] if cause.args else None)
-    if isinstance(number, tuple) and number:  # pymssql wraps what it says of connections once more
+    if isinstance(number, tuple) and number:  # pymssql wraps errors of connections twice
         number = number[0]
     if isinstance(number, int) and (number in KNOWN or not hasattr(cause, "driver_error")):
         return number
@@ -155,7 +155,7 @@ def translated(error: Exception, place: str) -> Exception:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what the driver says, without its own frame around it."""
+    """Return the driver's text without the frame that it puts around it."""
     cause = cause_of(error)
     said = getattr(cause, "ddbc_error", None) or cause
     parts = said.args if isinstance(said, BaseException) else (said,)

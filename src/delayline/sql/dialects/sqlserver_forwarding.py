@@ -26,11 +26,11 @@ MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED)
 
 
 class SqlServerForwarding(LockedForwarding):
-    """Moves the earliest due messages of one store's table that nobody has locked.
+    """Moves the earliest due messages of one store's table, skipping locked ones.
 
-    Headers stay in the form they are in: a message tells XML from JSON when it is read. A server that ignores the lock
-    hints may give the same messages to two who move them. Only one can remove them: the other undoes its work and
-    leaves them to the poller, which counts what it removes.
+    Headers are moved unchanged: a reader distinguishes XML from JSON. A server that ignores lock hints may return the
+    same messages to two movers. Only one can delete them; the other rolls back and leaves them to the poller, which
+    counts deleted rows.
     """
 
     def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: SqlServer) -> None:
@@ -38,7 +38,7 @@ class SqlServerForwarding(LockedForwarding):
         super().__init__(statements, tables, dialect)
 
     def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
-        """Return 1 or 0: a condition is no value here."""
+        """Return a CASE of 1 or 0: in T-SQL a condition is not a value."""
         return case(
             (and_(known, *map(_without(columns.headers), MARKERS)), literal_column("1")), else_=literal_column("0")
         )
@@ -48,7 +48,7 @@ class SqlServerForwarding(LockedForwarding):
         return func.coalesce(columns.body, literal_column("0x"))
 
     def move(self, connection: Connection, ids: Sequence[str]) -> bool:
-        """Move messages, unless somebody else has removed one."""
+        """Move messages, unless another process has removed one of them."""
         self._dialect.set_savepoint(connection)
         moved = self._move.change_each(connection, keys=ids)
         alone = moved == self._remove.change_each(connection, keys=ids) == len(ids)

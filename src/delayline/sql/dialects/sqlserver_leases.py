@@ -1,8 +1,8 @@
-"""Leases in a table of their own: the document's table has no column for them, and gets none.
+"""Leases in a separate table, because NServiceBus' table has no column for them.
 
-Application locks would do as well, and end with their connection; but every fetch would have to ask for each message
-by itself. A lease is a row, as in the column of other servers, and the query for due messages sees it. A .NET endpoint
-sees neither kind: what it dispatches meanwhile is noticed when the message is removed.
+Application locks would do as well, and end with their connection; but every fetch would have to lock each message
+separately. A lease is a row, which the query for due messages joins. A .NET endpoint ignores both kinds: messages that
+it dispatches meanwhile are found missing when they are removed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LeaseTable:
         self._end = Prepared(of_ids, sql, ["store", "keys"])
 
     def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
-        """Lease the messages; where the server has ignored the locks on their rows, those that nobody else got."""
+        """Lease the messages; if the server ignored the row locks, those that no other process leased."""
         self._sweep.change_each(connection, self._store, keys=ids)
         return [message_id for message_id in ids if self._take_one(connection, message_id)]
 

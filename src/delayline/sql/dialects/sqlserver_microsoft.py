@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: ODBC's numbers of the types.
 WVARCHAR, VARBINARY, BIT, BIGINT, DOUBLE, TIMESTAMP, DATETIMEOFFSET = -9, -3, -7, -5, 8, 93, -155
-#: Few sizes make few plans; the first has room for ids and destinations, the second is the longest that is no stream.
+#: Few sizes mean few query plans; the first fits ids and destinations, the second is the longest that is not a stream.
 TEXT_SIZES: Final = (256, 4000)
 LONGEST_BYTES: Final = 8000
 #: Becomes NULL of every type but varbinary, and no binary column of delayline's is ever NULL.
@@ -91,7 +91,7 @@ class DeclaringCursor(Cursor):
             raise
 
     def _reset_cursor(self) -> None:
-        """Keep what the server has said: after an error the driver frees the statement before it raises."""
+        """Keep the server's messages: after an error the driver frees the statement before it raises."""
         self._said = self._records()
         super()._reset_cursor()
 

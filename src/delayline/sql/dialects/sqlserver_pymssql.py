@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 class BinaryConnection:
-    """A connection of pymssql whose cursors take bytes for what they are."""
+    """A pymssql connection whose cursors bind bytes as varbinary."""
 
     def __init__(self, connection: Any) -> None:  # noqa: ANN401 - the driver's
         self._connection = connection
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Return what the driver's connection has under that name."""
+        """Return the attribute of the driver's connection."""
         return getattr(self._connection, name)
 
     def cursor(self) -> BinaryCursor:
@@ -30,7 +30,7 @@ class BinaryCursor:
         self._cursor = cursor
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Return what the driver's cursor has under that name."""
+        """Return the attribute of the driver's cursor."""
         return getattr(self._cursor, name)
 
     def __iter__(self) -> Iterator[Any]:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from sqlalchemy.schema import CreateIndex, CreateTable
     from sqlalchemy.sql.selectable import GenerativeSelect
 
-#: The document's claim: a row that somebody has locked is passed over, one that is read is ours.
+#: NServiceBus' hints for claiming rows: skip locked rows, and lock the rows that are read.
 CLAIM: Final = "WITH (READPAST, UPDLOCK, ROWLOCK)"
-#: Who only looks waits for nobody; databases that read from snapshots want the second word beside the first.
+#: Reads do not wait for locks; databases with snapshot isolation need the second hint beside the first.
 LOOK: Final = "WITH (READPAST, READCOMMITTEDLOCK)"
 #: The option of an insert that leaves a row with the same key as it is; it names the key's columns.
 NEW: Final = "delayline_new"
@@ -56,7 +56,7 @@ def _centisecond(instant: datetime) -> tuple[datetime, int]:
 
 
 class DueTime(TypeDecorator[datetime]):
-    """`datetime`, also for what it is compared with: as datetime2 the server would see more digits than it keeps."""
+    """`datetime`, also for compared values: the server would compare datetime2 with more digits than it stores."""
 
     impl = mssql.DATETIME
     cache_ok = True
@@ -132,7 +132,7 @@ def _same(name: str, column: Column[Any]) -> str:
 
 
 class IdempotentDdl(MSDDLCompiler):
-    """Creates what is not there, as the document's script does."""
+    """CREATE TABLE that ignores an existing table, as NServiceBus' script."""
 
     def visit_create_table(self, create: CreateTable, **options: Any) -> str:  # noqa: ANN401
         """Create the table unless there is one."""
@@ -151,6 +151,6 @@ class IdempotentDdl(MSDDLCompiler):
         return f"IF NOT EXISTS ({found})\n{text}"
 
     def _literal(self, table: FromClause | None) -> str:
-        """Return the table's quoted name inside quotes of its own."""
+        """Return the table's quoted name as a string literal."""
         name = "" if table is None else self.preparer.format_table(table)
         return "N'" + name.replace("'", "''") + "'"

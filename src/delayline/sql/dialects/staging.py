@@ -46,7 +46,7 @@ class Stage(Protocol):
         ...
 
     def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
-        """Stage the rows, on a connection of its own; raises where the area is gone."""
+        """Stage the rows on a separate connection; raises if the staging area is gone."""
         ...
 
     def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
@@ -100,7 +100,7 @@ class StagedTable(ABC):
             self.dialect.make(connection, CreateTable(self.table))
 
     def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
-        """Write the rows on a connection of its own, all or none."""
+        """Write the rows on a separate connection, all or none."""
         with self._connected() as connection:
             self.dialect.begin(connection)
             for batch in batches:
