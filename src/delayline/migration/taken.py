@@ -80,7 +80,7 @@ class Which(NamedTuple):
         return self.endpoints is None or endpoint.casefold() in {one.casefold() for one in self.endpoints}
 
     def includes(self, due: datetime | None) -> bool:
-        """Return whether this due time is selected. Unparseable due times are always selected."""
+        """Return whether this due time is selected. Unreadable due times are always selected."""
         return self.cutoff is None or due is None or due >= self.cutoff
 
 
