@@ -1,4 +1,4 @@
-"""Circuit breakers: a fault that lasts becomes a critical error, one that passes does not (reference 1.10)."""
+"""Circuit breakers: a fault that lasts becomes a critical error, one that passes does not."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class FailureLog:
         exception: BaseException | None = None,
         **facts: object,
     ) -> None:
-        """Log `text % args` as `emit` does, or less of it when the same event was logged a moment ago.
+        """Log `text % args` as `emit` does, or briefly if the same event was logged a moment ago.
 
         Args:
             logger: The caller's logger.
             level: The level of the first line and of the counted ones.
-            event: What the record is about; also what is counted.
-            text: The text, with the marks of `%` formatting.
-            args: The values for the marks.
+            event: The event of the record, by which records are counted.
+            text: The text, with `%` placeholders.
+            args: The values for the placeholders.
             exception: The error whose traceback is logged with the first failure.
             facts: The facts of the record.
         """
@@ -98,12 +98,12 @@ class FailureLog:
 
 
 class RepeatedFailuresOverTime(FailureLog):
-    """Triggers once when failures go on for `time_to_trigger` with no success between.
+    """Triggers once when failures go on for `time_to_trigger` without a success between them.
 
     Disarmed → armed at the first failure → triggered by the first failure at or after the time; any success disarms.
-    Unlike the reference's, the end of the time alone triggers nothing: silence after a failure is no lasting fault.
-    While armed each failure waits 1 s, while triggered 10 s, so that a dead back end is not hammered. What fails is
-    logged with `log_failure`, which starts anew when the breaker is disarmed. Belongs to one event loop.
+    Unlike NServiceBus's, it does not trigger by time alone: silence after a failure is not a lasting fault. While armed
+    each failure waits 1 s, once triggered 10 s, to spare a failing back end. Failures are logged with `log_failure`,
+    which restarts when the breaker is disarmed. Belongs to one event loop.
     """
 
     def __init__(

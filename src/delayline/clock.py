@@ -29,7 +29,7 @@ class BoundedClock(Clock, Protocol):
     """A clock that is not read exactly, as a server's far away; its `now` is the earliest that the time can be."""
 
     def at_latest(self) -> datetime:
-        """Return the latest that the time can be: what a delay is added to, so that its end is never early."""
+        """Return the upper bound of the present time: a delay is added to it, so that its end is never early."""
         ...
 
 

@@ -351,7 +351,7 @@ def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
 
 
 def must_exist(url: str) -> None:
-    """Raise BackendUnusable where opening what is at `url` would make it, empty."""
+    """Raise BackendUnusable if there is nothing at `url` and opening it would create an empty back end."""
     if on_rabbitmq(url) or _scheme_of(url) == AZURE:
         return
     _must_be_sql(url, "database")
@@ -363,7 +363,7 @@ def must_exist(url: str) -> None:
 async def examine(
     url: str, *, delay_levels: bool = True, endpoint: str | None = None, schema: str | None = None
 ) -> Sequence[tuple[str, bool, str]]:
-    """Return what was looked at in the back end at `url`, whether it is good, and what it is; levels where used."""
+    """Return findings about the back end at `url`: subject, whether it is as it should be, and value."""
     if on_rabbitmq(url):
         from delayline.rabbitmq.admin.doctor import examine as examine_broker
 
@@ -379,7 +379,7 @@ async def examine(
 
 
 async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
-    """Return what a set-up may be refused without failing: what, whether it is done, and what is to be done."""
+    """Return set-up steps that may be refused without failing: name, whether done, and what to do instead."""
     place = settings.where_messages_wait
     if settings.endpoint is None or not on_rabbitmq(place):
         return []
@@ -428,7 +428,7 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
 
 
 def in_memory(url: str) -> bool:
-    """Tell whether what is at `url` is gone with the process."""
+    """Return whether the messages at `url` are lost with the process."""
     return _scheme_of(url) == MEMORY
 
 
@@ -495,7 +495,7 @@ def _stored_delivery(settings: Settings, *, polling: bool, two_phase: TwoPhaseCo
 
 
 class EndpointOverrides(TypedDict, total=False):
-    """What a program may decide itself, past the settings: arguments of Endpoint."""
+    """Settings that a program may decide itself: arguments of Endpoint."""
 
     recoverability: Recoverability | None
     send_only: bool

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
 
-DEFAULT_CONCURRENCY: Final = max(2, os.cpu_count() or 2)  # reference 1.1
+DEFAULT_CONCURRENCY: Final = max(2, os.cpu_count() or 2)
 
 
 async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
@@ -147,7 +147,10 @@ class Endpoint:
 
     @property
     def delayed(self) -> SupportsManagement:
-        """What waits: list, count, cancel, reschedule. Raises ConfigurationError where that is not supported."""
+        """Management of pending messages: list, count, cancel, reschedule.
+
+        Raises ConfigurationError if the delayed delivery does not support it.
+        """
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: nothing waits")
         return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
@@ -172,10 +175,10 @@ class Endpoint:
         return handle
 
     async def start(self) -> None:
-        """Connect, set up, and begin to deliver and receive; receives only where handlers are registered.
+        """Connect, set up, and start delivering and receiving; receives only if handlers are registered.
 
-        Raises BackendUnavailable, BackendUnusable or ConfigurationError, having undone what it did; NotStarted when
-        somebody, or a critical error, stopped it meanwhile.
+        Raises BackendUnavailable, BackendUnusable or ConfigurationError, with nothing left open; NotStarted if it was
+        stopped meanwhile, by a call or by a critical error.
         """
         if self._stopped is not None:
             self._process.check(f"endpoint {self.name!r}")
@@ -205,7 +208,9 @@ class Endpoint:
             await self.transport.stop()
 
     async def stop(self) -> None:
-        """Finish what is in flight, or end a start under way, then disconnect. Idempotent; callers wait for one stop.
+        """Finish messages in flight, or cancel a start in progress, then disconnect.
+
+        Idempotent; all callers wait for it.
 
         Called by a handler it returns at once: the stop waits for that handler.
         """
@@ -217,7 +222,7 @@ class Endpoint:
             await asyncio.shield(self._stopping)
 
     async def wait_stopped(self) -> None:
-        """Return when the endpoint has stopped, whoever stopped it."""
+        """Return once the endpoint has stopped."""
         if self._stopped is not None and not self._process.left:
             await self._stopped.wait()
 
@@ -480,7 +485,7 @@ async def _enlisted(external: ExternalTransaction, part: object) -> Transaction:
 
 
 def _delivery(setting: str, given: DelayedDelivery | DelayedMessageStore | None) -> DelayedDelivery | None:
-    """Return a delayed delivery; one over what is given, where that is a store."""
+    """Return a delayed delivery: the given one, or a StoredDelivery over a given store."""
     if given is None or hasattr(given, "bind"):
         return cast("DelayedDelivery | None", given)
     if all(hasattr(given, verb) for verb in VERBS):
@@ -528,7 +533,7 @@ def _mode(mode: TransactionMode | None, transport: Transport, delivery: DelayedD
 def _recoverability(
     given: Recoverability | None, mode: TransactionMode, delivery: DelayedDelivery | None
 ) -> Recoverability:
-    """Fit the defaults to the mode; refuse explicit settings that cannot work (reference 2.8)."""
+    """Fit the defaults to the mode; refuse explicit settings that cannot work."""
     settings = given or Recoverability()
     if settings.delayed_retries:
         if mode is TransactionMode.NONE:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Event(StrEnum):
-    """What a log record is about."""
+    """The event of a log record."""
 
     ENDPOINT_STARTED = "endpoint.started"
     ENDPOINT_STOPPED = "endpoint.stopped"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
 
     class DriverConnection(Protocol):
-        """A connection of psycopg2, PyMySQL, mysqlclient or Django: what they have in common."""
+        """Common interface of psycopg2, PyMySQL, mysqlclient and Django connections."""
 
         def cursor(self) -> Any:  # noqa: ANN401 - the driver's
             """Return a cursor."""
@@ -88,7 +88,7 @@ class ConnectionThread(Protocol):
     """Runs work on the thread that a connection belongs to."""
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` there and return or raise what it does."""
+        """Run `work` on the waiting thread and return or raise its result."""
         ...
 
 
@@ -106,10 +106,10 @@ class SupportsExternalTransactions(Protocol):
     """Capability of a transport, store or delayed delivery: take part in external transactions."""
 
     async def enlist(self, external: ExternalTransaction) -> Transaction:
-        """Return the external transaction as one of delayline's, which only the user's code commits or rolls back.
+        """Return the external transaction as a delayline transaction, which only the user's code commits or rolls back.
 
-        Raises ConfigurationError where it is on another database, or the connection is in autocommit; TypeError for
-        what is no connection.
+        Raises ConfigurationError if it is on another database, or if the connection is in autocommit; TypeError for an
+        object that is not a connection.
         """
         ...
 
@@ -139,7 +139,7 @@ class WaitingThread:
         return await outcome
 
     def wait_for(self, outcome: Future[Result]) -> Result:
-        """Wait, and return or raise what comes of it; called on the waiting thread."""
+        """Wait, and return or raise the result; called on the waiting thread."""
         outcome.add_done_callback(lambda _: self._jobs.put(None))
         while (job := self._jobs.get()) is not None:
             job()

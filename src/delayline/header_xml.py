@@ -1,6 +1,6 @@
-"""Headers in the XML form that NServiceBus keeps in MSMQ messages and in its SQL Server store (reference 1.13).
+"""Headers in the XML form that NServiceBus uses in MSMQ messages and in its SQL Server store.
 
-Pure functions. What comes from a database is not trusted: no document type, so no entity can expand.
+Pure functions. Input is untrusted: a document type is refused, so entities cannot expand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ START: Final = (
     f'<?xml version="1.0"?><{ROOT} xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance" '
     'xmlns:xsd="http://www.w3.org/2001/XMLSchema">'
 )
-#: Every reader expects this entry. Without a value it is nobody's header, and is left out when read.
+#: Every reader expects this entry. An empty value means that the header was not set.
 CORRELATION_ID: Final = "CorrId"
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
@@ -29,7 +29,8 @@ BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _INVALID: Final = "\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff"
 _TO_ESCAPE: Final = re.compile(f"[&<>\r{_INVALID}]")
 _NAMED: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-#: While expat reads, what it would refuse is spelled with this character of private use, and so is the character.
+#: Characters that expat would refuse are escaped with this private-use character while it reads, and so is the
+#: character.
 _MARK: Final = "\uf8ff"
 _TO_SPELL: Final = re.compile(f"&#(?:x([0-9a-fA-F]{{1,8}})|([0-9]{{1,10}}));|[{_MARK}{_INVALID}]")
 _REFUSED: Final = re.compile(f"[{_MARK}{_INVALID}]")
@@ -72,7 +73,7 @@ def _spell(found: re.Match[str]) -> str:
         return f"{_MARK}{ord(found[0]):x};"
     code = int(hexadecimal, 16) if hexadecimal else int(decimal)
     if code > _HIGHEST or not _REFUSED.match(chr(code)):
-        return found[0]  # expat reads it, or says what is wrong with it
+        return found[0]  # expat parses it, or raises
     return f"{_MARK}{code:x};"
 
 

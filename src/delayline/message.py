@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
     from delayline.header_template import HeaderTemplate
 
-#: What a message may carry before it is encoded: bytes as they are, str as UTF-8, anything else as JSON.
+#: A body before encoding: bytes as they are, str as UTF-8, anything else as JSON.
 Body = bytes | str | dict[str, Any] | list[Any] | int | float | bool | None
 
 _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-MAXIMUM_ID_LENGTH: Final = 250  # reference 1.12: Id nvarchar(250)
-MAXIMUM_DESTINATION_LENGTH: Final = 200  # reference 1.12: Destination nvarchar(200)
+MAXIMUM_ID_LENGTH: Final = 250  # NServiceBus's column Id nvarchar(250)
+MAXIMUM_DESTINATION_LENGTH: Final = 200  # NServiceBus's column Destination nvarchar(200)
 TEXTS: Final = frozenset([str])
 UNUSABLE_IN_IDS: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL keeps no NUL, UTF-8 has no lone surrogates
 UNUSABLE_IDS: Final = uuid.UUID("c3b0f4f2-7c0b-4b43-8a53-0f6f2f0d6c1e")
 TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,7}))?")
-WIRE_TIME_LENGTH: Final = 28  # reference 1.6: .NET accepts no other
+WIRE_TIME_LENGTH: Final = 28  # yyyy-MM-dd HH:mm:ss:ffffff Z; .NET's parser accepts no other length
 
 
 class Headers:
-    """Header names as NServiceBus writes them, so that both worlds can exchange messages (reference 6.1)."""
+    """Header names as NServiceBus writes them, so that both worlds can exchange messages."""
 
     MESSAGE_ID: Final = "NServiceBus.MessageId"
     CORRELATION_ID: Final = "NServiceBus.CorrelationId"
@@ -195,14 +195,14 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The body as UTF-8 text, without a byte order mark. Raises CorruptBody for what is no UTF-8."""
+        """The body as UTF-8 text, without a byte order mark. Raises CorruptBody for invalid UTF-8."""
         try:
             return self.body.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise CorruptBody(f"the body of message {self.id!r} is no UTF-8 text: {error}. Use message.body") from error
 
     def json(self) -> Any:  # noqa: ANN401 - JSON has no narrower type
-        """Return the body parsed as JSON. Raises CorruptBody for what is none."""
+        """Return the body parsed as JSON. Raises CorruptBody for invalid JSON."""
         text = self.text
         try:
             return json.loads(text)
@@ -310,7 +310,7 @@ def new_message_id(now: datetime) -> str:
 
 
 def to_wire_time(instant: datetime) -> str:
-    """Return `yyyy-MM-dd HH:mm:ss:ffffff Z`, always UTC (reference 6.1)."""
+    """Return `yyyy-MM-dd HH:mm:ss:ffffff Z`, always UTC."""
     second, microsecond = divmod(to_microseconds(instant), 1_000_000)
     return f"{_wire_second(second)}:{microsecond:06} Z"
 

@@ -1,4 +1,4 @@
-"""What a send becomes: checked at the door, given an id and headers, due now or later."""
+"""Composition of outgoing messages: validates arguments, assigns id and headers, computes the due time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Outgoing(NamedTuple):
 
 
 class Composer:
-    """Turns what a user sends into operations of one endpoint."""
+    """Composes one endpoint's outgoing operations from the arguments of `send`."""
 
     def __init__(self, endpoint_name: str, clock: Clock, *, reply_to: str | None) -> None:
         self._now = latest_of(clock)
@@ -166,7 +166,7 @@ def sent_headers(message_id: str, content_type: str, now: datetime, due: datetim
 
 
 def sent_values(message_id: str, content_type: str, now: datetime, due: datetime | None) -> tuple[str, ...]:
-    """Return their values, in the order of `SENT`; the last one is left out of what is due now."""
+    """Return the values in the order of `SENT`; the last one is omitted for messages due now."""
     values = (message_id, message_id, message_id, content_type, to_wire_time(now))
     return values if due is None else (*values, to_wire_time(due))
 
@@ -194,7 +194,7 @@ def completed(sent: dict[str, str], headers: HeaderMap | None, related_to: Messa
 
 
 def check_headers(headers: HeaderMap) -> HeaderMap:
-    """Return the headers; raises InvalidMessage for what is not str to str, or a time that cannot be read."""
+    """Return the headers. Raises InvalidMessage for entries that are not str to str, or an unreadable time."""
     if _plain(headers):
         return headers
     if not isinstance(headers, Mapping):

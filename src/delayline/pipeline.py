@@ -1,4 +1,4 @@
-"""Receiving: take a message, run the handlers, commit what they sent together with the receive, or recover."""
+"""Receiving: take a message, run the handlers, commit their sends together with the receive, or recover."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 Result_co = TypeVar("Result_co", covariant=True)
 
-TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # reference 1.10
+TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # the time of NServiceBus's receive circuit breaker
 RECOVERED_AFTER: Final = timedelta(seconds=5)
 #: How many messages that cannot be moved wait beside those that are handled, and how large they are together.
 MOST_APART: Final = 500
@@ -79,10 +79,10 @@ class Recorded(Coroutine[Any, Any, Result_co]):
 
 
 class MessageContext:
-    """What a handler can do besides reading its message.
+    """The context of a handler: metadata, and sending.
 
-    Everything sent through it leaves when the handler has succeeded, as the transaction mode says, and not at all
-    when the handler raises. Calls take effect at once and wait for nothing: `await` is possible and not needed.
+    Messages sent through it leave when the handler has succeeded, as the transaction mode says, and not at all if the
+    handler raises. Calls return at once without I/O; `await` is possible and not needed.
     """
 
     def __init__(self, received: Message, queue: str, attempt: int, composer: Composer) -> None:
@@ -170,7 +170,7 @@ Handler = Callable[[Message, MessageContext], Awaitable[None]]
 
 
 class Defers(Protocol):
-    """Where what a handler sends with a delay goes."""
+    """The destination of a handler's delayed sends."""
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Keep the operation until `due`, durably on return or at the commit of `transaction`."""
@@ -178,7 +178,7 @@ class Defers(Protocol):
 
 
 class _AlreadyHandled(Exception):
-    """The message left its queue while it was being handled here: somebody else has handled it."""
+    """The message left its queue while it was being handled here: another receiver has handled it."""
 
 
 @dataclass(slots=True)
@@ -318,7 +318,7 @@ class Pipeline:
                 return
 
     async def _run_handlers(self, received: ReceivedMessage, attempt: int) -> list[Outgoing]:
-        """Return what the handlers send."""
+        """Return the sends of the handlers."""
         context = MessageContext(received.message, self.queue, attempt, self.composer)
         try:
             for handler in self.handlers:
@@ -421,7 +421,7 @@ class Pipeline:
         )
 
     async def _complete(self, received: ReceivedMessage, outgoing: list[Outgoing]) -> None:
-        """Send what was collected and take the message off its queue, as the transaction mode says."""
+        """Dispatch the recorded sends and remove the message from its queue, as the transaction mode says."""
         now = [entry.operation for entry in outgoing if entry.due is None]
         later = [entry for entry in outgoing if entry.due is not None]
         for entry in later:
@@ -502,7 +502,7 @@ class Pipeline:
         await self.receiver.release(received)
 
     async def _back_off(self, received: ReceivedMessage, pause: timedelta) -> None:
-        """Hold the message for so long, in nobody's place where there is room for that."""
+        """Hold the message for this long outside of the concurrency limit, if there is room for that."""
         task, size = asyncio.current_task(), len(received.message.body)
         if task is None or len(self._apart) >= MOST_APART or sum(self._apart.values()) + size > MOST_BYTES_APART:
             await self._wait(min(pause, DELAY_WHEN_ARMED))

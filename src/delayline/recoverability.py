@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
 
-MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # bytes of UTF-8; reference 1.9
+MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # bytes of UTF-8; bounds the error headers
 MAXIMUM_STACK_TRACE: Final = 16_384  # bytes of UTF-8
 MAXIMUM_TYPE_NAME: Final = 300  # bytes of UTF-8
 BRIEF_TEXT: Final = 300  # characters of an exception in one line of a log
@@ -38,7 +38,7 @@ ROOM_FOR_TEXTS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
 CAUSES_AT_EACH_END: Final = 4
 DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
-LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # reference 2.8
+LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # as NServiceBus limits delayed retries
 #: What an endpoint without delayed delivery is advised.
 DELAYED_DELIVERIES: Final = (
     "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
@@ -196,7 +196,7 @@ def failure_headers(
     *,
     room: int = MAXIMUM_EXCEPTION_MESSAGE,
 ) -> dict[str, str]:
-    """Return the headers that tell, on a message in the error queue, what failed, where and when (reference 1.9).
+    """Return the headers that tell, on a message in the error queue, what failed, where and when.
 
     Args:
         error: What a handler or a dispatch raised.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.pipeline import MessageContext
     from delayline.transaction import Transaction
 
-IMMEDIATE_RETRIES: Final = 4  # reference 2.1
+IMMEDIATE_RETRIES: Final = 4  # NServiceBus's number for satellites of the timeout manager
 
 
 async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:
@@ -56,7 +56,7 @@ class OutagesCountNobody(Recoverability):
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Hands a message on to where the pipeline sends what is due later: in the transaction of the receive."""
+    """Dispatches a satellite's operations in the transaction of the receive."""
 
     of_satellite: SatelliteWork
     queue: str

@@ -31,7 +31,7 @@ Sourced = dict[str, tuple[object, Source]]
 
 
 def from_file(config: Path | str | None, known: Mapping[str, object]) -> Sourced:
-    """Return what the file says, delayline.toml where there is one if left out; raises ConfigurationError."""
+    """Return the contents of the file, by default of delayline.toml if it exists. Raises ConfigurationError."""
     path = Path(FILE_NAME if config is None else config)
     if config is None and not path.is_file():
         return {}
@@ -52,7 +52,7 @@ def from_file(config: Path | str | None, known: Mapping[str, object]) -> Sourced
 
 
 def from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> Sourced:
-    """Return what the variables, which name settings, are set to; raises ConfigurationError for a likely typo."""
+    """Return the values of the environment variables for settings. Raises ConfigurationError for a likely typo."""
     for given in environ:
         close = difflib.get_close_matches(given, variables, 1, 0.9) if given.startswith(PREFIX) else []
         if close and given not in variables:

@@ -1,4 +1,4 @@
-"""What the values of settings must be, whether they come from a file, the environment or a flag."""
+"""Validation of setting values from a file, the environment or a flag."""
 
 from __future__ import annotations
 

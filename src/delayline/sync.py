@@ -1,4 +1,4 @@
-"""The synchronous face: the same endpoint for Django, Flask and scripts, driven from a thread of its own."""
+"""A synchronous endpoint for Django, Flask and scripts, run on an event loop in a background thread."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SyncEndpoint:
             raise
 
     def stop(self) -> None:
-        """Finish what is in flight and end the thread. Idempotent."""
+        """Finish messages in flight and end the thread. Idempotent."""
         if self._loop is not None and not self._process.left:
             try:
                 self.run(self.endpoint.stop())

@@ -1,4 +1,4 @@
-"""Transactions: what they are, the four modes, and which pair of parts gives which guarantee."""
+"""Transactions, the four transaction modes, and the guarantee of each pair of parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAITING_TASK: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("delaylin
 
 
 class TransactionMode(IntEnum):
-    """How receiving, sending and storing hang together, weakest first (reference 1.11)."""
+    """How receiving, sending and storing hang together, weakest first."""
 
     NONE = 0
     """A message is gone from its queue when its handler starts: a crash or a failure without error queue loses it."""
@@ -34,7 +34,7 @@ class TransactionMode(IntEnum):
 
 
 class Guarantee(StrEnum):
-    """What a pair of transport and delayed delivery promises in a transaction mode."""
+    """The guarantee of a transport and a delayed delivery in a transaction mode."""
 
     EXACTLY_ONCE = "exactly once"
     AT_LEAST_ONCE = "at least once"
@@ -120,7 +120,7 @@ class TransactionParticipant(Protocol):
 
     @property
     def transaction_domain(self) -> Hashable | None:
-        """Parts with equal domains can share one local transaction; None shares with nobody."""
+        """Parts with equal domains can share a local transaction; None is never shared."""
         ...
 
 
@@ -143,8 +143,8 @@ def guarantee(
 ) -> Guarantee:
     """Return what this pair promises in `mode`: the one source for start-up, `doctor` and the docs table.
 
-    Raises UnsupportedTransactionMode, with the remedy, for a pair that cannot honour the mode. Source: seeds 000,
-    Consistency; reference 1.11.
+    Raises UnsupportedTransactionMode, with the remedy, for a pair that cannot honour the mode.
+    See https://docs.particular.net/transports/transactions.
     """
     highest = transport.highest_transaction_mode
     if mode > highest:

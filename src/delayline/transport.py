@@ -1,4 +1,4 @@
-"""What a transport is: moves messages between queues. Each technology's room has one."""
+"""The protocols of transports, which move messages between queues."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Receiver(Protocol):
         ...
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
-        """Take the message off the queue for good, with `transaction` where given.
+        """Remove the message from the queue, in `transaction` if given.
 
-        False means that it was gone already: somebody else has handled it, and the caller should roll back.
+        False means that another receiver has handled it; the caller should roll back.
         """
         ...
 
@@ -52,7 +52,7 @@ class Receiver(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End a waiting `receive` and take no more; what was received can still be acknowledged. Idempotent."""
+        """End a waiting `receive` and accept no more; received messages can still be acknowledged. Idempotent."""
         ...
 
 
@@ -110,7 +110,7 @@ class SupportsStopDeadline(Protocol):
     """Capability of a transport, store or delayed delivery: to wait less for a server when its endpoint stops."""
 
     def stop_soon(self) -> None:
-        """Limit what is under way and what follows, so that an endpoint whose server is silent stops within 20 s."""
+        """Limit present and later waits, so that an endpoint with a silent server stops within 20 s."""
         ...
 
 
@@ -149,7 +149,7 @@ class SupportsQueueManagement(Protocol):
         ...
 
     async def purge(self, queue: str) -> int:
-        """Remove every message that nobody is handling and return how many. Raises QueueNotFound."""
+        """Remove every message that is not being handled; return their number. Raises QueueNotFound."""
         ...
 
 

@@ -312,7 +312,7 @@ async def test_a_lease_that_is_broken_is_told_and_what_was_held_is_fetched_by_ot
 async def test_endpoints_with_and_without_a_timeout_manager_exchange_delayed_messages(
     azure_url: str, tmp_path: Path
 ) -> None:
-    """Both ways, as the document promises: a receiver cannot tell how a message has waited (seeds 004)."""
+    """Both ways, as the document promises: a receiver cannot tell how a message has waited."""
     # Given an endpoint of each schema on one account
     old_noted, new_noted = Noted(), Noted()
     account = AzureAccount(azure_url)

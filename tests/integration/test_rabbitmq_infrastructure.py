@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiormq.abc import AbstractChannel
     from tests.servers.rabbitmq import RabbitmqServer
 
-#: Milliseconds of each level, from 0 to 27 (reference 1.2).
+#: Milliseconds of each level, from 0 to 27.
 TIMES: Final = (
     1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 256000, 512000, 1024000, 2048000, 4096000, 8192000,
     16384000, 32768000, 65536000, 131072000, 262144000, 524288000, 1048576000, 2097152000, 4194304000, 8388608000,

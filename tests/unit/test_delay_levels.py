@@ -17,7 +17,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DELAYS = st.integers(0, levels.MAXIMUM_DELAY)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
-#: Delay, destination, bits without dots, level (reference 1.5).
+#: Delay, destination, bits without dots, level.
 VECTORS: Final = [
     (0, "some-address", "0000000000000000000000000000", 0),
     (0, "", "0000000000000000000000000000", 0),

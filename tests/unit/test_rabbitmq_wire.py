@@ -74,7 +74,7 @@ def test_whatever_is_text_goes_out_and_comes_back(headers: dict[str, str], id: s
 
 
 def test_properties_repeat_what_clients_look_for() -> None:
-    """Given the headers of reference 1.11, when encoded, then the properties say the same."""
+    """Given the headers of NServiceBus.RabbitMQ, when encoded, then the properties say the same."""
     headers = {
         Headers.CORRELATION_ID: "c",
         Headers.CONTENT_TYPE: "application/json",

@@ -1,4 +1,4 @@
-"""The timeout manager: what is stored, what is dispatched, when, and with which headers (reference 2)."""
+"""The timeout manager: what is stored, what is dispatched, when, and with which headers."""
 
 from __future__ import annotations
 

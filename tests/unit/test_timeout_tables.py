@@ -1,4 +1,4 @@
-"""The tables of timeouts are those of NServiceBus' SQL persistence, column for column (reference 3.1)."""
+"""The tables of timeouts are those of NServiceBus' SQL persistence, column for column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A storage account: where it is, who may use it, and the clients of its queues, tables and containers."""
+"""A storage account: its address, credentials, and the clients of its queues, tables and containers."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ SERVER_TIMEOUT: Final = 15.0
 
 
 class Retries(AsyncRetryPolicy[Any, Any]):
-    """The core library's retries, in the place of the storage libraries' own, which know no Retry-After and no 429.
+    """The core library's retry policy in place of the storage libraries' own, which ignore Retry-After and 429.
 
-    A send that got no answer is not sent again here: whoever asked for it decides.
+    A send without an answer is not repeated here: its caller decides.
     """
 
     async def send(self, request: PipelineRequest[Any]) -> PipelineResponse[Any, Any]:

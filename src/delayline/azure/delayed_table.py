@@ -1,4 +1,7 @@
-"""Delayed messages in a table of Azure Storage, as a .NET endpoint of the same name keeps them (seeds 004)."""
+"""Delayed messages in a table of Azure Storage, as a .NET endpoint of the same name keeps them.
+
+See https://docs.particular.net/transports/azure-storage-queues/delayed-delivery.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +46,23 @@ ONE_SECOND: Final = timedelta(seconds=1)
 STAND_BY: Final = 1.0
 #: How long cancelling waits for the lease, which a poller has while it dispatches; in steps.
 PATIENCE: Final = (0.1, 0.2, 0.3, 0.5, 0.9)
-#: What is due later than this is in no poller's hands, however the machines' clocks differ.
+#: A message due later than this cannot be in a poller's hands, whatever the machines' clock difference.
 FAR: Final = timedelta(minutes=5)
 MOST_REPORTED: Final = 1000
 NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, or call initialize first"
 
 
 class AzureDelayedTable(SingleMessageVerbs):
-    """Keeps an endpoint's delayed messages in a table; whoever dispatches has the lease on a container.
+    """Delayed message store in an Azure table; the dispatching process holds a lease on a container.
 
-    table_name: of table and container; `delays` and the SHA-1 of the endpoint's name when left out.
-    poll_interval: how often to look for what other processes have stored.
-    clock: tells, when a message is cancelled, whether somebody may be dispatching it.
-    server_timeout: how many seconds a request may take, with its retries; the account's where it is left out.
     Due times are rounded up to whole seconds. Several messages are not stored in one transaction.
+
+    Args:
+        account: The storage account, or its URL.
+        table_name: Name of table and container; by default `delays` and the SHA-1 of the endpoint's name.
+        poll_interval: How often to look for messages of other processes.
+        clock: Decides, when a message is cancelled, whether it may be being dispatched.
+        server_timeout: Seconds that a request may take with its retries; by default the account's.
     """
 
     def __init__(
@@ -114,7 +120,7 @@ class AzureDelayedTable(SingleMessageVerbs):
             raise
 
     def stop_soon(self) -> None:
-        """Spend a few seconds at most, from now on, on what the service does not answer."""
+        """From now on wait at most a few seconds for answers."""
         self._requests.stop_soon()
 
     async def close(self) -> None:
@@ -236,7 +242,7 @@ class AzureDelayedTable(SingleMessageVerbs):
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return what waits, earliest due first."""
+        """Return pending messages, earliest due first."""
         only = {} if destination is None else {"Destination": destination}
         found: list[DelayedMessage] = []
         async for row in self._rows(self._open.waiting(at_least=offset + limit, only=only)):
@@ -249,7 +255,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         return found
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
-        """Count what waits by bucket and destination: reads the keys of the whole table."""
+        """Count pending messages by bucket and destination; reads the keys of the whole table."""
         time_span("bucket", bucket)
         counts: Counter[tuple[datetime, str]] = Counter()
         async for entity in self._open.waiting(columns=["PartitionKey", "RowKey", "Destination"]):
@@ -301,7 +307,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         return found
 
     async def _rows(self, entities: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[Row]:
-        """Yield the messages; what is none stays where it is, and is reported once."""
+        """Yield the messages; a row that is not a message stays in the table and is logged once."""
         async with contextlib.aclosing(entities) as reading:  # type: ignore[type-var]
             async for entity in reading:
                 try:
@@ -318,7 +324,10 @@ class AzureDelayedTable(SingleMessageVerbs):
         return row_of(message) if held is None else replace(held, message=message)
 
     async def _move(self, old: Row, new: Row) -> bool:
-        """Write a message anew under its new due time; False when it was gone. Whoever crashes leaves two, not none."""
+        """Re-insert under the new due time, then delete the old row; False if it was gone.
+
+        A crash in between duplicates.
+        """
         table = self._open
         if old.key == new.key:
             return await table.merge(old.key, {RETRIES: new.message.number_of_retries})
@@ -335,7 +344,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         return True
 
     async def _outcome(self, row: Row | None) -> Outcome:
-        """Tell what can become of a message that somebody wants back: nothing, once a poller may have it."""
+        """Return whether a message can still be cancelled: not once a poller may be dispatching it."""
         if row is None:
             return Outcome.NOT_PENDING
         if (row.message.id, row.message.due) in self._held:

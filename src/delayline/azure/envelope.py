@@ -1,4 +1,7 @@
-"""The wrapper in which NServiceBus sends messages through Azure Storage Queues (reference 2.6). Pure."""
+"""The wrapper in which NServiceBus sends messages through Azure Storage Queues. Pure.
+
+See https://docs.particular.net/transports/azure-storage-queues/.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ SHORTEST_TRACE: Final = 200
 INTENTS: Final = ("", "Send", "Publish", "Subscribe", "Unsubscribe", "Reply")
 LONGEST_REASON: Final = 500
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-#: What a message too large for the error queue goes without, in this order; the last thing it loses is the reason.
+#: Headers removed, in this order, from a message too large for the error queue; the reason goes last.
 DISPENSABLE: Final = (
     (Headers.EXCEPTION_STACK_TRACE,),
     (Headers.EXCEPTION_MESSAGE,),
@@ -31,7 +34,7 @@ DISPENSABLE: Final = (
 
 
 class UnwrappedMessage(Message):
-    """What was in a queue and is no wrapped message: its body is the text, and it is sent on as it is."""
+    """A queue message without an envelope: its body is the text, and it is forwarded unchanged."""
 
     __slots__ = ("reason",)
 

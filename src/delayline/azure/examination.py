@@ -20,7 +20,7 @@ CLOCKS_DIFFER: Final = timedelta(seconds=10)
 
 
 async def examine(url: str) -> Sequence[Finding]:
-    """Return a finding for each service, and one for this machine's clock, which says what is due."""
+    """Return a finding for each service, and one for this machine's clock, which decides whether a message is due."""
     account = AzureAccount(url)
     dates: list[datetime] = []
     await account.open()

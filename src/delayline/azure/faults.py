@@ -56,11 +56,12 @@ class Requests:
     async def ask(
         self, doing: str, *, at_most: float | None = None, room: asyncio.Semaphore | None = None
     ) -> AsyncIterator[None]:
-        """Run one request inside: its errors are translated, and raise BackendUnavailable when there is no answer.
+        """Run one request inside: translates its errors, and raises BackendUnavailable without an answer.
 
-        doing: what fails, for the text, as in "send to queue 'sales'".
-        at_most: seconds, where less than the usual limit is left.
-        room: how many may run at a time; the wait for it ends when no request was answered for as long as the limit.
+        Args:
+            doing: The operation, for the error text, as in "send to queue 'sales'".
+            at_most: Seconds, if less than the usual limit is left.
+            room: Limits concurrent requests; waiting for it ends when no request was answered for as long as the limit.
         """
         async with contextlib.AsyncExitStack() as stack:
             if room is not None:

@@ -1,4 +1,7 @@
-"""The lease that lets one process at a time dispatch an endpoint's delayed messages (reference 2.5)."""
+"""The lease that lets one process at a time dispatch an endpoint's delayed messages.
+
+See https://docs.particular.net/transports/azure-storage-queues/delayed-delivery.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ TAKEN: Final = 409
 class ContainerLease:
     """A lease of 15 seconds on a container, renewed while it is held; time is this machine's monotonic clock.
 
-    lost: called when somebody else has it, or might have it, though it was not given up.
+    lost: called when another process has it, or may have it, without a release.
     """
 
     def __init__(self, container: ContainerClient, lost: Callable[[], None], requests: Requests) -> None:
@@ -47,11 +50,11 @@ class ContainerLease:
 
     @property
     def held(self) -> bool:
-        """Whether nobody else can have it."""
+        """Whether no other process can have it."""
         return time.monotonic() < self._until
 
     async def acquire(self) -> bool:
-        """Take the lease unless somebody else has it; True when it is held. Makes the container where it is missing."""
+        """Acquire the lease unless another process has it; True if it is held. Creates a missing container."""
         if self.held:
             return True
         try:
@@ -64,7 +67,10 @@ class ContainerLease:
         return taken
 
     async def release(self) -> None:
-        """Give the lease up; whoever waits for it can take it at once. Idempotent; a failure only makes them wait."""
+        """Release the lease, so that a waiting process can acquire it at once.
+
+        Idempotent; a failure only delays the others.
+        """
         held, self._until = self.held, 0.0
         if self._renewing is not None:
             self._renewing.cancel()
@@ -75,7 +81,7 @@ class ContainerLease:
                     await self._client().release()
 
     async def make_container(self) -> None:
-        """Create the container, for nobody to read. Idempotent."""
+        """Create the container without public access. Idempotent."""
         async with self._requests.ask(f"create container {self._container.container_name!r}"):
             with contextlib.suppress(ResourceExistsError):
                 await self._container.create_container()

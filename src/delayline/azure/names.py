@@ -12,14 +12,14 @@ from delayline.errors import ConfigurationError, InvalidDueTime
 
 #: 3 to 63 lower-case letters, digits and single hyphens, none of them at either end (Azure's rule for queues).
 QUEUE: Final = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(?:-[a-z0-9]+)*")
-#: What a table and a container can both be called, before it is lower-cased (reference 2.1).
+#: Names that are valid for both a table and, in lower case, a container.
 TABLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9]{2,62}")
 #: Ids that are row keys as they are; they keep their order there. Azure refuses `/ \\ # ?` and control characters.
 PLAIN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,250}")
 ROW_KEY: Final = re.compile(r"([0-9]{14})(?:_.*)?", re.DOTALL)
-#: Sorts behind every key that begins with a digit: what comes before it are the messages.
+#: Sorts behind every key that begins with a digit; the keys before it are messages.
 BEHIND_DIGITS: Final = ":"
-#: Partitions of the rows that tell where the message of an id is. Letters: no poller takes them for due ones.
+#: Number of partitions of the index by id. Their keys are letters, which no poller reads as due times.
 ID_PARTITIONS: Final = 4
 ONE_SECOND: Final = timedelta(seconds=1)
 LATEST: Final = datetime.max.replace(microsecond=0, tzinfo=UTC)
@@ -75,7 +75,7 @@ def can_be_queue(address: str) -> bool:
 
 
 def delays_name(endpoint_name: str) -> str:
-    """Return the name of an endpoint's table and container, as NServiceBus derives it (seeds 004, reference 2.1)."""
+    """Return the name of an endpoint's table and container, as NServiceBus derives it."""
     return "delays" + hashlib.sha1(endpoint_name.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -89,10 +89,10 @@ def checked_table_name(name: str) -> str:
 
 
 def message_key(message_id: str, due: datetime) -> Key:
-    """Return where a message is kept that is due then; raises InvalidDueTime where its second is no longer in a year.
+    """Return the key of a message with this due time. Raises InvalidDueTime if its second is beyond year 9999.
 
-    A key names the second before the one in which the message is due: a .NET endpoint, which takes a row once its
-    second is over, and this one then agree, and neither is early (reference 2.2, 2.4).
+    A key names the second before the due time: a .NET endpoint, which dispatches a row once its second is over, and
+    this one then agree, and neither is early.
     """
     try:
         second = _ceiling(due) - ONE_SECOND

@@ -1,8 +1,8 @@
-"""Where the message of an id is: a row an id, beside the messages, so that an id is kept once and found at once.
+"""Index of messages by id: one row per id, so that an id is unique and found at once.
 
-Its partitions begin with letters, behind all due times: no poller, of .NET either, looks there. A row outlives its
-message for a while: they are deleted when nothing is due, to hold up nobody. One that a crash leaves behind does no
-harm: the next message of that id takes it over.
+Its partition keys begin with letters, behind all due times, so no poller reads them, of .NET either. Index rows are
+deleted later than their messages, when nothing is due, so that they delay no dispatch. A row left by a crash is
+harmless: the next message with that id takes it over.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Places:
         await self._table.put_each([place_entity(row.message.id, row.key)])
 
     async def find(self, message_id: str) -> Row | None:
-        """Return the message of that id, or None; what was stored by .NET is looked for in the whole table."""
+        """Return the message with that id, or None; messages stored by .NET are searched in the whole table."""
         place = await self._table.get(place_key(message_id))
         key = None if place is None else place_in(place)
         entity = None if key is None else await self._table.get(key)

@@ -31,7 +31,7 @@ LARGEST_PAGE: Final = 32
 #: How often a message that is held is hidden anew, in the time that it is hidden for.
 RENEWALS: Final = 3
 SHORTEST_WAIT: Final = 0.05
-#: What says that the message is gone, or was handed to somebody else meanwhile.
+#: Errors for a message that is gone, or was delivered to another receiver meanwhile.
 GONE: Final = frozenset({"MessageNotFound", "PopReceiptMismatch", "QueueNotFound"})
 
 
@@ -84,7 +84,7 @@ class AzureReceiver:
         return []
 
     async def acknowledge(self, received: ReceivedMessage, transaction: object = None) -> bool:
-        """Delete the message; False when it was gone, or had been handed to somebody else."""
+        """Delete the message; False if it was gone, or had been delivered to another receiver."""
         held = self._held.get(_number(received))
         if held is None:
             return False
@@ -106,7 +106,7 @@ class AzureReceiver:
         self._news.set()
 
     async def stop(self) -> None:
-        """End a waiting receive; what is held stays hidden until it is acknowledged or released."""
+        """End a waiting receive; delivered messages stay invisible until they are acknowledged or released."""
         self._stopped.set()
 
     async def _page(self, number: int) -> list[ReceivedMessage]:
@@ -127,7 +127,7 @@ class AzureReceiver:
         return ReceivedMessage(unwrapped, number)
 
     async def _renew(self) -> None:
-        """Keep what is held hidden, until nothing is."""
+        """Renew the invisibility of delivered messages until there are none."""
         while self._held:
             await asyncio.sleep(self._hidden_for / RENEWALS)
             await asyncio.gather(*(self._hide_longer(number, held) for number, held in list(self._held.items())))
@@ -181,12 +181,12 @@ async def page_of(client: QueueClient, number: int, hidden_for: int) -> list[Que
 
 
 def receipt_of(message: QueueMessage) -> str:
-    """Return what lets a message be deleted, by whoever has received or changed it last."""
+    """Return the receipt with which the message can be deleted; only the latest one is valid."""
     return message.pop_receipt or ""
 
 
 async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bool:
-    """Delete a message; False when the receipt is no longer good for it."""
+    """Delete a message; False if the receipt is no longer valid."""
     try:
         await client.delete_message(message_id, receipt)
     except HttpResponseError as error:
@@ -197,7 +197,7 @@ async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bo
 
 
 async def shown(client: QueueClient, message_id: str, receipt: str) -> str | None:
-    """Make a message visible and return its new receipt; None when the old one is no longer good for it."""
+    """Make a message visible and return its new receipt; None if the old one is no longer valid."""
     try:
         return receipt_of(await client.update_message(message_id, receipt, visibility_timeout=0))
     except HttpResponseError as error:

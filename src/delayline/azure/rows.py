@@ -1,4 +1,7 @@
-"""Entities of the delayed messages table, as a .NET endpoint of the same name writes and reads them (reference 2.2)."""
+"""Entities of the delayed messages table, as a .NET endpoint of the same name writes and reads them.
+
+See https://docs.particular.net/transports/azure-storage-queues/delayed-delivery.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LONGEST_TEXT: Final = 32 * 1024
 #: Columns that .NET neither writes nor reads. A row without the first was not written here.
 RETRIES: Final = "NumberOfRetries"
 ENCODED_HEADERS: Final = "EncodedHeaders"
-#: What a row of the ids' partitions holds: the row key of the message.
+#: Column of an index row: the row key of the message.
 PLACE: Final = "Place"
 
 
@@ -30,7 +33,7 @@ USABLE_KEY: Final = re.compile(r"[^/\\#?\x00-\x1f\x7f-\x9f]{1,512}")
 
 
 class ForeignRow(ValueError):
-    """A row that is no delayed message; it is left where it is."""
+    """A row that is not a delayed message; it stays in the table."""
 
 
 @dataclass(frozen=True, slots=True)

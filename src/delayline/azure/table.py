@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Operation = tuple[str, Entity] | tuple[str, Entity, Mapping[str, Any]]
 
 LARGEST_TRANSACTION: Final = 100
-#: Azure takes 4 MiB; what is not the body is not counted.
+#: Azure accepts 4 MiB; only bodies are counted here.
 TRANSACTION_BYTES: Final = 2 * 1024 * 1024
 LARGEST_PAGE: Final = 1000
 AT_ONCE: Final = 16

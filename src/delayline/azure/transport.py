@@ -134,7 +134,7 @@ class AzureStorageQueueTransport:
             raise
 
     def stop_soon(self) -> None:
-        """Spend a few seconds at most, from now on, on what the service does not answer."""
+        """From now on wait at most a few seconds for answers."""
         self._requests.stop_soon()
 
     async def stop(self) -> None:
@@ -203,7 +203,7 @@ class AzureStorageQueueTransport:
         return [unwrap(one.id, one.content) for one in found[offset : offset + limit]]
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
-        """Remove the oldest copy of the message that nobody is handling; slow unless it was browsed just before."""
+        """Remove the oldest copy of the message that is not being handled; slow unless it was browsed just before."""
         _refuse(transaction)
         for _ in range(2):
             copies = self._seen.get((queue, message_id), [])
@@ -217,7 +217,7 @@ class AzureStorageQueueTransport:
         return False
 
     async def purge(self, queue: str) -> int:
-        """Remove every message that nobody is handling, a page at a time."""
+        """Remove every message that is not being handled, page by page."""
         client, number = self._client(queue), 0
 
         async def delete(one: QueueMessage) -> bool:
@@ -229,7 +229,7 @@ class AzureStorageQueueTransport:
         return number
 
     async def _walk(self, queue: str) -> list[QueueMessage]:
-        """Return every message that nobody is handling, oldest first, and remember how to take it."""
+        """Return every message that is not being handled, oldest first, and remember its receipt."""
         client = self._client(queue)
         found: dict[str, QueueMessage] = {}
 
@@ -282,7 +282,10 @@ class AzureStorageQueueTransport:
         return client
 
     async def _greet(self) -> None:
-        """Send a request: a wrong key is noticed now. Who may not list the queues may still use them."""
+        """Send a request, so that a wrong key is detected now.
+
+        A user without the right to list queues may still use them.
+        """
         try:
             async with self._requests.ask(f"connect to storage account {self._account.name!r}"):
                 async for _ in self._account.clients.queues.list_queues(results_per_page=1):
@@ -314,9 +317,9 @@ class AzureStorageQueueTransport:
         return list(names)
 
     def _sanitized(self, address: str, sanitizer: Sanitizer) -> str:
-        """Return what the sanitizer makes of an address; raises ConfigurationError where another one became the same.
+        """Return the sanitized address. Raises ConfigurationError if another address has the same sanitized form.
 
-        The name of the queue itself is an address of it too: that is how replies come back.
+        The sanitized name is an address of the queue too: replies use it.
         """
         try:
             name = sanitizer(address)

@@ -1,4 +1,4 @@
-"""Opens what a command needs of a transport and a store, and closes it again."""
+"""Opens the transport and store of a command, and closes them again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sending_endpoint(settings: Settings) -> Endpoint:
-    """Return the endpoint as one that stores and sends only; what it needs was created by `delayline setup`."""
+    """Return the endpoint as one that only stores and sends; `delayline setup` has created its tables and queues."""
     refuse_memory(settings)
     endpoint = endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
     for url in (settings.where_messages_wait, settings.where_queues_are):
@@ -71,7 +71,7 @@ async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[S
 
 
 def start_of_delay(clock: Clock | None) -> datetime:
-    """Return what a delay from now is added to; the clock decides what is due, None: this machine's."""
+    """Return the present time, to which a delay is added, on `clock` or on the machine's."""
     return latest_of(clock or SystemClock())()
 
 

@@ -1,4 +1,4 @@
-"""`delayline doctor`: look at everything an endpoint needs, and say what is wrong."""
+"""`delayline doctor`: check an endpoint's connection, tables, queues and pending messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import SupportsManagement
     from delayline.timeouts.draining import RemainingTimeouts
 
-#: Longer overdue than this means that nobody dispatches.
+#: A message overdue for longer means that no poller dispatches.
 STALE: Final = timedelta(seconds=10)
 ALL_TIME: Final = timedelta(days=365_000)
 ONE_SECOND: Final = timedelta(seconds=1)
@@ -55,7 +55,7 @@ class Finding:
 @settings_options()
 @json_option
 def doctor(settings: Settings, screen: Screen) -> None:
-    """Check connection, tables, queues and what waits, and tell the guarantee. Exit code 1 when something is wrong."""
+    """Check connection, tables, queues and pending messages, and print the guarantee. Exit code 1 for a problem."""
     refuse_memory(settings)
     _check_urls(settings)
     findings = asyncio.run(_examine(settings))

@@ -32,7 +32,7 @@ PLACES: Final = ("url", "transport_url", "error_queue")
 
 @click.group(cls=Commands, epilog=examples("delayline errors list", "delayline errors retry --all"))
 def errors() -> None:
-    """Look into the error queue, retry or drop what is there."""
+    """List, retry or delete the messages of the error queue."""
 
 
 @errors.command("list", epilog=examples("delayline errors list --limit 20", "delayline errors list --json"))

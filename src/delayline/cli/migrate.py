@@ -1,4 +1,4 @@
-"""`delayline migrate`: what waits in one system moves to another, with Spark."""
+"""`delayline migrate`: move pending messages from one system to another, with Spark."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ FROM: Final = "--from nservicebus-sql"
     ),
 )
 def migrate() -> None:
-    """Move what waits in one system to another: timeout tables of .NET, or delayline's own stores.
+    """Move pending messages between systems: .NET's timeout tables, other schedulers, delayline's own stores.
 
-    Rows are taken aside in the source, delivered, confirmed and then marked, batch by batch. Whatever stops a run,
-    resume it or abort it. Needs delayline[spark].
+    Rows are staged in the source, delivered, confirmed and then marked, batch by batch. After any interruption resume
+    or abort the run. Needs delayline[spark].
     """
 
 
@@ -117,9 +117,9 @@ def resume(screen: Screen, plan: Plan, report: Path | None) -> None:
 @planned
 @json_option
 def abort(screen: Screen, plan: Plan) -> None:
-    """Give back to the source what has not moved, exactly as it was. What has moved stays where it is.
+    """Return unmoved messages to the source unchanged. Moved messages stay where they are.
 
-    A batch that was on its way to a broker just then goes back, too: `verify` names its ids.
+    A batch that was being sent to a broker is returned, too: `verify` lists its ids.
     """
     outcome = _migration(plan, None).abort()
     progress = outcome.progress
@@ -143,7 +143,7 @@ def abort(screen: Screen, plan: Plan) -> None:
 @click.option("--run", "name", metavar="NAME", help="Which migration; the last one if left out.")
 @json_option
 def status(screen: Screen, source: TableSource, name: str | None) -> None:
-    """Tell how far a migration is, and what was set aside and why."""
+    """Show the progress of a migration, and its rejected rows with reasons."""
     from delayline.migration.verify import details, left_in, run_named
 
     found = run_named(source, name)

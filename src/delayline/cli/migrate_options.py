@@ -1,4 +1,4 @@
-"""What the commands of `delayline migrate` are given: a source, a target, whose messages and which."""
+"""Options of the commands of `delayline migrate`: source, target, endpoints and due times."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ReportsErrors(click.Command):
     """A command that prints a DelaylineError as one red line instead of a stack trace."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's own signature
-        """Run the command; exit 2 for what has to be configured differently, 1 for what failed."""
+        """Run the command; exit 2 for wrong settings or arguments, 1 for a failure."""
         try:
             return super().invoke(ctx)
         except DelaylineError as error:

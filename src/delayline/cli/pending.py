@@ -1,4 +1,4 @@
-"""`delayline pending`, `cancel`, `reschedule`: look at what waits and change it."""
+"""`delayline pending`, `cancel`, `reschedule`: list and change pending messages."""
 
 from __future__ import annotations
 

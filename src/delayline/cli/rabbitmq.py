@@ -38,10 +38,10 @@ SHOWN: Final = 10
     ),
 )
 def rabbitmq() -> None:
-    """Create, check, move and count the delay levels that delayed messages wait in on RabbitMQ.
+    """Create, check, move and count the delay levels of RabbitMQ.
 
-    The broker's URL is the setting `url`, as for all commands; what is said of levels goes for v2, or for what the URL
-    says with ?delays=v1 or ?delays=PREFIX.
+    The broker's URL is the setting `url`, as for all commands. The commands work on the v2 levels, or on those of
+    ?delays=v1 or ?delays=PREFIX in the URL.
     """
 
 
@@ -89,9 +89,9 @@ def _levels_named(name: str) -> DelayInfrastructure:
 @on_a_broker
 @json_option
 def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) -> None:
-    """Create the delay levels, as .NET endpoints share them. Safe to repeat, and beside running endpoints.
+    """Create the delay levels, as .NET endpoints share them. Idempotent, and safe beside running endpoints.
 
-    Levels that somebody made otherwise are left as they are; which argument differs is told, with exit code 1.
+    Existing levels with other arguments are left unchanged; the argument that differs is printed, with exit code 1.
     """
     from delayline.rabbitmq.admin import operations
 
@@ -151,11 +151,11 @@ async def _verify(address: BrokerAddress, levels: DelayInfrastructure, url: str 
 @click.option("--dry-run", is_flag=True, help="Look at up to 1000 messages of each level, and move none.")
 @json_option
 def migrate(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, source: str, dry_run: bool) -> None:
-    """Move what waits from one set of levels to another on the same broker, v1 to v2.
+    """Move messages from one set of levels to another on the same broker, v1 to v2.
 
-    Nothing is lost and nothing early: run it again after whatever stopped it; what was just on its way may arrive
-    twice, with the same message id. What cannot be moved is kept apart in the queue delays-migrate-poison-messages,
-    with the reason; a missing destination is tried again with the next run. Exit code 1 when any was kept apart.
+    Nothing is lost and nothing is early. After an interruption run it again; messages in flight may be duplicated, with
+    the same message id. Messages that cannot be moved go to the queue delays-migrate-poison-messages, with the reason;
+    the next run retries missing destinations. Exit code 1 when there are any.
     """
     from delayline.rabbitmq.admin.move import Levels
 
@@ -173,9 +173,9 @@ def migrate(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
 @click.option("--dry-run", is_flag=True, help="Look at up to 1000 messages of each level, and move none.")
 @json_option
 def transfer(screen: Screen, source: str, target: str, dry_run: bool) -> None:
-    """Move what waits in the delay levels of one broker to those of another.
+    """Move the messages in the delay levels of one broker to those of another.
 
-    As migrate does; what cannot be moved stays on the source, in the queue delays-transfer-poison-messages.
+    See migrate; messages that cannot be moved stay on the source, in the queue delays-transfer-poison-messages.
     """
     from delayline.rabbitmq.admin.move import Levels
 
@@ -257,10 +257,10 @@ def _document(held_up: HeldUp | None) -> Mapping[str, object]:
 @on_a_broker
 @json_option
 def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) -> None:
-    """Count what waits at each level, and estimate when it comes due.
+    """Count the messages at each level, and estimate when they come due.
 
-    What is in a level is known, not how long it has been there: so much is surely due by then, and so much probably.
-    Due messages without a destination are counted apart: exit code 1 when there are any.
+    The time that a message has been in its level is unknown: the estimate has certain and probable numbers. Due
+    messages without a destination are counted separately: exit code 1 when there are any.
     """
     from delayline.rabbitmq.admin import operations
 
@@ -307,10 +307,10 @@ def _within(seconds: int) -> str:
 def catch_all(
     screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, switch: str, management_url: str | None
 ) -> None:
-    """Have due messages whose destination is gone caught in a queue, so that they hold nobody up, or no longer.
+    """Turn the catch-all queue for undeliverable due messages on or off.
 
-    Without it they stay in their level, and 32 of them stop it for every endpoint. It is a policy on the delivery
-    exchange: levels stay as .NET knows them.
+    Without it such messages stay in their level, and 32 of them block it for every endpoint. The catch-all is a policy
+    on the delivery exchange; levels stay as .NET declares them.
     """
     name, changed = asyncio.run(_switch(address, levels, management_url, on=switch == "on"))
     if switch == "on":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KEYS: Final = ("destination", "body", "delay", "delay_ms", "deliver_at", "id", "headers")
 REASON: Final = "reason"
 REJECTED: Final = ".rejected"
-#: Bytes of a line, and characters of a CSV row: what is read into memory at once.
+#: Bytes of a line, or characters of a CSV row, read into memory at once.
 LONGEST_LINE: Final = 64 * 1024 * 1024
 #: Characters of a name or value in a reason, and of a reason.
 SHOWN: Final = 80
@@ -82,7 +82,7 @@ class RowFile:
             raise ConfigurationError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def row(self, line: Line, now: datetime) -> Row:
-        """Return what the line says; raises InvalidMessage saying what is wrong with it."""
+        """Parse the line. Raises InvalidMessage with the reason."""
         if line.problem is not None:
             raise InvalidMessage(line.problem)
         given = {name: value for name, value in line.fields.items() if value is not None and value != ""}
@@ -188,7 +188,7 @@ class RowFile:
 
 
 class RejectedFile:
-    """Keeps rejected lines in the same format with their reasons; there is no file while there are none."""
+    """Writes rejected lines in the input's format with their reasons; creates the file with the first one."""
 
     def __init__(self, rows: RowFile) -> None:
         self.path = rows.path.with_name(rows.path.name + REJECTED)

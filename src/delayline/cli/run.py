@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 def run(settings: Settings, screen: Screen, target: str | None, verbose: bool) -> None:
     """Run the Endpoint object of a module, found from the current directory, until SIGINT or SIGTERM.
 
-    It then finishes what is in flight; a second signal ends it at once. Without a module it runs the endpoint of the
-    settings, which dispatches what is due. Exit code 1 when a critical error stopped it.
+    It then finishes messages in flight; a second signal ends it at once. Without a module it runs the endpoint of the
+    settings, which only dispatches due messages. Exit code 1 when a critical error stopped it.
     """
     _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     if target is None:
@@ -60,7 +60,7 @@ def run(settings: Settings, screen: Screen, target: str | None, verbose: bool) -
 
 
 def load_endpoint(target: str) -> Endpoint:
-    """Return the Endpoint that `module:name` names; raises ConfigurationError saying what is wrong with it."""
+    """Import the Endpoint `module:name`. Raises ConfigurationError with the reason."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ConfigurationError(f"{target!r} names no endpoint: write MODULE:ENDPOINT, as in shop.billing:endpoint")

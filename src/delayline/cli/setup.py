@@ -1,4 +1,4 @@
-"""`delayline setup`: create tables and queues, by somebody who may, before the endpoints start."""
+"""`delayline setup`: create tables and queues before the endpoints start, as a user with the rights for it."""
 
 from __future__ import annotations
 

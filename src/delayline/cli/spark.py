@@ -104,9 +104,9 @@ def schedule(
     rejected: str | None,
     **job: Any,  # noqa: ANN401 - what schedule() takes by the same names
 ) -> None:
-    """Store every sound row of Parquet, CSV, JSON Lines or a JDBC table as a delayed message: all of them, or none.
+    """Store every valid row of Parquet, CSV, JSON Lines or a JDBC table as a delayed message: all of them, or none.
 
-    To a broker's delay levels at least once: what it has confirmed stays, and the same --run goes on after that. Exit
+    To a broker's delay levels at least once: confirmed messages stay, and the same --run continues after them. Exit
     code 1 when rows were rejected.
     """
     from delayline.spark import Columns
@@ -170,9 +170,9 @@ def dispatch(
     stops: bool,
     shows: bool,
 ) -> None:
-    """Send what is due from Spark's tasks, each with a poller like that of `delayline run`, until told to stop.
+    """Dispatch due messages from Spark's tasks, each with a poller like that of `delayline run`, until stopped.
 
-    SIGINT and SIGTERM stop it when what is in flight has been sent.
+    SIGINT and SIGTERM stop it once messages in flight were sent.
     """
     from delayline.spark.dispatch import Dispatcher, dispatcher_status, stop_dispatcher
 
@@ -205,9 +205,9 @@ def _show_shards(screen: Screen, shards: Sequence[dict[str, Any]]) -> None:
 @session_options
 @json_option
 def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, partitions: int) -> None:
-    """Move what is in the store's journal to Parquet under PATH, each entry once, however often it is killed and run.
+    """Move the entries of the store's journal to Parquet under PATH, each exactly once. Safe to kill and to repeat.
 
-    A journal is kept from `delayline setup --journal true` on.
+    A journal is kept after `delayline setup --journal true`.
     """
     from delayline.spark import export as run_export
 
@@ -245,9 +245,9 @@ def audit(
     delivered: str | None,
     patience: timedelta,
 ) -> None:
-    """Export the journal to PATH, and reconcile what was scheduled with what left and what waits.
+    """Export the journal to PATH, and reconcile scheduled with dispatched and pending messages.
 
-    Exit code 1 when a message was lost, doubled or early.
+    Exit code 1 when a message was lost, duplicated or early.
     """
     from delayline.spark import audit as run_audit
     from delayline.spark import export as run_export

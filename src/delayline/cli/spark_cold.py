@@ -1,4 +1,4 @@
-"""`delayline spark promote` and `compact`: what waits in files comes near, and their number stays small."""
+"""`delayline spark promote` and `compact`: move messages from the cold tier to the store, and merge its files."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 def promote(
     settings: Settings, sessions: Sessions, screen: Screen, horizon: timedelta, every: timedelta | None
 ) -> None:
-    """Move what comes near from the cold tier into the store, each message once, wherever and how often it is run.
+    """Move messages that are due soon from the cold tier into the store, exactly once. Safe to repeat anywhere.
 
-    With --every, SIGINT and SIGTERM stop it after the round that it is in.
+    With --every, SIGINT and SIGTERM stop it after the current round.
     """
     from delayline.spark import promote as run_promote
     from delayline.spark import promote_every
@@ -77,7 +77,7 @@ def promote(
 @session_options
 @json_option
 def compact(settings: Settings, sessions: Sessions, screen: Screen) -> None:
-    """Merge the small files of each hour of the cold tier, and delete those that nobody has needed for a day."""
+    """Merge the small files of each hour of the cold tier, and delete files that have been obsolete for a day."""
     from delayline.spark import compact as run_compact
 
     with sessions(screen) as session:

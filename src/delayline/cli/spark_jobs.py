@@ -1,4 +1,4 @@
-"""What the commands on Spark share: a session, the store they are about, and an end that signals ask for."""
+"""Common parts of the commands on Spark: session, store, and stopping by signals."""
 
 from __future__ import annotations
 

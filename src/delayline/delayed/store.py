@@ -225,7 +225,7 @@ class SupportsJournal(Protocol):
     """Capability: record the outcome of each message in a journal."""
 
     def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
-        """Record that these messages go to the error queue: their removal, which follows, is no dispatch."""
+        """Record that these messages go to the error queue: their removal, which follows, is not a dispatch."""
         ...
 
 

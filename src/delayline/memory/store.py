@@ -42,7 +42,7 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
 
     @property
     def locks_rows(self) -> bool:
-        """True: only what a transaction has fetched is locked by it."""
+        """True: a transaction locks only the messages that it has fetched."""
         return True
 
     def transaction(self) -> MemoryTransaction:
@@ -138,13 +138,13 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return what waits, earliest due first."""
+        """Return pending messages, earliest due first."""
         waiting = (self._messages[message_id] for _, _, message_id in self._order)
         found = [message for message in waiting if destination is None or message.destination == destination]
         return found[offset : offset + limit]
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
-        """Count what waits by bucket and destination."""
+        """Count pending messages by bucket and destination."""
         time_span("bucket", bucket)
         counts = Counter(
             (EPOCH + (message.due - EPOCH) // bucket * bucket, message.destination)

@@ -43,7 +43,7 @@ class Tls:
     """The name to expect in the broker's certificate, where it is not the host's."""
 
     def context(self) -> ssl.SSLContext:
-        """Return what the standard library connects with; raises ConfigurationError for files that cannot be used."""
+        """Return the TLS context of the standard library. Raises ConfigurationError for unusable files."""
         for name in ("cacertfile", "certfile", "keyfile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -151,7 +151,7 @@ def _decoded(text: str | None, default: str) -> str:
 
 
 def _from_connection_string(text: str) -> BrokerAddress:
-    """Read what NServiceBus.RabbitMQ takes (reference 1.13); keys in any case."""
+    """Read what NServiceBus.RabbitMQ takes; keys in any case."""
     given = {
         name.lower(): double.replace('""', '"') or single.replace("''", "'") or bare
         for name, double, single, bare in PAIR.findall(text)

@@ -1,4 +1,4 @@
-"""Names of which one ends in the other: the first one receives the second's delayed messages too (reference 1.9)."""
+"""Names of which one ends in the other: the first one receives the second's delayed messages too."""
 
 from __future__ import annotations
 

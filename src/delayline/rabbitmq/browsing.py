@@ -1,7 +1,7 @@
-"""Looking into a queue: AMQP can only take messages and give them back, so that is what looking does here.
+"""Browsing a queue: AMQP can only take messages and return them, so browsing does that.
 
-They are given back by closing the channel they were taken on: what is rejected goes to the end of a quorum queue. Many
-of them may come back to it in another order.
+Messages are returned by closing the channel, because rejected messages go to the end of a quorum queue. Many of them
+may return in another order.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 async def count(channel: Channel, queue: str) -> int:
-    """Return how many messages nobody holds."""
+    """Return the number of messages that no consumer has."""
     answer = await channel.rpc(QueueDeclare(queue=queue, passive=True))
     return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
 
 
 async def browse(channel: Channel, queue: str, limit: int, offset: int) -> list[Message]:
-    """Return messages that nobody holds, oldest first; they are back in the queue once the channel is closed."""
+    """Return messages that no consumer has, oldest first; they return to the queue when the channel is closed."""
     await count(channel, queue)
     seen: list[Message] = []
     number = 0
@@ -40,7 +40,7 @@ async def browse(channel: Channel, queue: str, limit: int, offset: int) -> list[
 
 
 async def take(channel: Channel, queue: str, message_id: str) -> bool:
-    """Remove the oldest copy that nobody holds; those before it are back once the channel is closed."""
+    """Remove the oldest such copy; messages before it return to the queue when the channel is closed."""
     await count(channel, queue)
     while (delivered := await _get(channel, queue)) is not None:
         if _shown(delivered).id == message_id:
@@ -50,7 +50,7 @@ async def take(channel: Channel, queue: str, message_id: str) -> bool:
 
 
 async def purge(channel: Channel, queue: str) -> int:
-    """Remove every message that nobody holds and return how many."""
+    """Remove every message that no consumer has; return their number."""
     answer = await ask(channel, QueuePurge(queue=queue))
     return answer.message_count if isinstance(answer, commands.Queue.PurgeOk) and answer.message_count else 0
 

@@ -64,9 +64,9 @@ class NamedConnection(Connection):
 
 
 class BrokerConnection:
-    """One connection to a broker, shared by those who receive, declare and look; a lost one is replaced on next use.
+    """One connection to a broker, shared for receiving, declaring and browsing; a lost one is replaced on next use.
 
-    name: what the broker's management shows it as.
+    name: the connection's name in the management UI.
     """
 
     def __init__(self, address: BrokerAddress, name: str) -> None:
@@ -99,9 +99,9 @@ class BrokerConnection:
             return self._connection
 
     async def close(self) -> None:
-        """Close channels one by one, so that what was written on them gets there, then the connection. Idempotent.
+        """Close the channels one by one, so that their data is sent, then the connection. Idempotent.
 
-        A broker that does not answer is waited for a few seconds, and then left.
+        Waits a few seconds for a broker that does not answer.
         """
         if self._process.left:
             return  # it is the parent's: ending it here would end it there
@@ -147,9 +147,9 @@ class BrokerConnection:
         return channel
 
     async def run(self, work: Callable[[Channel], Awaitable[Result]]) -> Result:
-        """Run `work` on a channel of its own: what the broker refuses ends that channel only.
+        """Run `work` on a dedicated channel, which a refusal by the broker closes.
 
-        Raises BackendUnavailable or BackendUnusable; LookupError for what does not exist.
+        Raises BackendUnavailable or BackendUnusable; LookupError for a missing queue or exchange.
         """
         channel = await self.channel()
         try:

@@ -1,4 +1,7 @@
-"""Delayed delivery inside the broker: no process of ours has to run for a message to come due (seeds 002)."""
+"""Delayed delivery inside the broker: no process of ours has to run for a message to come due.
+
+See https://docs.particular.net/transports/rabbitmq/delayed-delivery.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +119,7 @@ class DelayLevelDelivery:
             self.stored.bind(replace(host, transport=behind))
 
     async def setup_infrastructure(self) -> None:
-        """Declare the levels, and bind the endpoint's own queue to what comes out of them."""
+        """Declare the levels, and bind the endpoint's queue to the delivery exchange."""
         host, transport = self._parts()
         await self._check_version(transport)
         await transport.connection.run(self._levels.declare)
@@ -150,7 +153,7 @@ class DelayLevelDelivery:
         self._looking = asyncio.create_task(self._crossings.look(host.endpoint_name))
 
     async def stop(self) -> None:
-        """Stop the store in front; what waits in the levels comes due by itself."""
+        """Stop the overflow store; messages in the levels are delivered without it."""
         self._started = False
         if self._looking is not None:
             self._looking.cancel()
@@ -230,7 +233,7 @@ class DelayLevelDelivery:
         return failures
 
     async def _bind_destination(self, transport: RabbitMQTransport, destination: str) -> None:
-        """See to it that what comes out of the levels gets there. Raises QueueNotFound or InvalidMessage."""
+        """Bind the destination to the delivery exchange. Raises QueueNotFound or InvalidMessage."""
         check_destination(destination)
         async with self._binding:
             if self._is_bound(transport, destination):

@@ -1,4 +1,7 @@
-"""What delayed messages wait in: 29 exchanges, 28 queues and 56 bindings, as .NET declares them (reference 1.1)."""
+"""What delayed messages wait in: 29 exchanges, 28 queues and 56 bindings, as .NET declares them.
+
+See https://docs.particular.net/transports/rabbitmq/delayed-delivery.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ class DelayInfrastructure:
 
     @classmethod
     def named(cls, delays: str) -> DelayInfrastructure:
-        """Return what the setting `delays` names: v2, v1, or a prefix of your own."""
+        """Return the levels that the setting `delays` names: v2, v1, or a custom prefix."""
         return {"v1": cls.v1, "v2": cls.v2}[delays]() if delays in ("v1", "v2") else cls.custom(delays)
 
     @property
@@ -153,10 +156,10 @@ class DelayInfrastructure:
         )
 
     async def declare(self, channel: AbstractChannel) -> None:
-        """Create what is missing. Idempotent, safe in several processes at once.
+        """Create missing exchanges, queues and bindings. Idempotent, safe in several processes at once.
 
-        Raises BackendUnusable, saying which argument differs, for levels that somebody else made otherwise: the
-        channel is closed then. Raises aiormq's errors for anything else.
+        Raises BackendUnusable, with the argument that differs, for existing levels with other arguments; the channel is
+        closed then. Raises aiormq's errors otherwise.
         """
         try:
             for exchange in self.exchanges:
@@ -169,7 +172,7 @@ class DelayInfrastructure:
             raise refusal(error) from error
 
     async def delete(self, channel: AbstractChannel) -> None:
-        """Delete levels and what waits in them. Idempotent."""
+        """Delete levels with their messages. Idempotent."""
         await channel.exchange_delete(self.delivery)
         for level in reversed(range(LEVELS)):
             await channel.queue_delete(self.level(level))

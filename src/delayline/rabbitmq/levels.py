@@ -1,7 +1,9 @@
-"""The arithmetic of the delay levels: names, binding keys, routing keys, how long is left. Pure (reference 1.1 to 1.9).
+"""The arithmetic of the delay levels: names, binding keys, routing keys, how long is left. Pure.
 
 A delay in whole seconds is 28 bits. Each bit is a level: a topic exchange, and a queue that keeps messages for
 2^level seconds and hands them on to the next lower exchange. The routing key carries the bits and the destination.
+
+See https://docs.particular.net/transports/rabbitmq/delayed-delivery.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def delivery_name(prefix: str) -> str:
 
 
 def waiting_key(level: int) -> str:
-    """Return the binding key of what waits at the level: those with a 1 in its place."""
+    """Return the binding key of messages that wait at the level: those with a 1 in its position."""
     return "*." * (HIGHEST_LEVEL - level) + "1.#"
 
 
@@ -56,14 +58,14 @@ def passing_key(level: int) -> str:
 
 
 def destination_key(destination: str) -> str:
-    """Return the binding key of a destination on the delivery exchange: any bits, then its name (reference 1.9)."""
+    """Return the binding key of a destination on the delivery exchange: any bits, then its name."""
     return f"#.{destination}"
 
 
 def route(delay: int, destination: str) -> tuple[int, str]:
     """Return the level to publish to, and the routing key, for a delay in seconds; below zero is zero.
 
-    Bits beyond the range are lost: the delay was checked before (reference 1.4).
+    Bits beyond the range are lost: the delay was checked before.
     """
     seconds = max(0, delay) & MAXIMUM_DELAY
     return max(0, seconds.bit_length() - 1), _bits(seconds) + destination
@@ -75,7 +77,7 @@ def _bits(seconds: int) -> str:
 
 
 def parse(routing_key: str) -> tuple[int, str] | None:
-    """Return the delay in seconds and the destination of a routing key; None for a key that is no such one."""
+    """Return the delay in seconds and the destination of a routing key; None for another kind of key."""
     found = _KEY.fullmatch(routing_key)
     if found is None:
         return None
@@ -101,7 +103,7 @@ def seconds_until(due: datetime, now: datetime) -> int:
 
 
 def checked_delay(delay: timedelta) -> int:
-    """Return `seconds_of(delay)`; raises InvalidDueTime for one that 28 bits cannot hold (reference 1.6)."""
+    """Return `seconds_of(delay)`; raises InvalidDueTime for one that 28 bits cannot hold."""
     seconds = seconds_of(delay)
     if seconds > MAXIMUM_DELAY:
         raise InvalidDueTime(
@@ -112,7 +114,7 @@ def checked_delay(delay: timedelta) -> int:
 
 
 def checked_until(due: datetime, now: datetime) -> int:
-    """Return `seconds_until(due, now)`; raises InvalidDueTime where 28 bits cannot hold it (reference 1.6)."""
+    """Return `seconds_until(due, now)`; raises InvalidDueTime where 28 bits cannot hold it."""
     seconds = seconds_until(due, now)
     if seconds > MAXIMUM_DELAY:
         raise InvalidDueTime(
@@ -148,10 +150,10 @@ def check_destination(destination: str) -> None:
 
 
 def crossings(destinations: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (receiver, meant) for destinations where the first also gets what is meant for the second.
+    """Yield (receiver, meant) for destinations where the first also receives messages for the second.
 
-    `#.Sales` matches `Contoso.Sales` too: a dotted suffix of another's name receives its delayed messages (reference
-    1.9). In the order of the names.
+    `#.Sales` matches `Contoso.Sales` too: a dotted suffix of another's name receives its delayed messages. In the order
+    of the names.
     """
     known = sorted(set(destinations))
     names = set(known)
@@ -162,6 +164,6 @@ def crossings(destinations: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def endings(name: str) -> tuple[str, ...]:
-    """Return the names that receive what is meant for this one too: its last words, the longest first."""
+    """Return the names that also receive messages for this one: its last words, the longest first."""
     words = name.split(".")
     return tuple(ending for start in range(1, len(words)) if (ending := ".".join(words[start:])))

@@ -1,4 +1,4 @@
-"""A store in front of the delay levels: what they cannot hold yet waits there until they can."""
+"""A store in front of the delay levels, for delays that are too long for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELD: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d:\d{6} Z)\|(.+)", re.D
 
 
 def held(operation: TransportOperation, due: datetime) -> TransportOperation:
-    """Return what the store keeps of an operation for the levels; raises InvalidMessage for too long a name."""
+    """Return the delayed message to store for an operation. Raises InvalidMessage for a name that is too long."""
     name = f"{to_wire_time(due)}|{operation.destination}"
     if len(name) > MAXIMUM_DESTINATION_LENGTH:
         longest = MAXIMUM_DESTINATION_LENGTH - len(name) + len(operation.destination)
@@ -52,7 +52,7 @@ def released(operation: TransportOperation) -> Deferred | None:
 
 
 class LevelsBehind:
-    """The transport as the store in front sees it: what was held for the levels goes there, all else straight on."""
+    """The overflow store's transport: stored messages go to the levels, others straight to the real transport."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_AHEAD: Final = 3
-"""How many messages a receiver holds for each that is handled at once (reference 1.11)."""
+"""How many messages a receiver holds for each that is handled at once."""
 MOST_UNACKNOWLEDGED: Final = 65_535
 STOP_PATIENCE: Final = 3.0
 """Seconds that each step of a stop waits for the broker."""
@@ -55,7 +55,7 @@ NO_TAG: Final = 2**64
 def meant_for_another(delivered: DeliveredMessage, queue: str) -> str | None:
     """Return the endpoint that a delayed message is for, where that is another one whose name ends in this queue's.
 
-    The binding `#.Sales` matches the routing keys of `Contoso.Sales` as well (reference 1.9); nothing else does.
+    The binding `#.Sales` matches the routing keys of `Contoso.Sales` as well; nothing else does.
     """
     if FROM_LEVELS.fullmatch(delivered.exchange or "") is None:
         return None
@@ -64,18 +64,18 @@ def meant_for_another(delivered: DeliveredMessage, queue: str) -> str | None:
 
 
 class Delivery(NamedTuple):
-    """What the broker calls a delivery: a number, on one channel."""
+    """A delivery's tag on its channel."""
 
     channel: int
     tag: int
 
 
 class RabbitMQReceiver:
-    """Takes messages from one queue. A lost connection or consumer is replaced by the next `receive`.
+    """Receives messages from one queue. A lost connection or consumer is replaced by the next `receive`.
 
-    It reads ahead: the broker hides from other receivers more than `receive` has returned; `stop` gives that back.
-    restore: declares the queue again, where it is this process' own; called when it is gone. False for not its own.
-    move_aside: what to do with a message that nobody could handle, whole, before it is taken off the queue.
+    It prefetches: the broker reserves more messages for it than `receive` has returned; `stop` returns them.
+    restore: declares this process's own queue again after its deletion; returns False for other queues.
+    move_aside: moves a message that cannot be handled, unchanged, before it is acknowledged.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class RabbitMQReceiver:
         return []
 
     async def acknowledge(self, received: ReceivedMessage, transaction: object = None) -> bool:
-        """Tell the broker, together with others that are done by then; False when the delivery is no longer ours.
+        """Acknowledge the message, in a batch with others; False if the delivery is no longer valid.
 
-        A crash before the broker knows doubles the message, with the same id. Takes part in no transaction.
+        A crash before the broker has read it duplicates the message, with the same id. Takes part in no transaction.
         """
         del transaction
         tag = self._tag(received)
@@ -150,7 +150,7 @@ class RabbitMQReceiver:
             await self._close_when_done()
 
     async def stop(self) -> None:
-        """End a waiting receive, and give back what was read ahead; what was returned can still be acknowledged."""
+        """End a waiting receive, and return prefetched messages; returned ones can still be acknowledged."""
         if self._stopped:
             return
         self._stopped = True
@@ -194,7 +194,7 @@ class RabbitMQReceiver:
                 await self._channel.basic_reject(tag, requeue=True)
 
     async def _take(self, limit: int) -> list[ReceivedMessage]:
-        """Return what is there; a message that cannot be read ends the batch, and is moved aside when it is next."""
+        """Return prefetched messages; an unreadable message ends the batch, and is moved aside when it is next."""
         batch: list[ReceivedMessage] = []
         while self._buffer and len(batch) < limit:
             tag, delivered = self._buffer[0]
@@ -321,7 +321,7 @@ class RabbitMQReceiver:
         return channel
 
     async def _delivered(self, delivered: DeliveredMessage) -> None:
-        """Keep what the broker pushed: what it had pushed to somebody before goes first, as it did in the queue."""
+        """Queue a delivered message; redelivered ones come first, as they did in the queue."""
         tag = delivered.delivery_tag
         if tag is None or delivered.channel is not self._channel:
             return

@@ -1,4 +1,4 @@
-"""Whether what comes out of delay levels gets to a destination: bound, in whatever way its queue is laid out."""
+"""Checks whether messages from the delay levels reach a destination, in each topology."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How queues hang together with exchanges: as NServiceBus' conventional or direct routing has it (reference 1.8)."""
+"""How queues hang together with exchanges: as NServiceBus' conventional or direct routing has it.
+
+See https://docs.particular.net/transports/rabbitmq/routing-topology.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, Queue
 if TYPE_CHECKING:
     from aiormq.channel import Channel
 
-#: What a queue is declared with; a classic one has no argument that says so.
+#: Arguments of a queue declaration; classic is the default and has none.
 QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {}}
 
 
@@ -72,7 +75,7 @@ class DirectTopology:
         await ask(channel, QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
 
     async def check(self, channel: Channel, destination: str) -> None:
-        """Do nothing: the broker returns what has no queue."""
+        """No-op: the broker returns messages without a queue."""
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
         """Bind the queue."""

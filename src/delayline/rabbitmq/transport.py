@@ -114,15 +114,15 @@ class RabbitMQTransport:
         self._starts += 1
 
     def stop_soon(self) -> None:
-        """Hang up on a broker that is found silent during the stop, so that it ends within 20 seconds.
+        """Disconnect from a broker that stays silent during the stop, so that the stop ends within 20 seconds.
 
-        It is known by heartbeats that do not come; without any each wait has its usual limit.
+        Silence is detected by missing heartbeats; without heartbeats each wait has its usual limit.
         """
         if self._starts and self.address.heartbeat and self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(STOPPING, self._watch_stop)
 
     def _watch_stop(self) -> None:
-        """Look a moment later: what has come while the event loop was busy is to be read first."""
+        """Check in a later turn of the loop, after received data was read."""
         self._looking = asyncio.get_running_loop().call_later(0.1, self._hang_up_if_silent)
 
     def _hang_up_if_silent(self) -> None:

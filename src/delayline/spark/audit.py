@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DELIVERED: Final = "delivered"
 PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-#: Of percentiles: within 0.2 % of the exact ones (reference 6).
+#: Of percentiles: within 0.2 % of the exact ones.
 ACCURACY: Final = 10_000
 ONE_MINUTE: Final = timedelta(minutes=1)
 #: The upper ends of the histogram's bars, in seconds.

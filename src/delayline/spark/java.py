@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 OLDEST: Final = 17
-#: Spark asks for it on every command line; an image without it does not start (reference 1).
+#: Spark asks for it on every command line; an image without it does not start.
 OPTIONAL: Final = "--add-modules=jdk.incubator.vector"
 ANSWERS_WITHIN: Final = 30  # seconds
 BOTH_WAYS: Final = (

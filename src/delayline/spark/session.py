@@ -27,7 +27,7 @@ CONNECT: Final = "sc://"
 #: More than any cluster has slots.
 MANY_ROWS: Final = 1_000_000
 LOOPBACK: Final = "127.0.0.1"
-#: What delayline's jobs want of a session wherever it runs (reference 7).
+#: What delayline's jobs want of a session wherever it runs.
 EVERYWHERE: Final = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.python.filterPushdown.enabled": "true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-#: The first whose streams in Python can limit a batch (reference 9).
+#: The first whose streams in Python can limit a batch.
 OLDEST: Final = (4, 2)
 TOO_OLD: Final = (
     "this is PySpark {}, and the data pipeline needs 4.2 or newer, as the cluster does. "

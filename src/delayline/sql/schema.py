@@ -139,7 +139,7 @@ def queue_tables(schema: str | None = None) -> QueueTables:
 
 
 def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False) -> Table:
-    """Return the logical table of a delayed message store (reference 1.12) under that name.
+    """Return the logical table of a delayed message store under that name.
 
     leases: with a column that says until when a message is out without a transaction.
     """

@@ -1,4 +1,4 @@
-"""For tests of delayline and of what is built on it: time, signals, faults and conformance suites. Needs pytest."""
+"""Testing kit for delayline and for stores and transports: clock, signals, faults, conformance suites. Needs pytest."""
 
 from delayline.errors import MissingExtra
 

@@ -67,8 +67,8 @@ class ManualClock:
     ) -> Result:
         """Wake one sleeper after another, each at its instant, until `done` has finished; return its result.
 
-        Waits, without moving time, while nobody sleeps. Give `done` a timeout of its own.
-        quiet: returns when no thread works on anything that may want to sleep, as `FaultyStore.quiet` does.
+        Waits, without moving time, while there is no sleeper. Give `done` a timeout.
+        quiet: returns once no thread works on something that may sleep, as `FaultyStore.quiet` does.
         """
         task = asyncio.ensure_future(done)
         try:
@@ -90,7 +90,7 @@ class ManualClock:
             task.cancel()
 
     def set(self, instant: datetime) -> None:
-        """Step the wall clock to `instant`, forwards or backwards, as an administrator would; wakes nobody."""
+        """Set the wall clock to `instant`, forwards or backwards, as an administrator would; wakes no sleeper."""
         self._now = _aware(instant)
 
     async def _wake_next(self) -> None:

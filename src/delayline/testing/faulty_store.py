@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 
 
 class FaultyStore(Faulty):
-    """Wraps a store and claims exactly its capabilities; every call passes the injected faults.
+    """Wraps a store and claims its capabilities; every call passes the injected faults.
 
-    Except SupportsForwarding: what is to fail has to pass through this process.
-    verbs_only: claim the six verbs alone, whatever the store can do besides.
+    SupportsForwarding is not claimed: faults apply only to messages that pass through this process.
+
+    Args:
+        store: The wrapped store.
+        faults: Faults to inject from the start.
+        verbs_only: Claim only the six verbs.
     """
 
     def __new__(cls, store: DelayedMessageStore, *faults: Fault, verbs_only: bool = False) -> Self:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Signals:
-    """Collects delayline's events while entered with `with`; production pays nothing for it.
+    """Collects delayline's events while entered with `with`; without cost in production.
 
-    Records may come from any thread; `wait_for` belongs to an event loop. What a record is about stands in its
-    `facts`, a dict: `signals.records(Event.FETCHED)[0].facts["messages"]`.
+    Records may come from any thread; `wait_for` belongs to an event loop. The subjects of a record are in its `facts`,
+    a dict: `signals.records(Event.FETCHED)[0].facts["messages"]`.
     """
 
     def __init__(self) -> None:

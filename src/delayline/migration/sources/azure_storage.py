@@ -1,4 +1,7 @@
-"""Timeouts of Azure Storage persistence: rows of a table that all endpoints share, bodies in blobs (reference 3.4)."""
+"""Timeouts of Azure Storage persistence: rows of a table that all endpoints share, bodies in blobs.
+
+See https://docs.particular.net/persistence/azure-table/.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Celery's ETA tasks in the delay queues that kombu declares on RabbitMQ (reference 4.1, 4.2)."""
+"""Celery's ETA tasks in the delay queues that kombu declares on RabbitMQ.
+
+See https://docs.celeryq.dev/en/stable/getting-started/backends-and-brokers/rabbitmq.html.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NHibernate's timeouts: one table for all endpoints, `TimeoutEntity` (reference 3.2)."""
+"""NHibernate's timeouts: one table for all endpoints, `TimeoutEntity`.
+
+See https://docs.particular.net/persistence/nhibernate/.
+"""
 
 from __future__ import annotations
 

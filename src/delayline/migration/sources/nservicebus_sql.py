@@ -1,4 +1,7 @@
-"""The timeout tables of NServiceBus' SQL persistence: one an endpoint, `{prefix}TimeoutData` (reference 3.1)."""
+"""The timeout tables of NServiceBus' SQL persistence: one an endpoint, `{prefix}TimeoutData`.
+
+See https://docs.particular.net/persistence/sql/.
+"""
 
 from __future__ import annotations
 

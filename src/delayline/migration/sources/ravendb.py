@@ -1,4 +1,7 @@
-"""Timeouts of RavenDB persistence, from export files of its databases, versions 3 and later (reference 3.3)."""
+"""Timeouts of RavenDB persistence, from export files of its databases, versions 3 and later.
+
+See https://docs.particular.net/persistence/ravendb/.
+"""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ WHAT: Final = "delay levels"
 
 
 async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None = None) -> Sequence[Check]:
-    """Return what was looked at, whether it is good, and what it is. Raises BackendUnusable or BackendUnavailable.
+    """Return findings: subject, whether it is as it should be, and value. Raises BackendUnusable or BackendUnavailable.
 
-    delay_levels: whether messages wait in them; without, they are not looked for.
-    endpoint: whose name is looked at where the management API does not answer, which knows all names.
+    delay_levels: whether to check the delay levels. endpoint: the only endpoint name to check if the management API,
+    which lists all names, does not answer.
     """
     transport = RabbitMQTransport(url)
     connection, levels = transport.connection, DelayInfrastructure.named(transport.address.delays)
@@ -54,7 +54,7 @@ async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None =
 
 
 async def _closely(address: BrokerAddress, levels: DelayInfrastructure) -> Sequence[Check]:
-    """Return what is wrong with the levels, or that nothing is: as far as the management API lets anybody see."""
+    """Return the problems of the levels, as far as the management API shows them."""
     async with ManagementApi(address) as api:
         checks = [*await verification.verify(api, levels), *await verification.examine(api, levels)]
     wrong = [Check(f"{WHAT}: {check.what}", ok=False, text=check.text) for check in checks if not check.ok]
@@ -62,7 +62,7 @@ async def _closely(address: BrokerAddress, levels: DelayInfrastructure) -> Seque
 
 
 def _names(endpoint: str, crossing: Sequence[str]) -> Check:
-    """Return what is known of names without the management API: half of it."""
+    """Return the findings about names that need no management API."""
     what = f"{WHAT}: names"
     if crossing:
         pairs = ", ".join(map(repr, crossing))

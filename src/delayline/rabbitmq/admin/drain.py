@@ -1,4 +1,4 @@
-"""Taking what waits in delay levels, batch by batch: what is not acknowledged is back where it was afterwards."""
+"""Taking messages from delay levels batch by batch; unacknowledged messages return to their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ADVICE: Final = "Create them with: delayline rabbitmq create"
 SILENCE: Final = 1.0  # seconds without a message, before the level is counted again
-PATIENCE: Final = 30  # such silences, while others seem to hold what is left
+PATIENCE: Final = 30  # number of such waits while other consumers seem to have the remaining messages
 
 
 async def must_have_levels(
@@ -45,7 +45,7 @@ async def must_have_levels(
 
 @contextlib.asynccontextmanager
 async def channel_of(connection: BrokerConnection) -> AsyncIterator[Channel]:
-    """Provide a channel; what it took and did not acknowledge is back where it was after that."""
+    """Provide a channel; messages taken on it and not acknowledged return to their queue afterwards."""
     channel = await connection.channel()
     try:
         with connection.explained():
@@ -79,7 +79,7 @@ async def batches(
 
 
 async def _next(inbox: asyncio.Queue[DeliveredMessage], limit: int) -> list[DeliveredMessage]:
-    """Return what has come, at least one message unless it stays silent."""
+    """Return the messages received so far, at least one unless the queue stays silent."""
     try:
         batch = [await asyncio.wait_for(inbox.get(), SILENCE)]
     except TimeoutError:

@@ -1,8 +1,7 @@
-"""When a message found in a delay level is due: from what its sender wrote, held against where it is. Pure.
+"""Due time of a message found in a delay level, from its sender's headers and its level. Pure.
 
-The place alone bounds it: the bits above the level have elapsed, those below have not begun. What the sender wrote is
-exact, but stale once a failed message is retried with its old headers, so it counts within the bounds only (reference
-1.12, weaknesses c, d, e and g of the published tool).
+The level alone gives bounds: the bits above it have elapsed, the bits below have not begun. The sender's header is
+exact, but stale if a failed message was retried with its old headers; therefore it counts only within the bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, check_destina
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: What a broker keeps of where a message has been: the newest first.
+#: The broker's record of the message's way, newest first.
 DEATHS: Final = "x-death"
 #: How far the clocks of a sender and of a broker may be apart and the sender's word still count.
 SKEW: Final = timedelta(minutes=1)
@@ -64,12 +63,12 @@ def waiting(routing_key: str, headers: Mapping[str, object], level: int, now: da
 
 
 def _bounds(delay: int, level: int, headers: Mapping[str, object], now: datetime) -> tuple[datetime, datetime]:
-    """Return between which instants it is due: by when it came to this level, else by what is left of its bits."""
+    """Return the bounds of the due time: from its arrival at this level, or else from its remaining bits."""
     left = timedelta(seconds=remaining(delay, level))
     last = now + left
     first = last - timedelta(seconds=1 << level)
     entered = _entered(headers, level)
-    # Compared without adding to what a stranger may have written: year 9999 has an end.
+    # Compared without adding to the header's value, which may be year 9999.
     if entered is not None and first - left - SECOND <= entered <= last - left:
         return max(first, entered + left), min(last, entered + left + SECOND)
     return first, last

@@ -36,7 +36,7 @@ class ExchangeFacts:
 
 @dataclass(frozen=True, slots=True)
 class QueueFacts:
-    """A queue as it is on the broker, and what is in it; counts are None where the broker does not know them yet."""
+    """A queue on the broker and its counts, which are None while the broker has not determined them."""
 
     name: str
     type: str
@@ -50,7 +50,7 @@ class QueueFacts:
 
     @property
     def undeliverable(self) -> int:
-        """How many are due and have nowhere to go: neither ready nor taken (reference 1.10)."""
+        """How many are due and have nowhere to go: neither ready nor taken."""
         if self.messages is None:
             return 0
         return max(0, self.messages - (self.ready or 0) - (self.unacknowledged or 0))
@@ -78,7 +78,7 @@ class Policy:
 class ManagementApi:
     """One virtual host, seen through the management API; use it with `async with`.
 
-    Every method raises BackendUnavailable when nobody answers, and BackendUnusable where the user may not look.
+    Every method raises BackendUnavailable without an answer, and BackendUnusable if the user lacks the right.
     """
 
     def __init__(self, address: BrokerAddress, url: str | None = None) -> None:
@@ -126,7 +126,7 @@ class ManagementApi:
         }
 
     async def queues(self) -> Mapping[str, QueueFacts]:
-        """Return the virtual host's queues by name, with what is in them now."""
+        """Return the virtual host's queues by name, with their counts."""
         return {one["name"]: _queue(one) for one in await self._get(f"queues/{self._vhost}", **TOTALS)}
 
     async def bindings(self) -> Sequence[Binding]:

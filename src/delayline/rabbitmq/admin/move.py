@@ -1,8 +1,8 @@
-"""Moves what waits in delay levels to others: from v1 to v2 on one broker, or from one broker to another.
+"""Moves messages between delay levels: from v1 to v2 on one broker, or from one broker to another.
 
-Nothing is lost: a message leaves its level once the broker that it goes to has confirmed it. Whatever stops a move, the
-next one goes on with what is left; what was on its way just then may arrive twice. Nothing is early: due times are
-rounded up. What cannot be moved is kept apart, in a queue beside the levels, with the reason.
+Nothing is lost: a message leaves its level once the target broker has confirmed it. After an interruption the next move
+continues with the remaining messages; messages in flight may be duplicated. Nothing is early: due times are rounded up.
+Messages that cannot be moved go to a poison queue beside the levels, with the reason.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LevelReport:
 
 @dataclass(slots=True)
 class Report:
-    """What a move did; of a dry run, what it would do with the messages that it looked at."""
+    """The result of a move; of a dry run, the expected result for the messages it looked at."""
 
     levels: list[LevelReport] = field(default_factory=list)
     again: int = 0
@@ -146,7 +146,7 @@ class Move:
             await self._apart.open()
 
     async def _drain(self, level: int) -> None:
-        """Move what waits at the level now; what comes in meanwhile, too."""
+        """Move the messages of the level, including those that arrive meanwhile."""
         queue = self._from.level(level)
         found = await self._source.run(lambda channel: count(channel, queue))
         report = LevelReport(level, found)

@@ -1,4 +1,4 @@
-"""What an administrator does with delay levels: create them, count what waits, and catch what nobody takes."""
+"""Operations on delay levels: create them, count their messages, and catch undeliverable ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.rabbitmq.address import BrokerAddress
 
-#: Seconds from now until which people want to know what comes due.
+#: Times for which the number of due messages is estimated, in seconds from now.
 WINDOWS: Final = (60, 3600, 86_400, 7 * 86_400, 30 * 86_400, 365 * 86_400, MAXIMUM_DELAY)
 SETUP_PATIENCE: Final = 5.0
 """Seconds that a set-up waits for the management API."""
@@ -36,7 +36,7 @@ NOT_CAUGHT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class HeldUp:
-    """What is due and does not reach a destination: how many messages are where."""
+    """Numbers of due messages that do not reach a destination, by place."""
 
     places: Mapping[str, int]
     unseen: str | None = None
@@ -53,7 +53,7 @@ class HeldUp:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What comes due within so many seconds: surely, probably and at most, by the levels that messages are in."""
+    """Number of messages due within so many seconds: certain, probable and maximum, from the counts of the levels."""
 
     seconds: int
     at_least: int
@@ -62,7 +62,7 @@ class Window:
 
 
 async def create(address: BrokerAddress, infrastructure: DelayInfrastructure) -> None:
-    """Create what is missing. Idempotent. Raises BackendUnavailable; BackendUnusable with the argument that differs."""
+    """Create missing levels. Idempotent. Raises BackendUnavailable; BackendUnusable with the argument that differs."""
     connection = BrokerConnection(address, "delayline create")
     try:
         await connection.run(infrastructure.declare)
@@ -110,10 +110,10 @@ async def overdue(address: BrokerAddress, infrastructure: DelayInfrastructure, c
 
 
 def windows(counts: Sequence[int]) -> list[Window]:
-    """Return what the counts of the levels say about when messages come due.
+    """Return an estimate of when messages come due, from the counts of the levels.
 
-    One at level n has up to 2^n seconds to go there, and then any of the seconds below: together a triangle from 0 to
-    2^(n+1) with its top in the middle. That is an estimate; where the triangle begins and ends is not.
+    A message at level n has up to 2^n seconds left there, and then any number of the seconds below: a triangular
+    distribution from 0 to 2^(n+1). Its bounds are certain, its shape is an estimate.
     """
     return [
         Window(
@@ -135,10 +135,11 @@ def _share(seconds: int, length: int) -> float:
 
 
 async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructure, api: ManagementApi) -> str:
-    """Have due messages without a destination go to a queue, where they hold nobody up; return its name. Idempotent.
+    """Route due messages without a destination to a queue, so that they do not block their level; return its name.
 
-    A policy gives the delivery exchange an alternate exchange, which is none of the arguments that .NET compares
-    (reference 1.10). Raises BackendUnusable where another policy is in the way.
+    Idempotent. A policy sets the alternate exchange of the delivery exchange, because NServiceBus declares that
+    exchange without arguments and would be refused if it had one. Raises BackendUnusable if another policy is in the
+    way.
     """
     name = catch_all_name(infrastructure)
     policy = Policy(name, f"^{re.escape(infrastructure.delivery)}$", {"alternate-exchange": name})
@@ -165,10 +166,10 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
 
 
 async def catch_undeliverable(address: BrokerAddress, infrastructure: DelayInfrastructure) -> Check:
-    """Switch the catch-all on as part of a set-up; return whether that is done, or what is to be done instead.
+    """Enable the catch-all during set-up; return whether it is enabled, or what to do instead.
 
-    It is not good where the broker refuses, by the user's rights or for another policy. Without a management API it is
-    left undone, which the text says.
+    It is not enabled if the broker refuses, for lack of rights or because of another policy, or without a management
+    API.
     """
     try:
         async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
@@ -182,5 +183,5 @@ async def catch_undeliverable(address: BrokerAddress, infrastructure: DelayInfra
 
 
 async def catch_all_off(infrastructure: DelayInfrastructure, api: ManagementApi) -> bool:
-    """Have due messages without a destination stay in their level again; False when they did. What was caught stays."""
+    """Disable the catch-all; False if it was not enabled. Messages in its queue stay."""
     return await api.delete_policy(catch_all_name(infrastructure))

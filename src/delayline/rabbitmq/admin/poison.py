@@ -1,4 +1,4 @@
-"""Messages that a move could not move: in a queue of their own, each with the reason and where it was."""
+"""The poison queue of a move: messages that could not be moved, each with the reason and its former level."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Unmoved(NamedTuple):
 
 
 class KeptApart:
-    """The queue beside the levels that a move keeps them in; classic, as .NET's tool makes it (reference 1.12)."""
+    """The queue beside the levels that a move keeps them in; classic, as .NET's tool makes it."""
 
     def __init__(self, address: BrokerAddress, connection: BrokerConnection, name: str) -> None:
         self.queue = f"delays-{name}-poison-messages"
@@ -65,7 +65,7 @@ class KeptApart:
             raise error
 
     async def movable(self, channel: Channel) -> AsyncIterator[tuple[DeliveredMessage, Waiting]]:
-        """Yield those that only lacked a destination; what is not acknowledged is back once the channel is closed."""
+        """Yield messages that only lacked a destination; unacknowledged ones return when the channel is closed."""
         for _ in range(await count(channel, self.queue)):
             delivered = await channel.basic_get(self.queue)
             if delivered.delivery_tag is None:

@@ -1,4 +1,4 @@
-"""Holds the delay levels of a broker against what they have to be, and finds what keeps messages from their way."""
+"""Compares the delay levels of a broker with their definition, and finds causes of undelivered messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLDEST: Final = (3, 10, 0)
 FLAG_IS_GIVEN: Final = (3, 12, 0)
 FLAG: Final = "stream_queue"
 SHOWN: Final = 5
-#: What a policy must not do to a level: cut delays, drop messages, or delete the queue.
+#: Policy settings that break a level: they cut delays, drop messages, or delete the queue.
 HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange", "delivery-limit")
 LOOKS: Final = 3
 BETWEEN_LOOKS: Final = 1.0
@@ -31,7 +31,7 @@ CATCH_ALL: Final = "catch-all"
 
 
 class Check(NamedTuple):
-    """One thing that was looked at: what, whether it is as it should be, and what it is."""
+    """One finding: its subject, whether it is as it should be, and its value."""
 
     what: str
     ok: bool
@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
 
 async def verify(api: ManagementApi, infrastructure: DelayInfrastructure) -> list[Check]:
-    """Return whether the broker can carry the levels, and has them all exactly as they should be (reference 1.1, 1.12).
+    """Return whether the broker can carry the levels, and has them all exactly as they should be.
 
     Raises BackendUnavailable or BackendUnusable when it cannot be looked at.
     """
@@ -57,7 +57,7 @@ async def verify(api: ManagementApi, infrastructure: DelayInfrastructure) -> lis
 
 
 async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> list[Check]:
-    """Return whether messages reach their destinations, and only those (reference 1.9, 1.10).
+    """Return whether messages reach their destinations, and only those.
 
     Looks several times, a second apart, where due messages seem to have nowhere to go: some may just be on their way.
     """

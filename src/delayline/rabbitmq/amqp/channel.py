@@ -36,7 +36,7 @@ KINDS: Final = {FRAME_METHOD, FRAME_HEADER, FRAME_BODY, FRAME_HEARTBEAT}
 
 
 class Wire(Protocol):
-    """What a channel writes to."""
+    """The connection that a channel writes to."""
 
     frame_max: int
 
@@ -45,7 +45,7 @@ class Wire(Protocol):
 
 
 class Channel:
-    """What is outstanding on one channel, and why it was closed."""
+    """The unsettled publications of one channel, and the reason of its closing."""
 
     def __init__(self, wire: Wire, number: int) -> None:
         self._wire = wire
@@ -82,7 +82,7 @@ class Channel:
 
 
 def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callable[[int, Any], None]) -> bytes:
-    """Hand on every whole frame and return the rest; raises ValueError or PAMQPException for what is no frame."""
+    """Handle every complete frame and return the rest. Raises ValueError or PAMQPException for a malformed frame."""
     start, end = 0, len(data)
     while end - start >= FRAME_OVERHEAD:
         kind, number, size = _frame_start(data, start)

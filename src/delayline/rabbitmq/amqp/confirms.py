@@ -1,4 +1,4 @@
-"""What was published on a channel and is not settled yet: confirmed, returned or refused."""
+"""Publications on a channel until they are settled: confirmed, returned or refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Run(NamedTuple):
     first: int
 
     def position(self, sequence: int) -> int:
-        """Return the position in the batch of what was written with that number."""
+        """Return the position in the batch of the publication with that number."""
         return self.positions[sequence - self.first]
 
 
@@ -117,9 +117,9 @@ class Confirms:
             self._empty.set()
 
     def returned(self, exchange: str, routing_key: str, message_id: str | None, reason: str) -> bool:
-        """Mark what the broker could not route; its confirm is still to come. False when it is none of ours.
+        """Mark an unroutable publication; its confirm follows. False for an unknown one.
 
-        Returns come in the order of publishing, so each search begins behind the last one's find.
+        Returns come in the order of publishing, so each search begins behind the last find.
         """
         for sequence in range(max(self._returned_up_to + 1, self._lowest), self._next):
             run = self._outstanding.get(sequence)
@@ -138,7 +138,7 @@ class Confirms:
         return False
 
     def abandon(self) -> None:
-        """Leave what is not settled to its senders, when the channel is closed: it may or may not have arrived."""
+        """Fail the unsettled publications of a closed channel: they may or may not have arrived."""
         for sequence, run in self._outstanding.items():
             position = run.position(sequence)
             if position not in run.batch.failures:

@@ -107,7 +107,10 @@ class PublishingConnection(asyncio.Protocol):
         return channel
 
     async def ask_for_exchange(self, channel: Channel, exchange: str) -> None:
-        """Have the broker close the channel when there is no such exchange. Raises BackendUnavailable."""
+        """Declare the exchange passively; the broker closes the channel if it does not exist.
+
+        Raises BackendUnavailable.
+        """
         with contextlib.suppress(ChannelEnded):
             await self._call(channel.number, passive_declare(exchange, channel.number))
 
@@ -137,7 +140,10 @@ class PublishingConnection(asyncio.Protocol):
             raise self.lost
 
     def write(self, data: bytes) -> None:
-        """Send frames, with what others write in this turn of the loop; raises BackendUnavailable when lost."""
+        """Send frames, together with others of this turn of the loop.
+
+        Raises BackendUnavailable if the connection is lost.
+        """
         if self.lost is not None:
             raise self.lost
         if not self._unsent:
@@ -203,7 +209,7 @@ class PublishingConnection(asyncio.Protocol):
             "confirmed has an unknown outcome: it may have arrived"
         )
 
-    # What the event loop calls.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the socket."""
@@ -329,4 +335,4 @@ class ChannelEnded(Exception):
 def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # nobody may be waiting any more
+        answer.exception()  # the waiting task may have been cancelled

@@ -22,7 +22,7 @@ TOO_LARGE: Final = re.compile(r"message size (\d+) is larger than configured max
 
 
 def not_connected(address: BrokerAddress, error: BaseException) -> BackendUnavailable | BackendUnusable:
-    """Return what it means that no connection could be made."""
+    """Return the error for a failed connection attempt."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return BackendUnusable(
             f"the certificate of {address} is not trusted: {error.verify_message}. Give cacertfile=, the PEM file of "
@@ -39,7 +39,7 @@ def not_connected(address: BrokerAddress, error: BaseException) -> BackendUnavai
 
 
 def refused_connection(address: BrokerAddress, closed: Closed) -> BackendUnavailable | BackendUnusable:
-    """Return what it means that the broker closed the connection, at its opening or later."""
+    """Return the error for a connection closed by the broker, at its opening or later."""
     if closed.code == ACCESS_REFUSED:
         return BackendUnusable(
             f"RabbitMQ at {address} refuses user {address.user!r} or the password. Check both; the user guest may come "
@@ -60,7 +60,7 @@ def refused_connection(address: BrokerAddress, closed: Closed) -> BackendUnavail
 
 
 def refused_publication(address: BrokerAddress, publication: Publication, closed: Closed) -> Exception:
-    """Return what it means for one publication that the broker closed the channel over it."""
+    """Return the error of one publication for which the broker closed the channel."""
     if closed.code == NOT_FOUND:
         return Unroutable(publication.exchange, publication.routing_key, f"{closed.code} {closed.text}")
     if closed.code == ACCESS_REFUSED:

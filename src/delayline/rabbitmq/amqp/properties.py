@@ -87,7 +87,7 @@ def _id_in(fields: Mapping[str, Any]) -> str:
 
 
 def _add_properties(headers: dict[str, str], properties: Basic.Properties) -> None:
-    """Let properties win over headers, as the sender's client may have set them alone (reference 1.11)."""
+    """Let properties win over headers, as the sender's client may have set them alone."""
     if properties.reply_to:
         headers[Headers.REPLY_TO] = properties.reply_to
     if headers.get(CALLBACK_QUEUE):
@@ -103,7 +103,7 @@ def _add_properties(headers: dict[str, str], properties: Basic.Properties) -> No
 
 
 def delivery_count(properties: Basic.Properties) -> int:
-    """Return how often a quorum queue has given the message to somebody before; 0 where it does not say."""
+    """Return how often a quorum queue has delivered the message before; 0 if unknown."""
     count = (properties.headers or {}).get(DELIVERY_COUNT, 0)
     return count if isinstance(count, int) else 0
 
@@ -137,11 +137,11 @@ def _decoded(raw: bytes) -> str:
 
 
 def unchanged(properties: Basic.Properties) -> bytes:
-    """Return the property flags and list of a message that goes on as it came, for Publication.properties.
+    """Return the property flags and list of an unchanged message, for Publication.properties.
 
-    What clients decode no longer has its width: integers are written as int32, or int64 where they need it, as .NET
-    wrote them; floats as doubles. What a broker would take for its own, as x-death or CC, is left out. Properties that
-    no client decodes are the bytes that came.
+    Decoded values have lost their width: integers are written as int32, or int64 if needed, as .NET writes them; floats
+    as doubles. Headers that a broker interprets, such as x-death or CC, are omitted. Properties that no client decodes
+    stay the original bytes.
     """
     raw = unreadable(properties)
     if raw is not None:

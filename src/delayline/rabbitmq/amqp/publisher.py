@@ -1,4 +1,4 @@
-"""Sends messages to exchanges with many confirms outstanding, over one connection of its own."""
+"""Publishes messages to exchanges with many outstanding confirms, over a dedicated connection."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Publisher:
 
     @property
     def lost(self) -> bool:
-        """Whether there is no connection now; the next use opens one."""
+        """Whether there is no connection; the next use opens one."""
         return self._link is None or self._link.connection.lost is not None
 
     @property
@@ -84,7 +84,7 @@ class Publisher:
             self._not_before = asyncio.get_running_loop().time() + seconds
 
     async def close(self) -> None:
-        """Wait for what is outstanding, ten seconds at most, then disconnect. Idempotent."""
+        """Wait at most ten seconds for outstanding confirms, then disconnect. Idempotent."""
         self._started = False
         if self._process.left:
             return  # the connection is the parent's: ending it here would end it there
@@ -93,14 +93,13 @@ class Publisher:
             await link.close()
 
     async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
-        """Send all, in this order, and return when each is confirmed or refused: the refused ones' errors by position.
+        """Publish all, in order, and return once each is confirmed or refused: the errors of refused ones by position.
 
-        Unroutable: no such exchange, or no queue bound; MessageRejected: a full queue; InvalidMessage: what AMQP or the
-        broker does not carry; BackendUnusable: the user may not write there. Waits while the broker is blocked, as long
-        as `server_timeout` says. Raises BackendUnavailable when the connection is lost before all were settled, or none
-        was for that long: those may have arrived. After a cancellation too, what was written may arrive. Where the
-        broker refuses a publication by closing the channel, what was outstanding beside it is sent again, and may
-        arrive twice.
+        Unroutable: no such exchange, or no queue bound. MessageRejected: a full queue. InvalidMessage: AMQP or the
+        broker cannot carry it. BackendUnusable: no right to write. Waits up to `server_timeout` while the broker is
+        blocked. Raises BackendUnavailable if the connection is lost, or if no confirm comes for that long: the messages
+        may have arrived, also after a cancellation. If the broker refuses a publication by closing the channel, the
+        other outstanding ones are sent again, and may be duplicated.
         """
         if not publications:
             return {}
@@ -170,7 +169,7 @@ class Link:
         return sum(len(channel.confirms) for channel in self._channels.values())
 
     async def close(self) -> None:
-        """Wait for what is outstanding, then disconnect."""
+        """Wait for outstanding confirms, then disconnect."""
         try:
             async with asyncio.timeout(CLOSING_PATIENCE):
                 for channel in list(self._channels.values()):
@@ -282,7 +281,7 @@ class Link:
         return channel
 
     async def _one_by_one(self, batch: Batch) -> None:
-        """Send again what a closed channel left open, each alone, so that only those that are to blame fail."""
+        """Resend the unsettled publications of a closed channel, one by one, so that only the refused ones fail."""
         async with self._apart:
             for position in batch.over:
                 publication = batch.publications[position]

@@ -1,8 +1,8 @@
-"""What comes from a broker, before the AMQP library reads it: frames that it cannot decode are put into a form it can.
+"""Reads the broker's frames before the AMQP library does, and replaces frames that the library cannot decode.
 
-What any client may publish must not end a connection: pamqp raises for texts that are not UTF-8, for times beyond year
-9999 and for values of a type it has not heard of, and aiormq gives the whole connection up then. So each frame of a
-delivered message is looked at first. Where pamqp could not decode its properties, they travel on as raw bytes.
+A message of another client must not end a connection: pamqp raises for text that is not UTF-8, for times beyond year
+9999 and for unknown value types, and aiormq then closes the connection. Therefore each frame of a delivered message is
+checked first. If pamqp could not decode its properties, they are passed on as raw bytes.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ReadableFrames:
         asyncio.get_running_loop().call_later(self._limit / LOOKS_BEFORE_SILENCE, self._watch)
 
     def _watch(self) -> None:
-        """Hang up where nothing has come in so many looks: counted, for a busy process may read late what was there."""
+        """Close a silent connection after this many looks: a busy process may read data late that is there already."""
         if self._writer.transport.is_closing():
             return
         self._silent = 0 if self._heard else self._silent + 1
@@ -216,7 +216,7 @@ def unreadable(properties: commands.Basic.Properties) -> bytes | None:
 
 
 def sent_on(encoded: bytes) -> bytes:
-    """Return property flags and list as they came, for the error queue; properties.unchanged says what is left out."""
+    """Return the original property flags and list, for the error queue; see properties.unchanged for omissions."""
     flags, parts = 0, []
     try:
         for flag, start, end in _walk(encoded):
@@ -283,7 +283,7 @@ def _check_fields(encoded: bytes, start: int, end: int, depth: int, *, names: bo
 
 
 def _fields_that_go_on(encoded: bytes, start: int, end: int) -> bytes:
-    """Return the table without what a broker takes for its own; as it came where its fields cannot be told apart."""
+    """Return the table without headers that a broker interprets; unchanged if its fields cannot be separated."""
     try:
         kept = b"".join(
             encoded[entry:behind]
@@ -324,7 +324,7 @@ def _readable_method(frame: bytes) -> bytes:
 
 
 def _text(frame: bytes, at: int) -> tuple[bytes, int]:
-    """Return the short string at this place in valid UTF-8, and where it ends; what is none is escaped."""
+    """Return the short string at this position as valid UTF-8, and its end; invalid bytes are escaped."""
     behind = at + 1 + frame[at]
     raw = frame[at + 1 : behind]
     text = raw.decode("utf-8", "backslashreplace").encode()

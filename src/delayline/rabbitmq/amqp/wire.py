@@ -1,7 +1,7 @@
-"""A message as the frames of one `basic.publish`: encoded by hand, because that is most of what a send costs here.
+"""A message as the frames of one `basic.publish`, encoded by hand, because encoding is most of the cost of a send.
 
-Libraries that encode headers choose the smallest integer a value fits in; .NET's tools read the delay as an int32 and
-nothing else (reference 6.2), so that one is written as such.
+Libraries encode an integer header in the smallest type that fits; NServiceBus reads the delay only as an int32, so that
+header is always written as one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DAMAGED_HEADERS: Final = "Delayline.DamagedHeaders"
 #: them than a frame holds, or one that AMQP cannot carry.
 HEADERS_IN_BODY: Final = "Delayline.HeadersInBody"
 ENCLOSED_TYPES: Final = "NServiceBus.EnclosedMessageTypes"
-#: What a failed message whose headers are in its body still shows as headers.
+#: Headers that a failed message keeps as headers when the others are in its body.
 SHOWN_BESIDE_BODY: Final = (
     Headers.MESSAGE_ID,
     Headers.CORRELATION_ID,
@@ -59,7 +59,7 @@ LONGEST_SHOWN: Final = 250  # bytes of each, so that all of them fit into the sm
 LONGEST_EXPIRATION: Final = 315_360_000_000
 """Milliseconds, ten years of 365 days: brokers close the channel over longer ones."""
 
-#: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message (reference 1.11), and
+#: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message, and
 #: all of them send copies to what CC and BCC name, or refuse the message where those are no lists.
 NOT_SENT: Final = frozenset(
     [
@@ -227,10 +227,10 @@ def passive_declare(exchange: str, channel: int) -> bytes:
 
 
 def with_headers_in_body(message: Message) -> Message | None:
-    """Return a failed message with all its headers in front of its body, also damaged ones; None for another one.
+    """Return a failed message with all its headers, also damaged ones, in front of its body; None for other messages.
 
-    What is still in a header is about the failure, and bounded. An id that no property carries is replaced by one that
-    follows from it.
+    The remaining headers describe the failure and are bounded. An id that no property can carry is replaced by one
+    derived from it.
     """
     try:
         headers = message.headers
@@ -258,14 +258,14 @@ def headers_in_body(message_id: str, field: object, body: bytes) -> Message:
 
 
 def encode_properties(message: Message, delay: int | None, in_body: int | None = None) -> bytes:
-    """Return a message's property flags and list as reference 1.11 has them; raises InvalidMessage.
+    """Return a message's property flags and list as NServiceBus.RabbitMQ writes them. Raises InvalidMessage.
 
-    Every header is a field of type 'S'. A value that is too long for a property is in its header only.
+    Every header is a field of type 'S'. A value that is too long for a property is only in its header.
 
     Args:
-        message: What is sent.
-        delay: Seconds that it waits in the delay levels; None for one that does not.
-        in_body: How many bytes at the beginning of its body are headers; None where none are.
+        message: The message to send.
+        delay: Seconds to wait in the delay levels; None without a delay.
+        in_body: Number of bytes at the start of the body that are headers; None if there are none.
     """
     try:
         headers = message.headers

@@ -275,7 +275,7 @@ class SqlServer(ServerDialect):
         return table
 
     def timeouts_table(self, name: str, schema: str | None) -> Table:
-        """Return the document's table (seeds 001; reference 1.12), which a .NET endpoint may share."""
+        """Return the document's table, which a .NET endpoint may share."""
         return Table(
             quoted_name(name, quote=True),
             MetaData(schema=self.schema_of(schema)),

@@ -1,4 +1,4 @@
-"""One bad message delays nobody and is never lost: retries, the error queue, its headers."""
+"""A failing message delays no other and is never lost: retries, the error queue, its headers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SECOND = timedelta(seconds=1)
 DUE = AT + 5 * SECOND
 BROKEN = "broken"
-#: The header names that tell what failed, where and when (reference 1.9).
+#: The header names that tell what failed, where and when.
 FAILURE = [
     Headers.EXCEPTION_TYPE,
     Headers.EXCEPTION_MESSAGE,
@@ -55,7 +55,7 @@ def chained(number: int) -> ValueError:
     return error
 
 
-#: What a handler may raise.
+#: Exceptions that a handler may raise.
 FAILURES = {
     "200 kB of text": lambda: ValueError("x" * 200_000),
     "20 MB of text": lambda: ValueError("x" * 20_000_000),
@@ -150,7 +150,7 @@ class DeliveryFailures(DeliveryRoom):
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_without_an_error_queue_the_message_stays(self, parts: Parts, mode: TransactionMode) -> None:
-        """Nothing is removed before the next place has it (reference H1)."""
+        """Nothing is removed before the next place has it."""
         parts.transport.inject(Fault("dispatch", error=RuntimeError("no"), when=functools.partial(to, "error")))
         async with parts.endpoint(mode) as endpoint:
             await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND, check_destination=False)
@@ -188,7 +188,7 @@ class DeliveryFailures(DeliveryRoom):
             assert await parts.store.next_due() is not None
 
     async def test_an_error_queue_that_does_not_exist_loses_nothing(self, parts: Parts) -> None:
-        """Once somebody creates it the message gets there (reference H1)."""
+        """Once the queue exists, the message gets there."""
         endpoint = Endpoint(
             ENDPOINT,
             transport=parts.transport,
@@ -208,7 +208,7 @@ class DeliveryFailures(DeliveryRoom):
         assert message.id == "m"
 
     async def test_damaged_headers_reach_the_error_queue_whole(self, parts: Parts) -> None:
-        """What cannot be read can still be moved (reference H1)."""
+        """What cannot be read can still be moved."""
         damaged = Message.from_encoded("m", b"\xff{not json", b"body")
         async with parts.endpoint():
             await parts.store.store(DelayedMessage(damaged, "nowhere", AT))
@@ -219,7 +219,7 @@ class DeliveryFailures(DeliveryRoom):
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_a_store_that_fails_once_is_an_error_to_the_sender(self, parts: Parts, mode: TransactionMode) -> None:
-        """The sender knows, and nothing is in the error queue for it (reference H2)."""
+        """The sender knows, and nothing is in the error queue for it."""
         parts.store.inject(Fault(STORE, error=BackendUnavailable("gone for a second"), calls=1))
         async with parts.endpoint(mode) as endpoint:
             with pytest.raises(BackendUnavailable, match="gone for a second"):
@@ -233,7 +233,7 @@ class DeliveryFailures(DeliveryRoom):
     async def test_a_handler_whose_delayed_send_cannot_be_stored_loses_nothing(
         self, parts: Parts, mode: TransactionMode
     ) -> None:
-        """Its message goes to the error queue, in mode NONE too (reference H3)."""
+        """Its message goes to the error queue, in mode NONE too."""
         parts.store.inject(Fault(STORE, error=ValueError("cannot be stored")))
         endpoint = parts.endpoint(mode, handles=False)
 
@@ -255,7 +255,7 @@ class DeliveryFailures(DeliveryRoom):
         assert message.headers[Headers.FAILED_QUEUE] == ENDPOINT
 
     async def test_a_delay_without_delayed_delivery_is_explained(self, parts: Parts) -> None:
-        """Not an obscure error from the depths (reference H12)."""
+        """Not an obscure error from the depths."""
         async with Endpoint("plain", transport=parts.transport, clock=parts.clock) as endpoint:
             with pytest.raises(ConfigurationError, match="delayed_delivery="):
                 await endpoint.send(ENDPOINT, b"", delay=SECOND)

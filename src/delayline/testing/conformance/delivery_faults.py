@@ -49,7 +49,7 @@ class DeliveryFaults(DeliveryRoom):
     async def test_a_step_that_fails_once_neither_loses_nor_doubles(
         self, parts: Parts, mode: TransactionMode, error: Exception, step: Step
     ) -> None:
-        """As long as the process lives and says what it did every message is handled exactly once."""
+        """While the process lives and its log is complete, every message is handled exactly once."""
         async with parts.endpoint(mode, number_of_retries=3) as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
             await parts.poller_sleeps(DUE)
@@ -86,7 +86,7 @@ class DeliveryFaults(DeliveryRoom):
     async def test_a_receive_whose_commit_is_reported_as_failed_has_its_effects_once(
         self, parts: Parts, takes_effect: bool
     ) -> None:
-        """The handler may run again; what it sends and delays leaves once."""
+        """The handler may run again; its sends and delayed sends leave once."""
         endpoint = parts.endpoint(TransactionMode.TRANSACTION_SCOPE, handles=False)
 
         @endpoint.handler
@@ -106,7 +106,7 @@ class DeliveryFaults(DeliveryRoom):
         assert sorted(message.id for message in found) == ["end", "later", "now"]
 
     async def test_a_delayed_commit_sends_nothing_early(self, parts: Parts) -> None:
-        """Until the commit nobody sees what was dispatched."""
+        """Dispatched messages are invisible until the commit."""
         gate, reached = asyncio.Event(), asyncio.Event()
         async with parts.endpoint(TransactionMode.TRANSACTION_SCOPE) as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
@@ -124,7 +124,7 @@ class DeliveryFaults(DeliveryRoom):
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("step", [FETCH, "dispatch", REMOVE], ids=name_of)
     async def test_a_stop_in_the_middle_of_a_batch(self, parts: Parts, mode: TransactionMode, step: Step) -> None:
-        """The batch in flight is finished, and after the next start every message was handled once (reference H7)."""
+        """The batch in flight is finished, and after the next start every message was handled once."""
         gate, reached = asyncio.Event(), asyncio.Event()
         endpoint = parts.endpoint(mode, batch_size=4)
         async with endpoint:
@@ -148,7 +148,7 @@ class DeliveryFaults(DeliveryRoom):
         assert Counter(parts.handled_ids()) == Counter(IDS)
 
     async def test_a_stop_does_not_wait_for_a_due_time(self, parts: Parts) -> None:
-        """Nor does what waits get lost."""
+        """Pending messages are not lost either."""
         endpoint = parts.endpoint()
         async with endpoint:
             await send_all(endpoint, IDS, timedelta(days=300))
@@ -157,7 +157,7 @@ class DeliveryFaults(DeliveryRoom):
 
 
 class DeliveryBreakers(DeliveryRoom):
-    """Faults that last become critical errors, with texts that operators know (reference 1.10)."""
+    """Faults that last become critical errors, with texts that operators know."""
 
     async def critical(self, parts: Parts, text: str) -> None:
         """Move time on until the critical error has come; assert that it has this text."""
@@ -197,7 +197,7 @@ class DeliveryBreakers(DeliveryRoom):
 
     @pytest.mark.parametrize("step", [FETCH, "next_due"], ids=name_of)
     async def test_fetching_keeps_failing(self, parts: Parts, step: Step) -> None:
-        """The fetch breaker: for a store that cannot fetch, and for one that cannot say what is next."""
+        """The fetch breaker: for a store whose fetch fails, and for one whose `next_due` fails."""
         async with parts.endpoint() as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
             await parts.poller_sleeps(DUE)
@@ -245,7 +245,7 @@ class DeliveryBreakers(DeliveryRoom):
         assert Counter(parts.handled_ids()) == Counter(ids)
 
     async def test_a_critical_error_stops_the_endpoint(self, parts: Parts) -> None:
-        """Unless the host decides otherwise; what waits stays stored."""
+        """Unless the host decides otherwise; pending messages stay stored."""
         endpoint = Endpoint(
             ENDPOINT, transport=parts.transport, delayed_delivery=StoredDelivery(parts.store), clock=parts.clock
         )

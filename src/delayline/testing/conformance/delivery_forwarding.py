@@ -51,7 +51,7 @@ class Inside(NamedTuple):
             await self.store.store(message)
 
     async def forward(self, limit: int = 100, max_bytes: int = PLENTY) -> Forwarded:
-        """Let the store move what is due."""
+        """Let the store move due messages."""
         return await self.store.forward_due(AT, limit, max_bytes=max_bytes)
 
     async def takes(self, number: int, queue: str = BILLING) -> list[str]:
@@ -65,7 +65,7 @@ class Inside(NamedTuple):
         return [one.message.id for one in found]
 
     async def waiting(self) -> list[str]:
-        """Return the ids of what is left in the store, by taking it out."""
+        """Return the ids of the remaining messages, by taking them out of the store."""
         ids: list[str] = []
         while (message := await self.store.fetch_next_due(AT + timedelta(days=1))) is not None:
             ids.append(message.id)
@@ -74,7 +74,7 @@ class Inside(NamedTuple):
 
 
 class DeliveryInside(DeliveryRoom):
-    """What the store moves by itself, and what it leaves to the poller."""
+    """Messages that the store moves inside its database, and those that it leaves to the poller."""
 
     @pytest_asyncio.fixture
     async def inside(self, tmp_path: Path) -> AsyncIterator[Inside]:
@@ -144,7 +144,7 @@ class DeliveryInside(DeliveryRoom):
             assert await inside.waiting() == ["lost", "b"]
 
     async def test_what_is_held_without_a_transaction_does_not_move(self, inside: Inside) -> None:
-        """Somebody is sending it now."""
+        """Another process is dispatching the message."""
         await inside.hold(delayed("held", AT - self.step), delayed("free"))
         held = await inside.store.fetch_next_due(AT)
         assert held is not None

@@ -44,7 +44,7 @@ ELSEWHERE = "elsewhere"
 
 
 def facts(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what a signal is about."""
+    """Return the ids of a signal's messages."""
     found: dict[str, Any] = vars(record)["facts"]
     return found
 
@@ -70,7 +70,7 @@ class Parts:
         batch_size: int = 500,
         store_breaker: timedelta = timedelta(seconds=30),
     ) -> Endpoint:
-        """Return an endpoint that notes what it handles and its critical errors; skips where `mode` is not claimed."""
+        """Return an endpoint that records handled messages and critical errors; skips if `mode` is not claimed."""
         delivery = StoredDelivery(
             self.store,
             number_of_retries=number_of_retries,
@@ -164,7 +164,7 @@ class Parts:
             await self.happens(Event.REMOVED, self.signals.count(Event.REMOVED) + 1)
 
     async def nothing_waits(self) -> None:
-        """Return once the store is empty: what is removed may be committed a moment after that was said."""
+        """Return once the store is empty: a removal may be committed a moment after its log record."""
         async with asyncio.timeout(PATIENCE):
             while await self.store.next_due() is not None:
                 await settle()

@@ -123,7 +123,7 @@ class DeliveryInTime(DeliveryRoom):
         assert parts.handled_ids() == [message_id for _, _, message_id in sorted(expected)]
 
     async def test_a_message_sent_twice_with_one_id_arrives_once(self, parts: Parts) -> None:
-        """Repeating a delayed send while it waits changes nothing (reference H4)."""
+        """Repeating a delayed send while it waits changes nothing."""
         async with parts.endpoint() as endpoint:
             await endpoint.send(ENDPOINT, b"first", message_id="m", delay=5 * SECOND)
             await endpoint.send(ENDPOINT, b"second", message_id="m", delay=9 * SECOND)
@@ -132,7 +132,7 @@ class DeliveryInTime(DeliveryRoom):
         assert [(message.id, message.body) for message, _ in parts.handled] == [("m", b"first"), ("end", b"end")]
 
     async def test_a_clock_that_steps_back_makes_nothing_early(self, parts: Parts) -> None:
-        """The poller's sleep ends by elapsed time; it looks at the clock again and goes on waiting (reference H13)."""
+        """The poller's sleep ends by elapsed time; it looks at the clock again and goes on waiting."""
         left = parts.note_dispatches()
         async with parts.endpoint() as endpoint:
             await endpoint.send(ENDPOINT, b"", delay=30 * SECOND)
@@ -143,7 +143,7 @@ class DeliveryInTime(DeliveryRoom):
         assert left == [AT + 30 * SECOND]
 
     async def test_a_clock_that_steps_forward_is_noticed_within_a_minute(self, parts: Parts) -> None:
-        """Due by the new time, it leaves at the end of the sleep at the latest (reference H13)."""
+        """Due by the new time, it leaves at the end of the sleep at the latest."""
         left = parts.note_dispatches()
         async with parts.endpoint() as endpoint:
             await endpoint.send(ENDPOINT, b"", delay=HOUR)
@@ -154,7 +154,7 @@ class DeliveryInTime(DeliveryRoom):
         assert AT + 2 * HOUR <= left[0] <= AT + 2 * HOUR + 60 * SECOND
 
     async def test_a_message_locked_by_somebody_else_is_not_hammered(self, parts: Parts) -> None:
-        """The poller looks again now and then, not in a tight loop, and others arrive meanwhile (reference H5)."""
+        """The poller looks again now and then, not in a tight loop, and others arrive meanwhile."""
         async with parts.endpoint() as endpoint:
             await parts.poller_sleeps(AT + 60 * SECOND)
             await parts.store.store(delayed("theirs", AT + SECOND, destination=ENDPOINT))
@@ -167,7 +167,7 @@ class DeliveryInTime(DeliveryRoom):
             assert parts.store.calls(*FETCH) - before < 50 * seconds
 
     async def test_headers_arrive_as_sent(self, parts: Parts) -> None:
-        """Whatever they hold; those that NServiceBus keeps for itself in the store stay there (reference 1.8)."""
+        """Whatever they hold; those that NServiceBus keeps for itself in the store stay there."""
         properties = {
             "NServiceBus.Timeouts.Properties.DelayDeliveryWith": "00:00:05",
             "NServiceBus.Timeouts.Properties.": "",
@@ -180,7 +180,7 @@ class DeliveryInTime(DeliveryRoom):
 
     @pytest.mark.parametrize("mode", MODES[1:])
     async def test_a_handler_that_fails_has_delayed_nothing(self, parts: Parts, mode: TransactionMode) -> None:
-        """What a handler delays is stored when it has succeeded: once, after a failed attempt and a good one."""
+        """A handler's delayed sends are stored when it has succeeded: once, after a failed and a successful attempt."""
         endpoint = parts.endpoint(mode, handles=False)
 
         @endpoint.handler

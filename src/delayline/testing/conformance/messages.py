@@ -65,7 +65,7 @@ def operation(destination: str, id: str = "m", body: bytes = b"body") -> Transpo
 
 
 def same(found: DelayedMessage | None, expected: DelayedMessage) -> None:
-    """Assert that a store gave back what it was given, byte for byte."""
+    """Assert that a store returned a message unchanged, byte for byte."""
     assert found is not None, f"{expected.id!r} was not returned"
     assert found.id == expected.id
     assert found.destination == expected.destination

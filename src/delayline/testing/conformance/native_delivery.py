@@ -47,7 +47,7 @@ class Arrivals:
         self._news.set()
 
     async def number(self, number: int, within: float = PATIENCE) -> list[str]:
-        """Return the ids of what was handled once there are so many."""
+        """Return the ids of handled messages once there are `number`."""
         async with asyncio.timeout(within):
             while len(self.messages) < number:
                 self._news.clear()
@@ -130,7 +130,7 @@ class NativeDeliveryConformance:
         assert arrivals.messages == [message]
 
     async def test_a_missing_destination_is_an_error_to_the_sender(self, tmp_path: Path) -> None:
-        """At once: nobody is there to move the message to an error queue later. Others can be sent to."""
+        """At once: no process could move the message to an error queue later. Other destinations still work."""
         endpoint = await self.make_endpoint(tmp_path)
         arrivals = Arrivals(endpoint)
         async with endpoint:

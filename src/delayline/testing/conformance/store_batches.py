@@ -100,7 +100,7 @@ class StoreBatches(StoreRoom):
         assert await batches.next_due() is None
 
     async def test_retry_many_counts_moves_and_unlocks(self, batches: InBatches) -> None:
-        """The failure waits its turn inside the store, and nobody behind it waits with it."""
+        """The failed message waits inside the store, without delaying later ones."""
         await batches.store_many([delayed("bad"), delayed("good", AT + self.step), delayed("gone")])
         fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
         await batches.remove(delayed("gone"))
@@ -112,7 +112,7 @@ class StoreBatches(StoreRoom):
         same(await batches.fetch_next_due(again), replace(delayed("bad", again), number_of_retries=1))
 
     async def test_release_many_unlocks_uncounted(self, batches: InBatches) -> None:
-        """Released messages are fetched again as they were; releasing twice, or what is gone, is no error."""
+        """Released messages are fetched again unchanged; releasing twice, or a removed message, is not an error."""
         await batches.store_many([delayed("a"), delayed("b")])
         fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
         await batches.remove(delayed("b"))

@@ -1,4 +1,4 @@
-"""What a store keeps, it gives back untouched: bodies, headers, names, instants."""
+"""A store returns bodies, headers, names and instants unchanged."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StoreContent(StoreRoom):
         ids=["empty", "not json", "not utf-8", "a list", "null", "spaces", "cut"],
     )
     async def test_damaged_headers_survive_untouched(self, store: DelayedMessageStore, encoded: bytes) -> None:
-        """A store never reads headers: what is damaged reaches the error queue as it was (reference H1)."""
+        """A store never parses headers: damaged ones reach the error queue unchanged."""
         damaged = DelayedMessage(Message.from_encoded("m", encoded, b"body"), "billing", AT)
         await store.store(damaged)
         found = await store.fetch_next_due(AT)

@@ -21,7 +21,7 @@ LATER = AT + timedelta(days=1)
 
 
 class StoreManagement(StoreRoom):
-    """Looking at what waits, cancelling it, moving it."""
+    """Listing, cancelling and rescheduling pending messages."""
 
     async def test_a_cancelled_message_is_gone(self, managed: Managed) -> None:
         """DONE once, then NOT_PENDING."""
@@ -122,7 +122,7 @@ class StoreManagement(StoreRoom):
         same(await managed.fetch_next_due(LATER), delayed("m1", AT + self.step))
 
     async def test_pending_shows_fetched_messages(self, managed: Managed) -> None:
-        """What is being dispatched has not left yet."""
+        """A message that is being dispatched is still pending."""
         await managed.store(delayed())
         await managed.fetch_next_due(AT)
         async with asyncio.timeout(PATIENCE):

@@ -66,7 +66,7 @@ class StoreRoom:
 
     pytestmark = pytest.mark.asyncio
 
-    #: Set it where a second store over the same storage sees what the first one has kept.
+    #: True if a second store over the same storage sees the first one's messages.
     durable: bool = False
 
     #: The steps in which the store keeps due times, where it is not the microsecond; it rounds them up.

@@ -46,7 +46,7 @@ class StoreTransactionality(StoreRoom):
         assert await store.fetch_next_due(LATER) is None
 
     async def test_a_rollback_leaves_all_as_before(self, transactional: InTransactions) -> None:
-        """What was removed is there, what was stored never was, what was fetched is unlocked and not counted."""
+        """Removed messages are back, stored ones are gone, fetched ones are unlocked and not counted."""
         store = transactional
         await store.store(delayed("old"))
         with pytest.raises(RolledBackError):
@@ -78,7 +78,7 @@ class StoreTransactionality(StoreRoom):
         assert await store.fetch_next_due(AT) is None
 
     async def test_a_message_fetched_in_a_transaction_is_locked(self, transactional: InTransactions) -> None:
-        """Until the transaction ends nobody else gets it; after the commit of its removal nobody ever does."""
+        """Until the transaction ends no other fetch returns the message; after its removal none ever does."""
         store = transactional
         await store.store(delayed())
         async with store.transaction() as transaction:
@@ -123,13 +123,13 @@ class StoreTransactionality(StoreRoom):
         same(await store.fetch_next_due(AT), delayed())
 
     async def test_a_remove_in_a_transaction_answers_at_once(self, transactional: InTransactions) -> None:
-        """False for what is gone: the caller rolls back instead of sending twice."""
+        """False for a missing message: the caller rolls back instead of sending twice."""
         store = transactional
         async with store.transaction() as transaction:
             assert await store.remove(delayed(), transaction) is False
 
     async def test_a_duplicate_in_a_transaction_does_not_spoil_it(self, transactional: InTransactions) -> None:
-        """The rest of the transaction still commits (reference H4)."""
+        """The rest of the transaction still commits."""
         store = transactional
         await store.store(delayed("old"))
         async with store.transaction() as transaction:
@@ -174,7 +174,7 @@ class StoreTransactionality(StoreRoom):
         assert [(message.id, message.number_of_retries) for message in again] == [("a", 1)]
 
     async def test_a_savepoint_undoes_a_part_and_the_rest_goes_on(self, transactional: InTransactions) -> None:
-        """What was done inside it never happened, callbacks for the commit included; those for the end run at once."""
+        """Work inside it is undone, with callbacks for the commit; callbacks for the end run at once."""
         store, called = transactional, list[str]()
         await store.store(delayed("old"))
         async with store.transaction() as transaction:
@@ -198,7 +198,7 @@ class StoreTransactionality(StoreRoom):
         assert [message.id for message in found if message] == ["old", *self.in_order(["before", "after"])]
 
     async def test_others_go_on_beside_a_transaction_that_locks_rows(self, transactional: InTransactions) -> None:
-        """They store, fetch what is free, count and remove, and none of it waits for the transaction's end."""
+        """Others store, fetch unlocked messages, count and remove, without waiting for the transaction's end."""
         store = transactional
         if not store.locks_rows:
             pytest.skip("not claimed: locks_rows")

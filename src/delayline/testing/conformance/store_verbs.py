@@ -61,7 +61,7 @@ class StoreVerbs(StoreRoom):
         assert [message.id for message in fetched if message] == ids
 
     async def test_a_fetched_message_is_locked(self, store: DelayedMessageStore) -> None:
-        """Nobody else gets a message that was fetched; they get the next one."""
+        """A fetched message is skipped by other fetches, which return the next one."""
         await store.store(delayed("first"))
         await store.store(delayed("second", AT + self.step))
         same(await store.fetch_next_due(LATER), delayed("first"))
@@ -139,7 +139,7 @@ class StoreVerbs(StoreRoom):
         assert await store.next_due() is None
 
     async def test_a_duplicate_id_changes_nothing(self, store: DelayedMessageStore) -> None:
-        """Storing an id that waits succeeds: the first one stays as it is (reference H4)."""
+        """Storing an id that waits succeeds: the first one stays as it is."""
         await store.store(delayed())
         await store.store(delayed(due=LATER, destination="elsewhere", body=b"other"))
         same(await store.fetch_next_due(LATER), delayed())
@@ -155,7 +155,7 @@ class StoreVerbs(StoreRoom):
         assert await store.fetch_next_due(AT) is None
 
     async def test_an_id_can_be_used_again_when_its_message_is_gone(self, store: DelayedMessageStore) -> None:
-        """Ids are keys of what waits, not a history."""
+        """Ids are unique among pending messages only."""
         await store.store(delayed())
         await store.remove(delayed())
         await store.store(delayed(due=LATER, body=b"again"))
@@ -178,7 +178,7 @@ class StoreVerbs(StoreRoom):
 
     @pytest.mark.parametrize("mode", list(TransactionMode))
     async def test_a_mode_works_or_is_refused(self, tmp_path: Path, mode: TransactionMode) -> None:
-        """Initialize accepts a mode and the store works, or raises UnsupportedTransactionMode (reference H11)."""
+        """Initialize accepts a mode and the store works, or raises UnsupportedTransactionMode."""
         store = await self.make_store(tmp_path)
         if isinstance(store, SupportsSetup):
             await store.setup_infrastructure(ENDPOINT)
@@ -194,7 +194,7 @@ class StoreVerbs(StoreRoom):
         await closed(store)
 
     async def test_messages_outlive_the_store_object(self, tmp_path: Path) -> None:
-        """What was stored is there for the next process, counts included."""
+        """A new store over the same storage sees stored messages, with their failure counts."""
         if not self.durable:
             pytest.skip("not claimed: durable")
         first = await opened(await self.make_store(tmp_path))

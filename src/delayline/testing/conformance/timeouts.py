@@ -1,4 +1,4 @@
-"""What a timeout persister owes: subclass, override one factory, run pytest (reference 2.6, 5.4)."""
+"""Conformance suite for timeout persisters: subclass, override one factory, run pytest."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class InTransactions(TimeoutPersister, SupportsTransactions, Protocol):
 
 
 class LockingTimeouts(InTransactions, SupportsTimeoutLocks, Protocol):
-    """A persister that claims transactions which send what has expired."""
+    """A persister whose transactions can lock expired timeouts."""
 
 
 class RolledBack(Exception):
@@ -81,7 +81,7 @@ async def taken(
     hold: timedelta = MINUTE,
     transaction: Transaction | None = None,
 ) -> list[str]:
-    """Return the ids of what is due and free, which is held for that long."""
+    """Lease due timeouts for this long, and return their ids."""
     chunk = await persister.next_chunk(at, limit, lease_until=at + hold, transaction=transaction)
     return [one.id for one in chunk.due]
 
@@ -90,7 +90,7 @@ class TimeoutPersisterConformance:
     """What makes a class a timeout persister: subclass it, override `make_persister`, run pytest."""
 
     pytestmark = pytest.mark.asyncio
-    #: Set it where a second persister over the same storage sees what the first one has kept.
+    #: True if a second persister over the same storage sees the first one's timeouts.
     durable: bool = False
     #: The steps in which due times are kept; they are rounded up.
     step: timedelta = timedelta(microseconds=1)
@@ -115,7 +115,7 @@ class TimeoutPersisterConformance:
 
     @pytest.fixture
     def locking(self, transactional: InTransactions) -> LockingTimeouts:
-        """Provide an open persister whose transactions lock what has expired."""
+        """Provide an open persister whose transactions can lock expired timeouts."""
         if not isinstance(transactional, SupportsTimeoutLocks):
             pytest.skip("not claimed: SupportsTimeoutLocks")
         return cast("LockingTimeouts", transactional)
@@ -183,7 +183,7 @@ class TimeoutPersisterConformance:
         assert await taken(persister, AT, 2) == []
 
     async def test_what_is_not_due_says_when_to_look_again(self, persister: TimeoutPersister) -> None:
-        """The earliest time to come, or of what is left."""
+        """The earliest future due time, or that of the remaining due ones."""
         await persister.add(a_timeout(1, AT + 5 * SECOND))
         await persister.add(a_timeout(2, AT + 9 * SECOND))
         chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
@@ -199,7 +199,7 @@ class TimeoutPersisterConformance:
         assert await taken(persister, AT) == [a_timeout().id]
 
     async def test_what_is_held_is_free_again_in_time(self, persister: TimeoutPersister) -> None:
-        """Whoever held it has forgotten it."""
+        """The lease has ended without a removal."""
         await persister.add(a_timeout())
         await taken(persister, AT)
         chunk = await persister.next_chunk(AT + SECOND, 0, lease_until=AT)
@@ -247,7 +247,7 @@ class TimeoutPersisterConformance:
             await closed(other)
 
     async def test_a_removal_takes_its_hold_along(self, persister: TimeoutPersister) -> None:
-        """Nothing wakes up for what is gone."""
+        """No wake-up for removed timeouts."""
         await persister.add(a_timeout())
         await taken(persister, AT)
         await persister.remove(a_timeout().id)
@@ -283,7 +283,7 @@ class TimeoutPersisterConformance:
         await closed(other)
 
     async def test_a_rollback_undoes_everything(self, transactional: InTransactions) -> None:
-        """What was added, removed, cleared and held."""
+        """Added, removed, cleared and leased timeouts."""
         saga = uuid.uuid4()
         await transactional.add(a_timeout(1))
         await transactional.add(a_timeout(2, saga_id=saga))
@@ -297,7 +297,7 @@ class TimeoutPersisterConformance:
         assert sorted(await taken(transactional, AT)) == [a_timeout(1).id, a_timeout(2).id]
 
     async def test_a_commit_keeps_everything(self, transactional: InTransactions) -> None:
-        """And nobody sees it before."""
+        """And invisible before."""
         await transactional.add(a_timeout(1))
         async with transactional.transaction() as transaction:
             await transactional.add(a_timeout(2), transaction)
@@ -336,7 +336,7 @@ class TimeoutPersisterConformance:
         assert sorted(await asyncio.gather(*(dispatch() for _ in range(4)))) == [False, False, False, True]
 
     async def test_what_expired_is_locked_earliest_first_and_removed(self, locking: LockingTimeouts) -> None:
-        """As much as there is room for, but one at least; what is held stays out of it, and so does what is not due."""
+        """As many as fit, but at least one; leased timeouts and those not due are excluded."""
         for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, -1), (5, 7), (6, -400_000_000)):
             await locking.add(a_timeout(number, AT + seconds * SECOND, body=bytes(range(256)) * 4))
         assert await taken(locking, AT, 1, hold=timedelta(hours=1)) == [a_timeout(6).id]

@@ -1,4 +1,4 @@
-"""Time to be received: a message that nobody received in time is never handed out."""
+"""Time to be received: an expired message is never delivered."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TransportExpiry(TransportRoom):
 
     @pytest.mark.parametrize("span", [DAY, LONG, "soon", "", "00:00", "25:00:00", "-00:00:01"])
     async def test_others_arrive(self, transport: Transport, span: str) -> None:
-        """Those whose time has not passed, and those whose header nobody can read: never lost."""
+        """Unexpired messages, and those with an unreadable header, are never lost."""
         await transport.dispatch([expiring(span)])
         [found] = await received(await transport.receiver("billing"))
         assert found.message.headers[Headers.TIME_TO_BE_RECEIVED] == span

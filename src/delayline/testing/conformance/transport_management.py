@@ -22,7 +22,7 @@ class TransportManagement(TransportRoom):
     """Count, browse, take, purge."""
 
     async def test_count_includes_hidden_messages(self, managed: WithManagedQueues) -> None:
-        """What is being handled has not left the queue yet."""
+        """A message being handled is still counted."""
         assert await managed.count("billing") == 0
         await managed.dispatch([operation("billing", f"m{number}") for number in range(3)])
         receiver = await managed.receiver("billing")
@@ -46,7 +46,7 @@ class TransportManagement(TransportRoom):
         assert self.in_order(found) == ["m0", "m1", "m2", "m3", "m4"]
 
     async def test_browse_shows_hidden_messages(self, managed: WithManagedQueues) -> None:
-        """In their places: what is being handled has not left the queue yet."""
+        """In order: a message being handled is still in its place."""
         if not (self.shows_hidden and self.browses_hidden):
             pytest.skip("not claimed: to show what is being handled")
         await managed.dispatch([operation("billing", f"m{number}") for number in range(4)])

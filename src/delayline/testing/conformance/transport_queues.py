@@ -103,7 +103,7 @@ class TransportQueues(TransportRoom):
         await nothing_left(transport, "billing")
 
     async def test_a_released_message_is_received_again(self, transport: Transport) -> None:
-        """In its old place, by anybody; releasing it twice changes nothing."""
+        """To its old position, for any receiver; releasing it twice changes nothing."""
         await transport.dispatch([operation("billing", "first")])
         await transport.dispatch([operation("billing", "second")])
         receiver = await transport.receiver("billing")
@@ -149,7 +149,7 @@ class TransportQueues(TransportRoom):
         assert sorted(found) == sorted(f"m{number}" for number in range(60))
 
     async def test_stop_ends_a_waiting_receive(self, transport: Transport) -> None:
-        """It returns nothing, at once; stopping twice is fine; what was received can still be acknowledged."""
+        """It returns nothing, at once; stopping twice is fine; received messages can still be acknowledged."""
         await transport.dispatch([operation("billing")])
         receiver = await transport.receiver("billing")
         [message] = await received(receiver)
@@ -162,7 +162,7 @@ class TransportQueues(TransportRoom):
         assert await receiver.acknowledge(message) is True
 
     async def test_a_stopped_receiver_takes_nothing(self, transport: Transport) -> None:
-        """What comes later is for others."""
+        """Later messages are for other receivers."""
         receiver = await transport.receiver("billing")
         await receiver.stop()
         await transport.dispatch([operation("billing")])
@@ -203,7 +203,7 @@ class TransportQueues(TransportRoom):
 
 
 class TransportContent(TransportRoom):
-    """What is sent arrives untouched."""
+    """Messages arrive unchanged."""
 
     @pytest.mark.parametrize(
         "body",

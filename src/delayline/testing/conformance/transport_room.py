@@ -40,7 +40,7 @@ async def received(receiver: Receiver, number: int = 1) -> list[ReceivedMessage]
 
 
 async def nothing_left(transport: Transport, queue: str) -> None:
-    """Assert that nobody can receive anything from the queue."""
+    """Assert that no receiver gets anything from the queue."""
     receiver = await transport.receiver(queue)
     receiving = asyncio.create_task(receiver.receive(1))
     await settle()
@@ -58,9 +58,9 @@ class TransportRoom:
 
     #: Whether a receiver holds more than `receive` has returned, until it is stopped.
     reads_ahead: bool = False
-    #: Whether what a receiver holds is counted and shown with the rest of its queue.
+    #: Whether messages held by a receiver are counted and listed with the queue.
     shows_hidden: bool = True
-    #: Whether it is this process that deletes what nobody received in time, and so can tell.
+    #: Whether this process deletes expired messages, and so can log them.
     tells_expired: bool = True
     #: How many bytes a body may have; a larger one is refused with InvalidMessage.
     largest_body: int = 5 * 1024 * 1024
@@ -68,7 +68,7 @@ class TransportRoom:
     keeps_order: bool = True
     #: Whether queues are named as the user likes; otherwise some names are refused with ConfigurationError.
     takes_any_name: bool = True
-    #: Whether browsing shows what a receiver holds, where it is counted.
+    #: Whether browsing lists messages held by a receiver, where they are counted.
     browses_hidden: bool = True
 
     def in_order(self, ids: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ class TransportTransactionality(TransportRoom):
     """Commit and rollback."""
 
     async def test_a_commit_acknowledges_and_sends(self, transacting: Transacting) -> None:
-        """The message is gone and what it led to is there, in order."""
+        """The message is gone and its consequences are there, in order."""
         await transacting.dispatch([operation("billing", "in")])
         receiver = await transacting.receiver("billing")
         [message] = await received(receiver)
@@ -49,7 +49,7 @@ class TransportTransactionality(TransportRoom):
         assert ids(await received(receiver)) == ["in"]
 
     async def test_a_savepoint_undoes_its_sends_only(self, transacting: Transacting) -> None:
-        """What was sent inside it is not; what was sent before and after it is."""
+        """Sends inside it are undone; sends before and after it are not."""
         async with transacting.transaction() as transaction:
             if not isinstance(transaction, SupportsSavepoints):
                 pytest.skip("not claimed: SupportsSavepoints")
@@ -89,7 +89,7 @@ class TransportTransactionality(TransportRoom):
         await nothing_left(transacting, "sales")
 
     async def test_an_acknowledge_in_a_transaction_answers_at_once(self, transacting: Transacting) -> None:
-        """False for what is gone: the caller rolls back instead of handling twice."""
+        """False for a removed message: the caller rolls back instead of handling twice."""
         await transacting.dispatch([operation("billing")])
         receiver = await transacting.receiver("billing")
         [message] = await received(receiver)
