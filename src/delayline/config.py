@@ -303,7 +303,7 @@ def store_from(
         return MemoryDelayedMessageStore()
     if on_rabbitmq(url):
         raise ConfigurationError(
-            "what waits in RabbitMQ's delay levels can be counted, not listed, cancelled or rescheduled. Count it "
+            "messages in RabbitMQ's delay levels can be counted, not listed, cancelled or rescheduled. Count it "
             "with: delayline rabbitmq pending. For the rest keep delayed messages in a database: store_url"
         )
     if _scheme_of(url) == AZURE:
@@ -400,7 +400,7 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
         raise ConfigurationError("a dry run shows SQL, and RabbitMQ has none. See: delayline rabbitmq verify")
     if AZURE in {_scheme_of(settings.where_queues_are), _scheme_of(settings.where_messages_wait)}:
         raise ConfigurationError(
-            "a dry run shows SQL, and Azure Storage has none: delayline setup makes what is missing"
+            "--dry-run prints SQL, which Azure Storage does not use: run delayline setup without it"
         )
     _must_be_sql(settings.where_queues_are, "transport")
     _must_be_sql(settings.where_messages_wait, "delayed message store")

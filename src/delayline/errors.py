@@ -62,7 +62,7 @@ class DuplicateMessage(InvalidMessage):
     def __init__(self, message_id: str) -> None:
         super().__init__(
             f"message {message_id!r} waits already, or comes twice: nothing was stored. Use on_conflict='ignore' to "
-            "keep what waits, or 'replace'"
+            "keep the pending message, or 'replace'"
         )
         self.message_id = message_id
 

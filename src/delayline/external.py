@@ -77,7 +77,7 @@ def given_transaction(transaction: object) -> Any:  # noqa: ANN401 - any connect
         return None
     if transaction is None:
         raise ConfigurationError(
-            "transaction=None is no transaction: the message would be sent outside of yours. Leave transaction= out to "
+            "transaction=None is not a transaction: the message would be sent outside yours. Leave transaction= out to "
             "send without one. In Django pass django.db.connection itself: its connection.connection is None until it "
             "is used"
         )

@@ -199,7 +199,9 @@ class Message:
         try:
             return self.body.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise CorruptBody(f"the body of message {self.id!r} is no UTF-8 text: {error}. Use message.body") from error
+            raise CorruptBody(
+                f"the body of message {self.id!r} is not UTF-8 text: {error}. Use message.body"
+            ) from error
 
     def json(self) -> Any:  # noqa: ANN401 - JSON has no narrower type
         """Return the body parsed as JSON. Raises CorruptBody for invalid JSON."""
@@ -208,7 +210,7 @@ class Message:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CorruptBody(
-                f"the body of message {self.id!r}, {len(self.body)} bytes of {self.content_type[:100]!r}, is no JSON: "
+                f"the body of message {self.id!r}, {len(self.body)} bytes of {self.content_type[:100]!r}, is not JSON: "
                 f"{error}"
             ) from error
 

@@ -159,8 +159,8 @@ class MessageContext:
     def _keep(self, outgoing: Outgoing) -> str:
         if self._over:
             raise InvalidMessage(
-                f"the handler of message {self.message.id!r} has ended: what is sent now would be lost. Await in the "
-                "handler what it has started, or use Endpoint.send"
+                f"the handler of message {self.message.id!r} has ended: this message would be lost. Await in the "
+                "handler all tasks that it starts, or use Endpoint.send"
             )
         self.outgoing.append(outgoing)
         return outgoing.operation.message.id
@@ -529,4 +529,4 @@ async def _run(handler: Handler, message: Message, context: MessageContext) -> N
         if task is not None and task.cancelling():
             raise
         # Something the handler waited for was cancelled, not the handler: a failure like any other.
-        raise RuntimeError("the handler ended with a CancelledError that nobody sent it") from error
+        raise RuntimeError("the handler ended with a CancelledError without being cancelled") from error

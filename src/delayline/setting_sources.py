@@ -56,7 +56,9 @@ def from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -
     for given in environ:
         close = difflib.get_close_matches(given, variables, 1, 0.9) if given.startswith(PREFIX) else []
         if close and given not in variables:
-            raise ConfigurationError(f"the variable {given} is no setting; did you mean {close[0]}? Rename or unset it")
+            raise ConfigurationError(
+                f"the variable {given} is not a setting; did you mean {close[0]}? Rename or unset it"
+            )
     return {
         name: (environ[variable], Source(f"the variable {variable}", f"{variable}={{example}}"))
         for variable, name in variables.items()

@@ -86,7 +86,7 @@ def test_reschedule_moves_the_due_time(three: Callable[..., Ran]) -> None:
         (["b", "--delay", "1h", "--at", "2090-01-01T00:00:00Z"], 2, "one of --delay and --at"),
         (["b", "--at", "2020-01-01T00:00:00Z"], 1, "has passed"),
         (["b", "--delay", "0s"], 1, "has passed"),
-        (["b", "--at", "2090-01-01"], 2, "no zone"),
+        (["b", "--at", "2090-01-01"], 2, "no time zone"),
     ],
 )
 def test_a_wrong_due_time_changes_nothing(

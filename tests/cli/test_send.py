@@ -60,7 +60,7 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Ran]) -> None:
     ("arguments", "code", "told"),
     [
         (["billing", "x", "--at", "2020-01-01T00:00:00Z"], 1, "has passed"),
-        (["billing", "x", "--at", "2090-01-01T00:00:00"], 2, "has no zone"),
+        (["billing", "x", "--at", "2090-01-01T00:00:00"], 2, "has no time zone"),
         (["billing", "x", "--at", "tomorrow"], 2, "is not understood"),
         (["billing", "x", "--delay", "5"], 2, "write 5s, 10m, 2h, 3d"),
         (["billing", "x", "--delay", "-5s"], 2, "is not understood"),
@@ -113,7 +113,7 @@ def test_a_csv_file_is_stored_and_its_bad_lines_are_kept_apart(ready: Callable[.
         3: "destination is missing",
         6: "is not understood",
         7: "has passed",
-        8: "has no zone",
+        8: "has no time zone",
         9: "stands on line 2 already",
         10: "quote the commas",
         11: "headers are not JSON",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.integration.wire_between import Wire
 
 PATIENCE = 20.0
-UNKNOWN = "It was to commit, and whether it has is not known: look for what was written before repeating it"
+UNKNOWN = "The commit's outcome is unknown: check whether the data was written before repeating it"
 
 
 class Distant:

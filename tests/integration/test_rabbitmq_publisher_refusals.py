@@ -186,8 +186,8 @@ async def test_nobody_there_is_unavailable_at_once_and_for_a_while() -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "sent what is not AMQP 0-9-1: .* Check host and port"),
-        (b"AMQP\0\1\0\0", "sent what is not AMQP 0-9-1: it asks for another version of the protocol"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak AMQP 0-9-1: .* Check host and port"),
+        (b"AMQP\0\1\0\0", "does not speak AMQP 0-9-1: it asks for another version of the protocol"),
         (b"", "does not answer: no answer in time"),
     ],
 )

@@ -102,7 +102,7 @@ def test_of_two_exports_of_the_same_entries_one_counts(spark: SparkSession, stor
     runs = journal.runs(100)
     # When both export them
     _export(options, journal, str(tmp_path), runs, 2, spark)
-    with pytest.raises(BackendUnavailable, match="somebody else"):
+    with pytest.raises(BackendUnavailable, match="another process"):
         _export(options, journal, str(tmp_path), runs, 2, spark)
     # Then they are there once
     assert [row["id"] for row in rows(target, tmp_path, spark)] == ["a", "b"]

@@ -86,7 +86,7 @@ def test_what_is_near_goes_to_the_levels_and_what_is_far_waits(spark: SparkSessi
     assert (again.sent, again.held, again.duplicates, again.rejected, again.repeated) == (2, 1, 2, 2, True)
     for one in (done, again):
         reasons = {row["id"]: row["reason"] for row in one.rejected_rows.toArrow().to_pylist()}
-        assert reasons["nowhere"].startswith("there is no queue 'nowhere'") and "not JSON" in reasons["bad"]
+        assert reasons["nowhere"].startswith("queue 'nowhere' does not exist") and "not JSON" in reasons["bad"]
         assert len(reasons) == 2
 
 
@@ -148,7 +148,7 @@ def test_a_broker_alone_gets_everything_it_can_hold(
     assert sorted(sent(broker)) == ["far", "near"]
     wrong: list[tuple[JobTarget, dict[str, Any], str]] = [
         (target, {"run": "nightly"}, "is remembered in a database"),
-        (target, {"on_conflict": "replace"}, "nobody can look for ids in delay levels"),
+        (target, {"on_conflict": "replace"}, "delay levels cannot be searched for ids"),
         (JobTarget(broker, endpoint=ENDPOINT, cold_tier="cold"), {}, "needs a database for its catalog"),
         (JobTarget(broker, endpoint=ENDPOINT, delay_levels=broker), {}, "are two brokers"),
         (beside(store, f"{rabbitmq_url}?delays=v1"), {}, "there are no complete delay levels"),

@@ -81,6 +81,6 @@ def test_jobs_of_apscheduler_that_run_once_become_messages(
     assert left == {"cron", "object", "paused", "hostile", "damaged"}
     reasons = " | ".join(reason for reason, _ in outcome.reasons)
     assert "it repeats (CronTrigger)" in reasons
-    assert "its arguments are no JSON" in reasons
+    assert "its arguments are not JSON" in reasons
     assert "its state cannot be read" in reasons
     assert not harm.exists()

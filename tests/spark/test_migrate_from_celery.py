@@ -44,7 +44,7 @@ ENDPOINT = "sales"
 LEVELS = KombuDelays()
 DAY = 86_400
 #: How the reasons begin for which tasks stay.
-WHY = ["it expires", "it goes on", "it is no t", "its argume", "its body i", "there is n"]
+WHY = ["it expires", "it goes on", "it is not ", "its argume", "its body i", "queue 'gon"]
 
 
 def with_delays(url: str) -> Any:  # noqa: ANN401 - Celery's app

@@ -114,7 +114,7 @@ def test_levels_move_to_a_store_whose_endpoint_delivers_them(
         outcome = Migration(plan).run(spark)
         reasons = sorted(reason for reason, _ in outcome.reasons)
         assert reasons[0].startswith("its header NServiceBus.TimeSent is missing")
-        assert "there is no queue 'gone'" in reasons[1]
+        assert "queue 'gone' does not exist" in reasons[1]
 
     delivery = StoredDelivery(SqlDelayedMessageStore(postgresql_url))
     [arrived] = arrivals_at(ENDPOINT, SqlTransport(postgresql_url), delivery, 1, work)

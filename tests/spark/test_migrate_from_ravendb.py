@@ -112,7 +112,7 @@ def test_timeouts_move_to_levels_and_a_cut_off_file_moves_nothing(
     source = source_at("ravendb", str(path), journal=journal)
     plan = Plan(source, target_at(rabbitmq_url), [ENDPOINT], cutoff=LATER)
     # When it is moved, nothing is
-    with pytest.raises(BackendUnusable, match="is no whole export"):
+    with pytest.raises(BackendUnusable, match="is not a complete RavenDB export"):
         Migration(plan).run(spark)
     Migration(plan).abort()
     assert in_levels(rabbitmq_url, V2) == []

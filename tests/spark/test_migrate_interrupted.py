@@ -328,7 +328,7 @@ def test_a_driver_that_has_lost_its_turn_neither_goes_on_nor_ends_a_run_that_is_
         self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
         deliver(self, run, *arguments)
 
-    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="was aborted by somebody else"):
+    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="was aborted by another process"):
         patched.setattr(Migration, "_deliver", abort_and_deliver)
         Migration(plan(legacy, store.url)).run(spark)
     # Then the run stays what it is, and what was not held yet is where it was

@@ -78,7 +78,7 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
         assert sorted(reason for reason, _ in outcome.reasons) == [
             "a message with this id waits in the target's store already: cancel one of the two",
             "destination must be a text of 1 to 200 characters",
-            "there is no queue 'gone' at the target: start its endpoint once, or run delayline setup --queue NAME",
+            "queue 'gone' does not exist at the target: start its endpoint once, or run delayline setup --queue NAME",
         ]
         assert legacy.ids(ENDPOINT) == [Timeout(number).id for number in (6, 7, 8)]
         assert store.ids() == [Timeout(number).id for number in (1, 2)]

@@ -56,14 +56,14 @@ def test_a_job_becomes_a_message() -> None:
         (b"(p" + b"9" * 4500 + b"\n.", "cannot be read"),
         (b"cm\nC\n" * 2000 + b".", "more than 1000 classes"),
         (b"\x80\x04" + b"]" * LARGEST_STATE + b".", "bytes, 1,048,576 at most"),
-        (pickle.dumps({"trigger": 1} | JOB | {"func": shared(12)}), "its func is no text"),
-        (pickled(name="n" * 2000), "its name is no text"),
+        (pickle.dumps({"trigger": 1} | JOB | {"func": shared(12)}), "its func is not text"),
+        (pickled(name="n" * 2000), "its name is not text"),
         (pickled(args=shared(12)), "they have more than 16 MiB"),
         (pickled(args=["x" * 100_000] * 1000), "they have more than 16 MiB"),
-        (pickled(args=[float("nan")]), "its arguments are no JSON"),
-        (pickled(args=["\ud800"]), "its arguments are no JSON"),
-        (pickled(args=[10**5000]), "its arguments are no JSON"),
-        (pickled(args=[object]), "its arguments are no JSON"),
+        (pickled(args=[float("nan")]), "its arguments are not JSON"),
+        (pickled(args=["\ud800"]), "its arguments are not JSON"),
+        (pickled(args=[10**5000]), "its arguments are not JSON"),
+        (pickled(args=[object]), "its arguments are not JSON"),
     ],
     ids=range(14),
 )
@@ -88,7 +88,7 @@ def test_arguments_nested_too_deep_become_no_message() -> None:
             (b"args", b"]" * 50_000 + b"a" * 49_999),
         )
     ) + b"u."  # fmt: skip
-    assert "its arguments are no JSON" in message(state)[-1]
+    assert "its arguments are not JSON" in message(state)[-1]
 
 
 def test_a_job_that_repeats_stays_without_its_arguments_being_encoded() -> None:

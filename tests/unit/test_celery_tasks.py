@@ -31,8 +31,8 @@ def test_headers_are_kept_and_the_eta_is_when_it_is_due() -> None:
 @pytest.mark.parametrize(
     ("fields", "content_type", "body", "why"),
     [
-        ({"task": None}, "application/json", BODY, "no task of Celery's protocol 2"),
-        ({"id": ""}, "application/json", BODY, "no task of Celery's protocol 2"),
+        ({"task": None}, "application/json", BODY, "not a task of Celery's protocol 2"),
+        ({"id": ""}, "application/json", BODY, "not a task of Celery's protocol 2"),
         ({"expires": ETA}, "application/json", BODY, "it expires at '2031-05-06"),
         ({"compression": "application/x-gzip"}, "application/json", BODY, "its body is compressed"),
         ({}, "application/x-python-serialize", BODY, "its arguments are application/x-python-serialize, no JSON"),
@@ -42,8 +42,8 @@ def test_headers_are_kept_and_the_eta_is_when_it_is_due() -> None:
         ({}, "application/json", [[], {}, {"chain": [1], "chord": {"a": 1}}], "goes on with its chain and chord"),
         ({"eta": None}, "application/json", BODY, "it has no eta"),
         ({"eta": "2031-05-06T07:08:09"}, "application/json", BODY, "has no zone"),
-        ({"eta": "tomorrow"}, "application/json", BODY, "is no time"),
-        ({"eta": 5}, "application/json", BODY, "is no time"),
+        ({"eta": "tomorrow"}, "application/json", BODY, "is not a time"),
+        ({"eta": 5}, "application/json", BODY, "is not a time"),
     ],
 )
 def test_what_is_no_message_says_why(fields: dict[str, Any], content_type: str | None, body: Any, why: str) -> None:  # noqa: ANN401 - JSON
@@ -52,12 +52,12 @@ def test_what_is_no_message_says_why(fields: dict[str, Any], content_type: str |
 
 
 def test_a_body_that_is_no_json_says_so() -> None:
-    with pytest.raises(NoMessage, match="its body is no JSON"):
+    with pytest.raises(NoMessage, match="its body is not JSON"):
         task_of(FIELDS, "application/json", b"\x80\x04")
 
 
 def test_a_time_at_the_edge_of_the_years_is_none() -> None:
-    with pytest.raises(NoMessage, match="is no time"):
+    with pytest.raises(NoMessage, match="is not a time"):
         due_of("0001-01-01T00:00:00+02:00")
 
 

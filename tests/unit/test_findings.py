@@ -50,7 +50,7 @@ def test_without_delayed_delivery_nothing_waits() -> None:
 
 
 def test_what_is_no_store_is_refused_with_what_it_lacks() -> None:
-    with pytest.raises(ConfigurationError, match=r"no delayed message store: it has no method 'initialize'"):
+    with pytest.raises(ConfigurationError, match=r"not a delayed message store: it has no method 'initialize'"):
         StoredDelivery(None)  # type: ignore[arg-type]
 
 

@@ -164,5 +164,5 @@ def test_a_body_that_is_no_json_is_an_error_of_delayline_s(body: bytes) -> None:
 
 
 def test_a_body_that_is_no_text_is_an_error_of_delayline_s() -> None:
-    with pytest.raises(CorruptBody, match=r"body of message 'm' is no UTF-8 text.*message\.body"):
+    with pytest.raises(CorruptBody, match=r"body of message 'm' is not UTF-8 text.*message\.body"):
         _ = Message("m", {}, b"\xff").text

@@ -84,7 +84,7 @@ def test_hostile_exports_of_ravendb_end_with_a_sentence(tmp_path: Path) -> None:
     ):
         export = tmp_path / "x.ravendbdump"
         export.write_bytes(content)
-        with pytest.raises(BackendUnusable, match="is no whole export of RavenDB's"):
+        with pytest.raises(BackendUnusable, match="is not a complete RavenDB export"):
             list(documents(export))
 
 

@@ -141,7 +141,7 @@ def test_certificates_are_checked_unless_told_otherwise() -> None:
 
 def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Given the path of no file, when a TLS context is made, then the error names option and path."""
-    with pytest.raises(ConfigurationError, match=r"cacertfile='.*/none\.pem' is no file"):
+    with pytest.raises(ConfigurationError, match=r"cacertfile='.*/none\.pem' is not a file"):
         Tls(cacertfile=str(tmp_path / "none.pem")).context()
 
 

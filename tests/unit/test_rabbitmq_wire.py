@@ -185,7 +185,7 @@ def test_a_header_that_is_no_text_is_refused(value: object) -> None:
 @pytest.mark.parametrize("name", [5, None, b"bytes"])
 def test_a_header_name_that_is_no_text_is_refused(name: Any) -> None:  # noqa: ANN401
     """Given a name that is no str, when encoded, then the error names it."""
-    with pytest.raises(InvalidMessage, match=r"header name .* is no str"):
+    with pytest.raises(InvalidMessage, match=r"header name .* is not a str"):
         encoded(Message("id", {name: "x"}, b""))
 
 
@@ -196,7 +196,7 @@ def test_a_header_name_that_is_no_text_is_refused(name: Any) -> None:  # noqa: A
         (Publication(Message("id", {}, b""), "e" * 256, "q"), "exchange has 256 bytes"),
         (Publication(Message("id", {}, b""), "", "q" * 256), "routing key has 256 bytes"),
         (Publication(Message("id", {"n" * 256: ""}, b""), "", "q"), "header name has 256 bytes"),
-        (Publication(Message("\ud800", {}, b""), "", "q"), "message id .* is no Unicode text"),
+        (Publication(Message("\ud800", {}, b""), "", "q"), "message id .* is not valid Unicode"),
     ],
 )
 def test_a_name_that_amqp_cannot_carry_is_refused(publication: Publication, what: str) -> None:

@@ -52,7 +52,7 @@ def test_documents_of_both_shapes_are_read(
 def test_what_is_no_whole_export_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "dump"
     path.write_bytes(content)
-    with pytest.raises(BackendUnusable, match="dump is no whole export"):
+    with pytest.raises(BackendUnusable, match="dump is not a complete RavenDB export"):
         list(documents(path))
 
 

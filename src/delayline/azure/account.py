@@ -94,7 +94,7 @@ class AzureAccount:
     ) -> None:
         scheme, _, place = url.partition(":")
         if scheme.lower() != SCHEME:
-            raise ConfigurationError(f"{scheme}: is no URL of a storage account. Write azure://ACCOUNT")
+            raise ConfigurationError(f"{scheme}: is not the URL of a storage account. Write azure://ACCOUNT")
         if not url.isascii():
             raise ConfigurationError(
                 "the URL of the storage account has characters that are not ASCII: none of its parts can have one"
@@ -295,6 +295,6 @@ def _check_endpoints(pairs: Mapping[str, str]) -> None:
                 usable = False
             if not usable:
                 raise ConfigurationError(
-                    f"the {name} of the connection string is no URL: write it as in "
+                    f"the {name} of the connection string is not a URL: write it as in "
                     f"{name}=https://ACCOUNT.{name.removesuffix('Endpoint').lower()}.{SUFFIX}"
                 )

@@ -316,7 +316,7 @@ class AzureDelayedTable(SingleMessageVerbs):
                     key = Key(entity["PartitionKey"], entity["RowKey"])
                     if key not in self._reported and len(self._reported) < MOST_REPORTED:
                         self._reported.add(key)
-                        text = "Row %s of table %s is no delayed message and stays where it is: %s"
+                        text = "Row %s of table %s is not a delayed message and stays there: %s"
                         emit(logger, logging.ERROR, Event.FOREIGN_ROW, text, key.row, self._open.name, error)
 
     def _row(self, message: DelayedMessage) -> Row:

@@ -120,6 +120,6 @@ def _headers(message: Message) -> tuple[str, bytes | None]:
     if len(text.encode("utf-16-le")) // 2 > LONGEST_TEXT:
         raise InvalidMessage(
             f"message {message.id!r} has headers of {len(text)} characters, {LONGEST_TEXT} at most beside a delay on "
-            "Azure Storage: put what is long into the body"
+            "Azure Storage: put long values into the body"
         )
     return text, None

@@ -259,7 +259,7 @@ class AzureStorageQueueTransport:
         client = self._client(queue)
         span = message.time_to_be_received
         if span is not None and span <= NO_TIME:
-            text = "Deleted message %s, which nobody received in time"
+            text = "Deleted expired message %s"
             emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
             return
         text = wrap(message)

@@ -117,7 +117,7 @@ class ColdFolder:
                     yield kept.select(list(columns))
         if rows != file.messages:
             raise BackendUnusable(
-                f"{address} has {rows} rows, and the catalog knows {file.messages}: somebody has changed it. Restore it"
+                f"{address} has {rows} rows, but the catalog lists {file.messages}: the file was changed. Restore it"
             )
 
     def rows(

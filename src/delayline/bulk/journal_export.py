@@ -91,7 +91,7 @@ class JournalExport:
         )
         if removed != entries:
             raise BackendUnavailable(
-                f"{entries - removed} of {entries} entries of the journal were exported by somebody else meanwhile. "
+                f"{entries - removed} of {entries} entries of the journal were exported by another process meanwhile. "
                 "Nothing was lost or doubled; export again"
             )
         now = self._dialect.in_seconds(0)

@@ -47,7 +47,7 @@ def runs_table(schema: str | None = None) -> Table:
         "delayline_spark_runs",
         MetaData(schema=schema),
         Column("run", text(MAXIMUM_ID_LENGTH), primary_key=True),
-        # The last batch of a stream; 0 for a job; for a batch that is a run of its own, the attempt that committed it.
+        # The last batch of a stream; 0 for a job; for a batch that is a run by itself, the attempt that committed it.
         Column("batch", BigInteger, nullable=False),
         Column("stored", BigInteger, nullable=False),
         Column("duplicates", BigInteger, nullable=False),
@@ -77,7 +77,7 @@ class Runs:
         return None if last < batch else committed
 
     def begin_attempt(self, connection: Connection, run: str) -> int | None:
-        """Lock a batch that is a run of its own, as `begin` does; return the attempt that committed it, or CLOSED."""
+        """Lock the ledger row of a batch that is a run by itself; return the attempt that committed it, or CLOSED."""
         last, _ = self._taken(connection, run)
         return None if last == NONE_YET else last
 
@@ -104,7 +104,7 @@ class Runs:
             connection.execute(self._dialect.insert_new(self.table, "run"), rows)
 
     def end(self, connection: Connection, run: str, batch: int, committed: Committed) -> None:
-        """Write down what the transaction has done."""
+        """Record the result of the transaction."""
         counts = {name: getattr(committed, name) for name in ("stored", "duplicates", "rejected")}
         now = self._dialect.in_seconds(0)
         entry = update(self.table).where(self.table.c.run == run).values(batch=batch, finished=now, **counts)

@@ -113,11 +113,20 @@ class Staging:
     ) -> Committed:
         """Move the staged attempts to the store in one transaction, and notify its pollers.
 
-        run, batch: what is known by them to be committed is not committed again. pre_commit: runs inside the
-        transaction, before the move, and may delete staged rows; an exception in it rolls everything back.
-        journal_only: attempts whose messages are in the cold tier; their rows go to the journal, if there is one, and
-        not to the store. arrival: the journal event of the messages that are moved to the store.
-        Raises DuplicateMessage, or BackendUnavailable when the database has lost staged rows; then nothing was stored.
+        Args:
+            attempts: The attempts that count, one for each task.
+            on_conflict: For an id that exists.
+            run: Name of the job in the ledger; a committed batch of it is not committed again.
+            batch: Number of the batch in the run.
+            pre_commit: Runs inside the transaction before the move, and may delete staged rows; an exception rolls
+                everything back.
+            journal_only: Attempts whose messages are in the cold tier: recorded in the journal, if there is one,
+                and not stored.
+            arrival: The journal event of the messages that are moved to the store.
+
+        Raises:
+            DuplicateMessage: An id exists already.
+            BackendUnavailable: The database has lost staged rows; nothing was stored.
         """
         work = partial(self._work, attempts, on_conflict, journal_only, arrival, pre_commit)
         move = partial(self._move, work=work, run=run, batch=batch)

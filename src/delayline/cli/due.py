@@ -48,7 +48,7 @@ def parse_instant(text: str) -> datetime:
     except ValueError as error:
         raise InvalidDueTime(f"time {text!r} is not understood: write {INSTANTS}") from error
     if instant.utcoffset() is None:
-        raise InvalidDueTime(f"time {text!r} has no zone, so nobody knows when that is: write {INSTANTS}")
+        raise InvalidDueTime(f"time {text!r} has no time zone: write {INSTANTS}")
     try:
         return instant.astimezone(UTC)
     except OverflowError as error:

@@ -192,7 +192,7 @@ async def _retry_one(
             stays += f". Create it with: delayline setup --queue {destination}"
             return RetryOutcome(message.id, None, f"queue {destination!r} does not exist; {stays}")
         return RetryOutcome(message.id, None, f"{reason}; {stays}")
-    return RetryOutcome(message.id, destination, None if taken else "somebody else took it meanwhile")
+    return RetryOutcome(message.id, destination, None if taken else "another process took it meanwhile")
 
 
 async def _move(

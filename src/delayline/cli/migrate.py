@@ -126,7 +126,9 @@ def abort(screen: Screen, plan: Plan) -> None:
     moved = 0 if progress is None else progress.moved
     restored = 0 if progress is None else progress.restored + progress.marked - moved
     aborted = (
-        f"migration {outcome.run} is aborted" if outcome.run else "no migration had begun, and what was taken is back"
+        f"migration {outcome.run} is aborted"
+        if outcome.run
+        else "no migration had begun, and collected messages are back"
     )
     screen.tell(f"{aborted}: {restored} given back, {moved} had moved", "green")
     screen.document({"run": outcome.run, "restored": restored, "moved": moved, "left": outcome.left})
@@ -325,7 +327,7 @@ def _tell_verified(screen: Screen, found: Verified) -> None:
         rows += [(found.waiting, "wait at the target as they were sent"), (found.gone, "were due and have left it")]
         rows += [(len(found.missing), "should wait there and do not"), (len(found.changed), "wait there otherwise")]
     else:
-        screen.tell("the target cannot list what waits: each of these was confirmed by it one by one")
+        screen.tell("the target cannot list its messages: each of these was confirmed by it")
     if found.not_taken:
         rows += [(found.not_taken, "stay in the source: no run takes them, as status says")]
     rows += [(len(found.doubled), "moved and are in the source too")]

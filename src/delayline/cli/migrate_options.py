@@ -93,7 +93,7 @@ def to_a_target(command: Command) -> Command:
     where = (
         f"Where messages go: an amqp: or azure: URL, a database with delayline's stores, or noop. [{TARGET_VARIABLE}]"
     )
-    far = f"With --cold-tier: what is due later waits there: {DELAYS}."
+    far = f"With --cold-tier: messages due later wait there: {DELAYS}."
     options = (
         click.option("--target", "target_url", required=True, metavar="URL", help=where, envvar=TARGET_VARIABLE),
         click.option("--target-schema", metavar="NAME", help="Where the target's tables are."),
@@ -131,7 +131,10 @@ def planned(command: Command) -> Command:
         click.option("--endpoint", "endpoints", multiple=True, metavar="NAME", help="Whose messages; may be repeated."),
         click.option("--all-endpoints", "every", is_flag=True, help="Everybody's."),
         click.option(
-            "--cutoff", callback=instant_given, metavar="TIME", help=f"Only what is due then or later: {INSTANTS}."
+            "--cutoff",
+            callback=instant_given,
+            metavar="TIME",
+            help=f"Only messages due at this time or later: {INSTANTS}.",
         ),
         click.option(
             "--batch-size",

@@ -67,7 +67,7 @@ def broker(url: str) -> BrokerAddress:
     """Return where the broker at the URL is; raises ConfigurationError for another technology's URL."""
     if not url.startswith((*SCHEMES, "host=")):
         raise ConfigurationError(
-            f"{masked(url)!r} is no broker. Give --url amqp://USER:PASSWORD@HOST:PORT/VHOST, or set DELAYLINE_URL"
+            f"{masked(url)!r} is not a broker. Give --url amqp://USER:PASSWORD@HOST:PORT/VHOST, or set DELAYLINE_URL"
         )
     from delayline.rabbitmq.address import BrokerAddress
 

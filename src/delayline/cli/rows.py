@@ -262,7 +262,7 @@ def _next_cells(reader: Any) -> list[str] | csv.Error | None:  # noqa: ANN401 - 
 def _is_csv(path: Path, suffix: str) -> bool:
     if suffix in {".csv", ".jsonl", ".ndjson", ".json"}:
         return suffix == ".csv"
-    raise ConfigurationError(f"{path} is neither .csv nor .jsonl: name it after what is in it")
+    raise ConfigurationError(f"{path} is neither .csv nor .jsonl: rename it by its format")
 
 
 def _unknown(what: str, name: str, given: Mapping[str, object] | list[str]) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.command(
     epilog=examples(
         "delayline run shop.billing:endpoint",
-        "delayline run --endpoint sales   (dispatches what is due, handles nothing)",
+        "delayline run --endpoint sales   (dispatches due messages, handles none)",
     )
 )
 @click.argument("target", required=False, metavar="[MODULE:ENDPOINT]")

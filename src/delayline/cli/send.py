@@ -147,7 +147,9 @@ def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destinat
             asyncio.run(bulk.send(settings, step))
         except DelaylineError:
             if bulk.stored:
-                screen.tell(f"{bulk.stored} stored before it failed; send the file again: what waits stays as it is")
+                screen.tell(
+                    f"{bulk.stored} stored before it failed; send the file again: pending messages are not duplicated"
+                )
             raise
     if told:
         screen.table(("line", "rejected because"), told)

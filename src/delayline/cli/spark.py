@@ -71,7 +71,7 @@ def spark() -> None:
     help="Of --format jdbc, where PATH is a table: url, user, passwordEnv, and all that Spark's JDBC source takes.",
 )
 @click.option(
-    "--delay-levels", metavar="URL", help="A broker, whose delay levels get what is due within --hot-horizon."
+    "--delay-levels", metavar="URL", help="A broker whose delay levels get messages due within --hot-horizon."
 )
 @click.option("--run", help="The job's name: run again under it, nothing happens twice.")
 @click.option("--on-conflict", type=click.Choice(["ignore", "fail", "replace"]), default="ignore", show_default=True)
@@ -88,7 +88,7 @@ def spark() -> None:
     callback=delay_given,
     default="1d",
     show_default=True,
-    help=f"With a cold tier: what is due later waits there: {DELAYS}.",
+    help=f"With a cold tier: messages due later wait there: {DELAYS}.",
 )
 @settings_options(*STORES, "cold_tier")
 @session_options
@@ -115,7 +115,7 @@ def schedule(
     names = dict(pair(one) for one in columns)
     unknown = names.keys() - {"id", "destination", "due", "delay", "headers", "body", "to"}
     if unknown:
-        raise click.UsageError(f"--column {unknown.pop()}=... is no column of a message.")
+        raise click.UsageError(f"--column {unknown.pop()}=... is not a column of a message.")
     named = Columns(**names)
     target, options = replace(target_of(settings), delay_levels=delay_levels), dict(pair(one) for one in reading)
     with sessions(screen) as session:

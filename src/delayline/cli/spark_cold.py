@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     callback=delay_given,
     default="1d",
     show_default=True,
-    help=f"Move what is due within it, with the rest of its hour: {DELAYS}.",
+    help=f"Move messages due within it, with the rest of their hour: {DELAYS}.",
 )
 @click.option(
     "--every",

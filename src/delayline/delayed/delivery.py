@@ -133,7 +133,7 @@ class StoredDelivery:
     ) -> None:
         missing = [verb for verb in VERBS if not hasattr(store, verb)]
         if missing:
-            raise ConfigurationError(f"{store!r} is no delayed message store: it has no method {missing[0]!r}")
+            raise ConfigurationError(f"{store!r} is not a delayed message store: it has no method {missing[0]!r}")
         self.store = store
         self.number_of_retries = whole_number("number_of_retries", number_of_retries, at_least=0)
         self.time_to_trigger_store_circuit_breaker = time_span(

@@ -195,7 +195,7 @@ class MemoryReceiver:
                 sequence, message = queue.visible.popleft()
                 if queue.expired(sequence):
                     queue.forget([sequence])
-                    text = "Deleted message %s, which nobody received in time"
+                    text = "Deleted expired message %s"
                     emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
                     continue
                 queue.hidden[sequence] = message

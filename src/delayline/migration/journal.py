@@ -205,7 +205,7 @@ class Journal:
         """Raise BackendUnavailable if another process has ended the run; otherwise lock it for this transaction."""
         state = connection.execute(select(self.runs.c.state).where(self.runs.c.run == name).with_for_update()).scalar()
         if state not in (RunState.PREPARING, RunState.RUNNING):
-            raise BackendUnavailable(f"migration {name} was {state} by somebody else: this process stops")
+            raise BackendUnavailable(f"migration {name} was {state} by another process: this one stops")
 
     def add_part(self, connection: Connection, run: str, held: HeldPart, batches: Mapping[int, int]) -> None:
         """Record the held rows of one endpoint, and the sizes of its batches."""

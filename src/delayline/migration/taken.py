@@ -73,7 +73,7 @@ class Which(NamedTuple):
     endpoints: Sequence[str] | None
     """As the user calls them, None for all."""
     cutoff: datetime | None
-    """Only what is due then or later."""
+    """Only messages due at this time or later."""
 
     def names(self, endpoint: str) -> bool:
         """Tell whether the endpoint is one of them."""

@@ -109,7 +109,7 @@ def run_named(source: TableSource, name: str | None) -> Run:
         if name in (None, run.name):
             return run
     known = ", ".join(run.name for run in runs) or "none"
-    raise ConfigurationError(f"there is no migration {name or 'at all'} in {source}; there are: {known}")
+    raise ConfigurationError(f"migration {name or 'without a name'} not found in {source}; known: {known}")
 
 
 def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str | None = None) -> Verified:

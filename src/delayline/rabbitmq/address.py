@@ -47,7 +47,7 @@ class Tls:
         for name in ("cacertfile", "certfile", "keyfile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                raise ConfigurationError(f"{name}={path!r} is no file: give the path of a PEM file")
+                raise ConfigurationError(f"{name}={path!r} is not a file: give the path of a PEM file")
         try:
             context = ssl.create_default_context(cafile=self.cacertfile)
             if self.certfile is not None:

@@ -92,7 +92,7 @@ class DelayLevelDelivery:
     def store(self) -> DelayedMessageStore:
         """The store in front, for those who look into it. Raises AttributeError without one."""
         if self.stored is None:
-            raise AttributeError("there is no store: what waits in delay levels can be counted, not listed")
+            raise AttributeError("there is no store: messages in delay levels can be counted, not listed")
         return self.stored.store
 
     @property
@@ -110,7 +110,7 @@ class DelayLevelDelivery:
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this DelayLevelDelivery belongs to endpoint {self._host.endpoint_name!r}; "
-                f"give endpoint {host.endpoint_name!r} one of its own"
+                f"create another one for endpoint {host.endpoint_name!r}"
             )
         self._host, self._transport = host, transport
         self._levels = DelayInfrastructure.named(transport.address.delays)

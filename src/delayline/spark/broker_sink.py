@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 #: The broker itself refuses messages that are too large for it.
 ANY_SIZE: Final = 1 << 40
 LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
-UNKNOWN: Final = "there is no queue {!r} on the broker: start its endpoint once, or run delayline setup --queue NAME"
+UNKNOWN: Final = "queue {!r} does not exist on the broker: start its endpoint once, or run delayline setup --queue NAME"
 
 
 class BrokerSink:

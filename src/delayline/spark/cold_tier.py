@@ -207,7 +207,7 @@ def check_job_duration(began: float) -> None:
 
 
 def ledger_key(run: str, part: str) -> str:
-    """Return the name under which the ledger keeps what a run has put elsewhere."""
+    """Return the ledger's name for the rows of a run that are stored elsewhere."""
     name = f"{part} {run}"
     return name if len(name) <= MAXIMUM_ID_LENGTH else f"{part} {hashlib.sha256(run.encode()).hexdigest()}"
 
@@ -228,7 +228,7 @@ def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Map
 
 
 def planned_groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[tuple[ColdFile, list[str]]]]:
-    """Yield what a task has of a plan: groups of files, each with its dead ids."""
+    """Yield a task's share of a plan: groups of files, each with its deleted ids."""
     for batch in batches:
         for texts, ids in zip(batch.column("files").to_pylist(), batch.column("dead").to_pylist(), strict=True):
             yield [(file_from_json(text), dead) for text, dead in zip(texts, ids, strict=True)]
@@ -322,7 +322,7 @@ def _place(batches: Iterator[pa.RecordBatch], *, task: _Placing) -> Iterator[pa.
 
 
 def stage_journal_rows(staging: Staging, folder: ColdFolder, files: Sequence[ColdFile]) -> Attempt:
-    """Stage for the journal what a task has put into files."""
+    """Stage the messages that a task has written to files, for the journal."""
     if not files:
         return NOTHING
     columns = ("id", "destination", "due")

@@ -58,7 +58,7 @@ class _Merge:
 
 
 def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacted:
-    """Merge the files of each hour, in one transaction, and delete what nobody needs. Blocks.
+    """Merge the files of each hour, in one transaction, and delete obsolete files. Blocks.
 
     Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled. Raises DelaylineError.
     """
@@ -136,7 +136,7 @@ def _merge(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator
 def _register(
     connection: Connection, *, tier: ColdTier, merges: Sequence[_Merge], dead: Mapping[str, Sequence[str]], began: float
 ) -> list[_Merge]:
-    """Let the new files take the old ones' place, where nobody has touched these; who was cancelled since stays so."""
+    """Replace the old files by the new ones, unless they changed; messages cancelled meanwhile stay cancelled."""
     check_job_duration(began)
     catalog = tier.catalog
     locked = catalog.lock(connection, [file.name for merge in merges for file in merge.sources])

@@ -19,7 +19,7 @@ from delayline.spark.options import instant
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Bytes that the headers may add to a message: three ids of 250 characters, escaped, and what is the same for all.
+#: Bytes that the headers may add to a message: three ids of 250 characters, escaped, and the constant part.
 HEADER_ALLOWANCE: Final = 8192
 #: What stands for a row's own value; a header that the user gives could only be this text on purpose.
 MARK: Final = "{0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11}"
@@ -46,7 +46,7 @@ class SendHeaders:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> SendHeaders | None:
-        """Return what the options say; None where headers are to stay as they are."""
+        """Parse the options; None if headers stay unchanged."""
         name = options.get("sender")
         if name is None:
             return None

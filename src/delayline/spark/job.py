@@ -56,7 +56,7 @@ class Job:
         """Raise ConfigurationError for options that the target does not support."""
         if self.target.broker is not None and self.on_conflict != "ignore":
             raise ConfigurationError(
-                f"on_conflict={self.on_conflict!r}: nobody can look for ids in delay levels. Use 'ignore'; ids of the "
+                f"on_conflict={self.on_conflict!r}: delay levels cannot be searched for ids. Use 'ignore'; ids of the "
                 "same job, and those in the store, are compared"
             )
 

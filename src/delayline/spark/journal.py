@@ -96,7 +96,7 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
 
 
 def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
-    """Return the ids of what is in the store, and in its cold tier where the target names one, when it is looked at."""
+    """Return the ids of pending messages in the store and its cold tier, at evaluation time."""
     tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
     return waiting_messages(activated(spark), target.options, tier)
 
@@ -111,7 +111,7 @@ def _export(
     written, wanted = spark.read.schema(ENTRIES).parquet(place).count(), sum(run.entries for run in runs)
     if written != wanted:
         raise BackendUnavailable(
-            f"{written} of {wanted} entries of the journal were read: somebody else exports it. Export again"
+            f"{written} of {wanted} entries of the journal were read: another process exports it. Export again"
         )
     journal.finish(path, directory, runs)
 

@@ -284,7 +284,7 @@ class _Task:
     journaled: bool
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Put what is far aside, then hand over what is near."""
+        """Write far messages, then publish near ones."""
         rows, far = _Rows(batches), PublishReport()
         files: list[ColdFile] = []
         attempt: Attempt | None = None
@@ -332,7 +332,7 @@ class _Task:
         return total
 
     def _new(self, batch: pa.RecordBatch, counts: PublishReport) -> pa.RecordBatch:
-        """Return what is sound and not there yet, with the headers of a send; count the rest."""
+        """Return valid new rows, with the headers of a send; count the others."""
         sound = valid_rows(batch, self.validator.reasons(batch))
         new = sound.filter(pc.invert(sound.column(WAITS))).select(COLUMNS.names)
         counts.rejected += batch.num_rows - sound.num_rows

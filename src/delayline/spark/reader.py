@@ -71,7 +71,7 @@ class BatchReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one span."""
         if not isinstance(partition, DuePartition):
-            raise TypeError(f"{partition!r} is no partition of this reader")
+            raise TypeError(f"{partition!r} is not a partition of this reader")
         for rows in self._waiting.rows(self._schema.names, partition.span, self._at_once):
             yield arrow_batch(rows, self._schema)
 

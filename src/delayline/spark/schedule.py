@@ -94,7 +94,7 @@ class JobTarget:
         """The options of the data source. Raises ConfigurationError for a store that is written to in another way."""
         product = self._product
         if product not in IN_THE_STORE:
-            raise ConfigurationError(f"{product}: is no store that bulk jobs write to: {', '.join(IN_THE_STORE)}")
+            raise ConfigurationError(f"{product}: is not a store for bulk jobs; use one of: {', '.join(IN_THE_STORE)}")
         names = {"store_url": "url", "password_env": "passwordEnv", "password_file": "passwordFile"}
         given = {
             names.get(one.name, one.name): getattr(self, one.name) for one in fields(self) if one.name not in BESIDE
@@ -181,7 +181,7 @@ def schedule_stream(
     A broker may get a batch twice that is interrupted, as far as it was confirmed and not marked.
     """
     if not source.isStreaming:
-        raise ConfigurationError("the DataFrame is no stream: use schedule()")
+        raise ConfigurationError("the DataFrame is not a stream: use schedule()")
     columns = columns or Columns()
     given: Mapping[str, str | bool] = trigger or {"processingTime": "1 second"}
     with translated_errors():

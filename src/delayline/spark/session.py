@@ -52,7 +52,7 @@ def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None =
     Args:
         master: By default `local[*]`, unless `conf`, `spark-submit` or `spark-defaults.conf` set another; with
             Spark Connect `sc://host:15002`, by default SPARK_REMOTE.
-        conf: Settings that win over all others. Settings of the user are kept; delayline adds only missing ones.
+        conf: Settings that win over all others. delayline adds only settings that are missing.
 
     Raises:
         ConfigurationError: There is no usable Java.

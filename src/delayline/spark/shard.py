@@ -75,7 +75,7 @@ def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: W
 
 
 async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
-    """Dispatch what is due until the wave ends; return how many messages. Raises what has stopped the endpoint."""
+    """Dispatch due messages until the generation ends; return their number. Raises the endpoint's critical error."""
     logger, tally = logging.getLogger(LOGGER_NAME), DispatchCounter()
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.DEBUG)

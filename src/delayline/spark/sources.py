@@ -50,7 +50,7 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
     """
     form = form or next((kind for ending, kind in ENDINGS.items() if path.rstrip("/").endswith(ending)), None)
     if form not in FORMATS:
-        raise ConfigurationError(f"what is in {path!r}? Say form='parquet', 'csv' or 'jsonl'")
+        raise ConfigurationError(f"unknown format of {path!r}: pass form='parquet', 'csv' or 'jsonl'")
     if form == "parquet":
         data = spark.read.parquet(path)
         return data.withColumn(FILE, F.col("_metadata.file_path"))
@@ -108,7 +108,7 @@ def _from_csv(header: str, path: str) -> Column:
     except csv.Error as error:
         raise ConfigurationError(f"{path!r} begins with a line that is not CSV: {error}") from error
     if len(set(names)) != len(names) or not all(name.strip() for name in names):
-        raise ConfigurationError(f"{path!r} begins with {header!r}: that is no line of different column names")
+        raise ConfigurationError(f"{path!r} begins with {header!r}: this is not a line of distinct column names")
     fields = ", ".join(f"`{name.strip().replace('`', '``')}` STRING" for name in [*names, CORRUPT])
     return F.from_csv("value", fields, {"columnNameOfCorruptRecord": CORRUPT, "escape": '"'})
 

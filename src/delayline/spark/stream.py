@@ -88,7 +88,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the messages with these numbers, as often as Spark asks."""
         if not isinstance(partition, ClaimPartition):
-            raise TypeError(f"{partition!r} is no partition of this reader")
+            raise TypeError(f"{partition!r} is not a partition of this reader")
         for rows in self._taking().rows(self._schema.names, partition.start, partition.end, ROWS_AT_ONCE):
             yield arrow_batch(rows, self._schema)
 
@@ -116,7 +116,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not isinstance(number, int) or self._whose != {name: one for name, one in offset.items() if name != OFFSET}:
             raise ConfigurationError(
                 f"the checkpoint is another job's: it says {offset}, and this one reads {self._whose}. "
-                "Give each stream a checkpointLocation of its own"
+                "Give each stream its own checkpointLocation"
             )
         return number
 

@@ -1,4 +1,4 @@
-"""The validator: what a message must be, said of whole Arrow columns in the words that `Endpoint.send` has for one."""
+"""Validation of Arrow columns by the rules, and with the error texts, of `Endpoint.send`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN_HEADERS: Final = rf"^{SPACE}\{{({PAIR}(,{PAIR})*|{SPACE})\}}{SPACE}$"
 
 @dataclass(frozen=True)
 class Validator:
-    """What a job lets through; pickled to tasks. Times in microseconds since 1970."""
+    """Limits of a job; pickled to tasks. Times in microseconds since 1970."""
 
     largest: int
     """Bytes of headers and body together."""

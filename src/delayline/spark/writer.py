@@ -28,7 +28,7 @@ INVALID: Final = ("fail", "skip")
 
 @dataclass
 class TaskCommit(WriterCommitMessage):
-    """What a task has staged, and for which query."""
+    """A task's staged rows, and their query."""
 
     attempt: Attempt
     query: str | None = None

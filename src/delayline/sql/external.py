@@ -318,7 +318,7 @@ def _wrapper_of(given: Any) -> Any:  # noqa: ANN401
         )
     if given not in connections:
         raise ConfigurationError(
-            f"transaction= is the text {name}, and there is no such alias in Django's DATABASES: it has "
+            f"transaction= is the text {name}, which is not an alias in Django's DATABASES: it has "
             f"{', '.join(connections)}"
         )
     return connections[given]
@@ -393,7 +393,7 @@ def borrow_connection(connection: Connection) -> Iterator[Borrowed]:
 def _refuse_unusable(connection: Connection) -> None:
     if getattr(connection.get_transaction(), "xid", None) is not None:
         raise ConfigurationError(
-            "transaction= is a two-phase transaction, in which nobody can be told of the commit: "
+            "transaction= is a two-phase transaction, whose commit cannot be observed: "
             "send in a transaction without two phases"
         )
     dbapi, driver = connection.connection.dbapi_connection, connection.connection.driver_connection

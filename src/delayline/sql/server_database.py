@@ -301,7 +301,7 @@ class ServerDatabase(Database):
         stops = self.dialect.stops
         error = BackendUnavailable(
             f"{self.dialect} has not answered before its endpoint stopped. What was asked of it may have an effect: "
-            "look for what was written before repeating it"
+            "check whether the data was written before repeating it"
         )
 
         def is_overdue(given: float) -> bool:

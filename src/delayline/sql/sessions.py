@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.sql.silence import Watch
 
 Result = TypeVar("Result")
-UNKNOWN: Final = "It was to commit, and whether it has is not known: look for what was written before repeating it"
+UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
 PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
 PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
 
@@ -168,7 +168,7 @@ class Session:
     def _at_work(self) -> Iterator[None]:
         thread, this = self._thread, threading.get_ident()
         if thread not in (None, this):
-            raise BackendUnavailable(f"{self._dialect} has not answered what was asked before on this connection")
+            raise BackendUnavailable(f"{self._dialect} has not answered an earlier request on this connection")
         self._thread = this
         try:
             yield

@@ -372,7 +372,7 @@ class SqlReceiver:
             await self._database.write(partial(self._statements.delete.change_each, keys=numbers), one_statement=True)
             self._claims.forget(numbers)
             for received in expired:
-                text = "Deleted message %s, which nobody received in time"
+                text = "Deleted expired message %s"
                 emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)
 
 

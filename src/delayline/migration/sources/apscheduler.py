@@ -42,7 +42,7 @@ PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 CLASSES: Final = frozenset({"GLOBAL", "STACK_GLOBAL", "INST"})
 UNREADABLE: Final = "its state cannot be read: {}"
 REPEATS: Final = "it repeats ({}), and a message comes once: schedule it anew, or let APScheduler run it"
-NO_JSON: Final = "its arguments are no JSON: {}. Let APScheduler run it"
+NO_JSON: Final = "its arguments are not JSON: {}. Let APScheduler run it"
 
 
 class APScheduler(TableSource):
@@ -171,7 +171,7 @@ def _check_size(pickled: bytes) -> None:
 def _name(job: dict[str, Any], what: str) -> str:
     name = job[what]
     if not isinstance(name, str) or len(name) > LONGEST_NAME:
-        raise TypeError(f"its {what} is no text of at most {LONGEST_NAME} characters")
+        raise TypeError(f"its {what} is not text of at most {LONGEST_NAME} characters")
     return name
 
 

@@ -61,7 +61,7 @@ class CeleryScheduled(ExportedFiles):
 
 def _workers(path: str) -> list[list[dict[str, Any]]]:
     """Return each worker's answer. Raises BackendUnusable for a file that is not such an export."""
-    why = "it is no object with a list of tasks for each worker"
+    why = "it is not an object with a list of tasks for each worker"
     try:
         answers = json.loads(Path(path).read_bytes())
         if isinstance(answers, dict) and all(isinstance(one, list) for one in answers.values()):

@@ -41,7 +41,7 @@ def task_of(fields: Mapping[str, Any], content_type: str | None, body: bytes) ->
     """Return the task of protocol 2 with these headers. Raises NoMessage."""
     name, task_id = fields.get("task"), fields.get("id")
     if not isinstance(name, str) or not name or not isinstance(task_id, str) or not task_id:
-        raise NoMessage("it is no task of Celery's protocol 2: its header 'task' or 'id' is missing")
+        raise NoMessage("it is not a task of Celery's protocol 2: its header 'task' or 'id' is missing")
     if fields.get("expires") is not None:
         raise NoMessage(f"it expires at {_shown(fields['expires'])}, and its message would not: let Celery run it")
     _check_body(fields.get("compression"), content_type, body)
@@ -71,7 +71,7 @@ def due_of(eta: Any) -> datetime:  # noqa: ANN401 - whatever a header holds
         if due.tzinfo is not None:
             return due.astimezone(UTC)
     except (TypeError, ValueError, OverflowError):
-        raise NoMessage(f"its eta {_shown(eta)} is no time") from None
+        raise NoMessage(f"its eta {_shown(eta)} is not a time") from None
     raise NoMessage(f"its eta {_shown(eta)} has no zone: set enable_utc in the Celery app, or let Celery run it")
 
 
@@ -95,7 +95,7 @@ def _check_body(compression: Any, content_type: str | None, body: bytes) -> None
     try:
         parts = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise NoMessage(f"its body is no JSON: {error}") from error
+        raise NoMessage(f"its body is not JSON: {error}") from error
     if not isinstance(parts, list) or len(parts) != PARTS or not isinstance(parts[2], dict):
         raise NoMessage("its body is none of Celery's protocol 2, arguments and what follows")
     follows = [name for name in FOLLOWERS if parts[2].get(name)]

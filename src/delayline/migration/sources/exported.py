@@ -36,7 +36,7 @@ class ExportedFiles(TakenSource):
         found = [self.place] if Path(self.place).is_file() else sorted(glob.glob(self.place))  # noqa: PTH207 - anywhere
         if not found:
             raise ConfigurationError(
-                f"there is no file {self.place}: give the path of what {self.written_by} has written"
+                f"there is no file {self.place}: give the path of a file written by {self.written_by}"
             )
         return [str(Path(one).absolute()) for one in found]
 

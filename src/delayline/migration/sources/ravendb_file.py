@@ -41,7 +41,7 @@ def documents(path: Path) -> Iterator[dict[str, Any]]:
                 yield from _Reader(plain).documents()
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         text = str(error) or type(error).__name__
-        raise BackendUnusable(f"{path} is no whole export of RavenDB's: {text}") from error
+        raise BackendUnusable(f"{path} is not a complete RavenDB export: {text}") from error
     except OSError as error:
         raise BackendUnusable(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -80,7 +80,7 @@ class _Reader:
     def _document(self) -> Iterator[dict[str, Any]]:
         value = json.loads(self._value())
         if not isinstance(value, dict):
-            raise TypeError("one of its documents is no object")
+            raise TypeError("one of its documents is not an object")
         metadata = value.get("@metadata")
         if isinstance(metadata, dict) and metadata.get("@export-type") == "Attachment":
             size = int(value["Size"])

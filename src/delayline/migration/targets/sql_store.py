@@ -37,7 +37,7 @@ SUFFIX: Final = ".timeouts"
 #: How often ids are looked for that others store meanwhile.
 ROUNDS: Final = 5
 TAKEN: Final = "a message with this id waits in the target's store already: cancel one of the two"
-UNKNOWN: Final = "there is no queue {!r} at the target: start its endpoint once, or run delayline setup --queue NAME"
+UNKNOWN: Final = "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
 
 
 class SqlStore:

@@ -165,7 +165,7 @@ class ManagementApi:
         try:
             return answer.json()
         except ValueError:
-            raise BackendUnusable(f"{self.url} is no RabbitMQ management API: {HINT}") from None
+            raise BackendUnusable(f"{self.url} is not a RabbitMQ management API: {HINT}") from None
 
     async def _ask(self, method: str, path: str, *, missing: bool = False, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
         try:
@@ -187,7 +187,7 @@ class ManagementApi:
                     f"rabbitmqctl set_user_tags {user} policymaker"
                 )
             case httpx.codes.NOT_FOUND:
-                return BackendUnusable(f"{self.url} has no virtual host {vhost!r}, or is no management API: {HINT}")
+                return BackendUnusable(f"{self.url} has no virtual host {vhost!r}, or is not a management API: {HINT}")
             case code if code >= httpx.codes.INTERNAL_SERVER_ERROR:
                 return BackendUnavailable(f"the management API at {self.url} fails: {code} {answer.text[:200]}")
             case code:

@@ -240,7 +240,7 @@ class PublishingConnection(asyncio.Protocol):
         try:
             self._rest = read_frames(self._rest + data if self._rest else data, self._channels, self._on_method)
         except (PAMQPException, ValueError, OverflowError, RecursionError, struct.error) as error:
-            text = f"RabbitMQ at {self._address} sent what is not AMQP 0-9-1: {error}. Check host and port"
+            text = f"RabbitMQ at {self._address} does not speak AMQP 0-9-1: {error}. Check host and port"
             self._end(BackendUnavailable(text))
             assert self._transport is not None  # noqa: S101
             self._transport.abort()

@@ -80,7 +80,7 @@ def _id_in(fields: Mapping[str, Any]) -> str:
     try:
         size = len(message_id.encode())
     except UnicodeEncodeError as error:
-        raise InvalidMessage(f"its only message id, in a header, is no Unicode text: {error}") from error
+        raise InvalidMessage(f"its only message id, in a header, is not valid Unicode: {error}") from error
     if size > LONGEST_SHORT_STRING:
         raise InvalidMessage(f"its only message id, in a header, has {size} bytes: AMQP carries 255 at most")
     return message_id

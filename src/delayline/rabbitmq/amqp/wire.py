@@ -113,7 +113,7 @@ class _HeaderNames(dict[str, bytes]):
 
     def __missing__(self, name: str) -> bytes:
         if not isinstance(name, str):
-            raise InvalidMessage(f"header name {name!r} is no str: names and values of headers are texts")
+            raise InvalidMessage(f"header name {name!r} is not a str: names and values of headers are text")
         encoded = short_string(name, "header name") + b"S"
         if len(self) < MEMORY:
             self[name] = encoded
@@ -140,7 +140,7 @@ def short_string(text: str, what: str) -> bytes:
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidMessage(f"{what} {text!r} is no Unicode text: {error}") from error
+        raise InvalidMessage(f"{what} {text!r} is not valid Unicode: {error}") from error
     if len(raw) > LONGEST_SHORT_STRING:
         raise InvalidMessage(f"{what} has {len(raw)} bytes in UTF-8, AMQP carries 255 at most: {text[:40]!r}...")
     return bytes([len(raw)]) + raw
@@ -253,7 +253,9 @@ def _usable(message_id: str) -> str:
 def headers_in_body(message_id: str, field: object, body: bytes) -> Message:
     """Return the message whose headers are in front of its body, as many bytes as the field says; InvalidMessage."""
     if not isinstance(field, int) or isinstance(field, bool) or not 0 <= field <= len(body):
-        raise InvalidMessage(f"its header {HEADERS_IN_BODY} is no number of 0 to {len(body)}, the size of its body")
+        raise InvalidMessage(
+            f"its header {HEADERS_IN_BODY} is not a number from 0 to {len(body)}, the size of its body"
+        )
     return Message.from_encoded(message_id, body[:field], body[field:])
 
 

@@ -43,7 +43,7 @@ TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
     (1264, 1292, 1366, 1406): (InvalidMessage, TEXT),
     (1021, 1114): (StorageFull, FULL),
     (1037, 1038, 1040, 1041, 1129, 1135, 1203, 1206, 1226): (UNAVAILABLE, SHORT),
-    (1684,): (UNAVAILABLE, "somebody is setting up {place}: {cause}"),
+    (1684,): (UNAVAILABLE, "another process is setting up {place}: {cause}"),
     (1205, 3572): (UNAVAILABLE, "{place} did not get a lock in time: {cause}"),
     (1020, 1213, 1305, 1613, 1614): (UNAVAILABLE, "{place} gave this transaction up in favour of another: {cause}"),
     (1290, 1792, 1836): (UNAVAILABLE, READ_ONLY),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DENIED: Final = "42501"
 UNKNOWN: Final = (
-    "As its owner, GRANT this user what is missing: delayline needs USAGE on the schema, CREATE on it for "
+    "As its owner, GRANT this user the missing rights: delayline needs USAGE on the schema, CREATE on it for "
     "`delayline setup`, and SELECT, INSERT, UPDATE and DELETE on the tables"
 )
 #: Whatever has a name that is in the refusal, which may be in any language.

@@ -294,7 +294,7 @@ class Sqlite:
         """Return the schema, which can only be the file itself: delayline attaches no other."""
         if schema not in (None, "main"):
             raise ConfigurationError(
-                f"schema={schema!r}: SQLite has no schemas. Leave it out, or give these tables a file of their own"
+                f"schema={schema!r}: SQLite has no schemas. Leave it out, or use a separate file for these tables"
             )
         return schema
 

@@ -292,7 +292,7 @@ class SqlServer(ServerDialect):
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables."""
         if only_row(connection, SETUP_LOCK)[0] < 0:
-            raise BackendUnusable(f"somebody else has been setting up {self} for a minute: try again")
+            raise BackendUnusable(f"another process has been setting up {self} for a minute: try again")
         yield
 
     def make(self, connection: Connection, step: Executable) -> None:

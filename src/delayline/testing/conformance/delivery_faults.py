@@ -214,7 +214,7 @@ class DeliveryBreakers(DeliveryRoom):
         """The dispatch breaker: no success between, so nothing disarms it, wherever dispatching fails."""
         async with parts.endpoint(mode) as endpoint:
             if step == "commit" and not parts.shared:
-                pytest.skip("not claimed: one transaction over transport and store; what was sent is removed without")
+                pytest.skip("not claimed: one transaction over transport and store; sends are removed without")
             await send_all(endpoint, IDS, 5 * SECOND)
             await parts.poller_sleeps(DUE)
             part = parts.transport if step == "dispatch" else parts.store

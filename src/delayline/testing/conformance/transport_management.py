@@ -48,7 +48,7 @@ class TransportManagement(TransportRoom):
     async def test_browse_shows_hidden_messages(self, managed: WithManagedQueues) -> None:
         """In order: a message being handled is still in its place."""
         if not (self.shows_hidden and self.browses_hidden):
-            pytest.skip("not claimed: to show what is being handled")
+            pytest.skip("not claimed: to list messages being handled")
         await managed.dispatch([operation("billing", f"m{number}") for number in range(4)])
         receiver = await managed.receiver("billing")
         first, second = await received(receiver, 2)
