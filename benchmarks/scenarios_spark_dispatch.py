@@ -102,7 +102,7 @@ def _resident(spark: SparkSession, settings: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain(settings: Settings) -> Iterator[None]:
-    places = ["--store-url", settings.where_messages_wait, "--transport-url", settings.where_queues_are]
+    places = ["--store-url", settings.resolved_store_url, "--transport-url", settings.resolved_transport_url]
     command = [sys.executable, "-m", "delayline", "run", "--endpoint", NAME, *places]
     processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(SHARDS)]
     time.sleep(START_UP.total_seconds())

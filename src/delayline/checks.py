@@ -30,7 +30,7 @@ def positive_seconds(name: str, value: float) -> float:
     return value
 
 
-class HomeProcess:
+class ForkGuard:
     """The process that an object was made or started in: its threads, loops and connections are not in a fork of it."""
 
     __slots__ = ("_id",)
@@ -39,13 +39,13 @@ class HomeProcess:
         self._id = os.getpid()
 
     @property
-    def left(self) -> bool:
+    def forked(self) -> bool:
         """Whether this is another process, forked since."""
         return os.getpid() != self._id
 
     def check(self, what: str) -> None:
         """Raise NotStarted, naming `what`, in another process."""
-        if self.left:
+        if self.forked:
             raise NotStarted(
                 f"{what} was started before this process was forked, and its threads and connections are its parent's: "
                 "make and start another one after the server has forked its workers"

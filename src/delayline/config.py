@@ -139,12 +139,12 @@ class Settings:
         return f"Settings({shown})"
 
     @property
-    def where_messages_wait(self) -> str:
+    def resolved_store_url(self) -> str:
         """The URL of the delayed message store."""
         return self.store_url or self.url
 
     @property
-    def where_queues_are(self) -> str:
+    def resolved_transport_url(self) -> str:
         """The URL of the transport."""
         return self.transport_url or self.url
 
@@ -256,7 +256,7 @@ def transport_from(
 def transport_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> Transport:
     """Return a new transport on the queues of the settings. Raises ConfigurationError."""
     return transport_from(
-        settings.where_queues_are,
+        settings.resolved_transport_url,
         error_queue=settings.error_queue,
         name=settings.endpoint or "delayline",
         schema=settings.schema,
@@ -267,7 +267,7 @@ def transport_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None)
 def store_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> DelayedMessageStore:
     """Return a new delayed message store of the settings. Raises ConfigurationError."""
     return store_from(
-        settings.where_messages_wait,
+        settings.resolved_store_url,
         table_name=settings.table_name,
         schema=settings.schema,
         journal=settings.journal,
@@ -321,8 +321,8 @@ def persister_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None)
     for name in ("table_name", "journal", "cold_tier", "delay_levels_from_seconds", "timeouts_url"):
         if getattr(settings, name) is not None:
             raise ConfigurationError(f"timeout_manager = true and {name} exclude each other: leave out one of them")
-    _must_be_sql(settings.where_messages_wait, "timeout manager's storage")
-    return persister_at(settings.where_messages_wait, schema=settings.schema, two_phase=two_phase)
+    _must_be_sql(settings.resolved_store_url, "timeout manager's storage")
+    return persister_at(settings.resolved_store_url, schema=settings.schema, two_phase=two_phase)
 
 
 def satellites_of(settings: Settings) -> list[str]:
@@ -337,7 +337,7 @@ def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
     """Return what makes transactions of queues and store one, None where that is not set."""
     if not settings.two_phase:
         return None
-    queues, waiting = settings.where_queues_are, settings.where_messages_wait
+    queues, waiting = settings.resolved_transport_url, settings.resolved_store_url
     from delayline.sql.urls import SCHEMES
 
     if queues == waiting or not {_scheme_of(queues), _scheme_of(waiting)} <= set(SCHEMES):
@@ -380,7 +380,7 @@ async def examine(
 
 async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
     """Return set-up steps that may be refused without failing: name, whether done, and what to do instead."""
-    place = settings.where_messages_wait
+    place = settings.resolved_store_url
     if settings.endpoint is None or not on_rabbitmq(place):
         return []
     from delayline.rabbitmq.address import BrokerAddress
@@ -396,14 +396,14 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
 
     Nothing is made or changed.
     """
-    if on_rabbitmq(settings.where_queues_are):
+    if on_rabbitmq(settings.resolved_transport_url):
         raise ConfigurationError("a dry run shows SQL, and RabbitMQ has none. See: delayline rabbitmq verify")
-    if AZURE in {_scheme_of(settings.where_queues_are), _scheme_of(settings.where_messages_wait)}:
+    if AZURE in {_scheme_of(settings.resolved_transport_url), _scheme_of(settings.resolved_store_url)}:
         raise ConfigurationError(
             "--dry-run prints SQL, which Azure Storage does not use: run delayline setup without it"
         )
-    _must_be_sql(settings.where_queues_are, "transport")
-    _must_be_sql(settings.where_messages_wait, "delayed message store")
+    _must_be_sql(settings.resolved_transport_url, "transport")
+    _must_be_sql(settings.resolved_store_url, "delayed message store")
     from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
     names, schema = list(queues), settings.schema
@@ -414,17 +414,17 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
             persister_of(settings)
             if settings.timeout_manager
             else SqlDelayedMessageStore(
-                settings.where_messages_wait, table_name=settings.table_name, schema=schema, journal=settings.journal
+                settings.resolved_store_url, table_name=settings.table_name, schema=schema, journal=settings.journal
             )
         )
-        planned[settings.where_messages_wait] = await kept.planned_infrastructure(settings.endpoint)
+        planned[settings.resolved_store_url] = await kept.planned_infrastructure(settings.endpoint)
         drained = None if settings.disable_timeout_manager else settings.timeouts_url
         if drained is not None:
             statements = await persister_at(drained, schema=schema).planned_infrastructure(settings.endpoint)
             planned[drained] = list(dict.fromkeys([*planned.get(drained, ()), *statements]))
-    statements = await SqlTransport(settings.where_queues_are, schema=schema).planned_infrastructure(names)
-    both = [*planned.get(settings.where_queues_are, ()), *statements]
-    return planned | {settings.where_queues_are: list(dict.fromkeys(both))}
+    statements = await SqlTransport(settings.resolved_transport_url, schema=schema).planned_infrastructure(names)
+    both = [*planned.get(settings.resolved_transport_url, ()), *statements]
+    return planned | {settings.resolved_transport_url: list(dict.fromkeys(both))}
 
 
 def in_memory(url: str) -> bool:
@@ -463,12 +463,12 @@ def delivery_from(
             polling=polling,
         )
     levels_from = settings.delay_levels_from_seconds
-    if levels_from is not None and not on_rabbitmq(settings.where_queues_are):
+    if levels_from is not None and not on_rabbitmq(settings.resolved_transport_url):
         raise ConfigurationError(
             f"delay_levels_from_seconds = {levels_from:g} needs queues on RabbitMQ, not at "
-            f"{masked(settings.where_queues_are)!r}: leave it out, or give a transport_url that begins with amqp:"
+            f"{masked(settings.resolved_transport_url)!r}: leave it out, or give a transport_url that begins with amqp:"
         )
-    if on_rabbitmq(settings.where_messages_wait):
+    if on_rabbitmq(settings.resolved_store_url):
         from delayline.rabbitmq import DelayLevelDelivery
 
         return DelayLevelDelivery()

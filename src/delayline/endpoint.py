@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self, cast
 
-from delayline.checks import HomeProcess, whole_number
+from delayline.checks import ForkGuard, whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import (
     VERBS,
@@ -32,7 +32,7 @@ from delayline.errors import (
     NotStarted,
 )
 from delayline.events import Event, emit
-from delayline.external import NOT_GIVEN, ExternalTransaction, SupportsExternalTransactions, given_transaction
+from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
-    from delayline.external import ExternalConnection, NotGiven
+    from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.outgoing import Outgoing
     from delayline.transport import Transport
@@ -127,9 +127,9 @@ class Endpoint:
         )
         self.draining = draining
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
-        self._be_at_rest()
+        self._reset()
 
-    def _be_at_rest(self) -> None:
+    def _reset(self) -> None:
         self._pipeline: Pipeline | None = None
         self._running = contextlib.AsyncExitStack()
         self._starting: asyncio.Task[None] | None = None
@@ -137,7 +137,7 @@ class Endpoint:
         self._stopped: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
-        self._process = HomeProcess()
+        self._process = ForkGuard()
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
@@ -183,7 +183,7 @@ class Endpoint:
         if self._stopped is not None:
             self._process.check(f"endpoint {self.name!r}")
             raise NotStarted(f"endpoint {self.name!r} is started already")
-        self._process = HomeProcess()
+        self._process = ForkGuard()
         if not isinstance(self.delayed_delivery, SupportsDestinationCheck):
             self._destinations = Destinations(self.transport, self._clock)
         self._stopped, self._stopping = asyncio.Event(), None
@@ -214,7 +214,7 @@ class Endpoint:
 
         Called by a handler it returns at once: the stop waits for that handler.
         """
-        if self._stopped is None or self._process.left:
+        if self._stopped is None or self._process.forked:
             return
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop_parts(), name=f"delayline stop {self.name}")
@@ -223,7 +223,7 @@ class Endpoint:
 
     async def wait_stopped(self) -> None:
         """Return once the endpoint has stopped."""
-        if self._stopped is not None and not self._process.left:
+        if self._stopped is not None and not self._process.forked:
             await self._stopped.wait()
 
     async def send(
@@ -235,7 +235,7 @@ class Endpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
-        transaction: ExternalConnection | ExternalTransaction | Transaction | NotGiven = NOT_GIVEN,
+        transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
         check_destination: bool = True,
     ) -> str:
         """Send a message, due now, after `delay` or at `deliver_at` (aware); return its id once it is durable.
@@ -256,7 +256,7 @@ class Endpoint:
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
         self._process.check(f"endpoint {self.name!r}")
-        external = given_transaction(transaction)
+        external = checked_transaction(transaction)
         outgoing = self._composer.compose(
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )
@@ -265,7 +265,7 @@ class Endpoint:
             outgoing, external = await self._enlist(given, outgoing)
         work = self._check_and_deliver(outgoing, external, check_destination=check_destination)
         if external is None:
-            await self._to_the_end(work, outgoing)
+            await self._deliver_shielded(work, outgoing)
         else:
             await work
         return outgoing.operation.message.id
@@ -324,7 +324,7 @@ class Endpoint:
             await self._destinations.check(outgoing.operation.destination)
         await self._deliver(outgoing, transaction)
 
-    async def _to_the_end(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
+    async def _deliver_shielded(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
         """Deliver; cancelled, return at once and let the delivery go on: its effect may be there already."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         caller = asyncio.current_task()

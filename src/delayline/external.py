@@ -59,21 +59,21 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class NotGiven(Enum):
+class Unset(Enum):
     """The default of an argument for which None would be a mistake."""
 
-    NOT_GIVEN = "left out"
+    UNSET = "left out"
 
     def __repr__(self) -> str:
-        return "NOT_GIVEN"
+        return "UNSET"
 
 
-NOT_GIVEN: Final = NotGiven.NOT_GIVEN
+UNSET: Final = Unset.UNSET
 
 
-def given_transaction(transaction: object) -> Any:  # noqa: ANN401 - any connection or session
+def checked_transaction(transaction: object) -> Any:  # noqa: ANN401 - any connection or session
     """Return the `transaction=` argument, None where it was left out; raises ConfigurationError for None."""
-    if transaction is NOT_GIVEN:
+    if transaction is UNSET:
         return None
     if transaction is None:
         raise ConfigurationError(

@@ -33,7 +33,7 @@ MAXIMUM_STACK_TRACE: Final = 16_384  # bytes of UTF-8
 MAXIMUM_TYPE_NAME: Final = 300  # bytes of UTF-8
 BRIEF_TEXT: Final = 300  # characters of an exception in one line of a log
 #: What the text and the stack trace may take, each, in the forms of a failed message: less, where more does not fit.
-ROOM_FOR_TEXTS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
+EXCEPTION_TEXT_LIMITS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
 #: Of a longer chain of causes the stack trace has as many from each end.
 CAUSES_AT_EACH_END: Final = 4
 DEFAULT_DELAYED_RETRIES: Final = 3
@@ -160,7 +160,7 @@ def error_operations(
     except CorruptHeaders:
         named = message
     else:
-        for room in ROOM_FOR_TEXTS:
+        for room in EXCEPTION_TEXT_LIMITS:
             headers = failure_headers(error, failed_queue, endpoint_name, now, room=room)
             yield TransportOperation(named.with_headers(headers), error_queue)
     yield TransportOperation(named.under(usable_id(named.id)), error_queue)

@@ -34,14 +34,14 @@ async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:
         handlers=[work.handle],
         delivery=work,
         composer=Composer(host.endpoint_name, host.clock, reply_to=None),
-        recoverability=OutagesCountNobody(
+        recoverability=SatelliteRecoverability(
             immediate_retries=IMMEDIATE_RETRIES, immediate_pause=timedelta(0), delayed_retries=0
         ),
         concurrency=satellite.concurrency,
     )
 
 
-class OutagesCountNobody(Recoverability):
+class SatelliteRecoverability(Recoverability):
     """Five attempts at once, then the error queue; while a back end is out of reach messages stay where they are."""
 
     __slots__ = ()

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from delayline.checks import HomeProcess
+from delayline.checks import ForkGuard
 from delayline.errors import ConfigurationError, NotStarted
-from delayline.external import NOT_GIVEN, ExternalTransaction, WaitingThread, given_transaction
+from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from delayline.endpoint import Endpoint
-    from delayline.external import ExternalConnection, NotGiven
+    from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.outgoing import HeaderMap
 
@@ -35,14 +35,14 @@ class SyncEndpoint:
         self.endpoint = endpoint
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._process = HomeProcess()
+        self._process = ForkGuard()
 
     def start(self) -> None:
         """Start the loop's thread and the endpoint; raises what `Endpoint.start` raises."""
         if self._loop is not None:
             self._process.check(f"endpoint {self.endpoint.name!r}")
             raise NotStarted(f"endpoint {self.endpoint.name!r} is started already")
-        self._process = HomeProcess()
+        self._process = ForkGuard()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"delayline {self.endpoint.name}", daemon=True
@@ -56,7 +56,7 @@ class SyncEndpoint:
 
     def stop(self) -> None:
         """Finish messages in flight and end the thread. Idempotent."""
-        if self._loop is not None and not self._process.left:
+        if self._loop is not None and not self._process.forked:
             try:
                 self.run(self.endpoint.stop())
             finally:
@@ -71,11 +71,11 @@ class SyncEndpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
-        transaction: ExternalConnection | NotGiven = NOT_GIVEN,
+        transaction: ExternalConnection | Unset = UNSET,
         check_destination: bool = True,
     ) -> str:
         """Like `Endpoint.send`, blocking until the message is durable; a connection is used on the calling thread."""
-        external, thread = given_transaction(transaction), WaitingThread()
+        external, thread = checked_transaction(transaction), WaitingThread()
         work = self.endpoint.send(
             destination,
             body,
@@ -83,7 +83,7 @@ class SyncEndpoint:
             message_id=message_id,
             delay=delay,
             deliver_at=deliver_at,
-            transaction=NOT_GIVEN if external is None else ExternalTransaction(external, thread),
+            transaction=UNSET if external is None else ExternalTransaction(external, thread),
             check_destination=check_destination,
         )
         return thread.wait_for(self._start(work))
@@ -97,7 +97,7 @@ class SyncEndpoint:
         if loop is None:
             work.close()
             raise NotStarted(f"endpoint {self.endpoint.name!r} is not started: use `with SyncEndpoint(endpoint):`")
-        if self._process.left:
+        if self._process.forked:
             work.close()
             self._process.check(f"endpoint {self.endpoint.name!r}")
         if threading.current_thread() is self._thread:

@@ -47,6 +47,6 @@ class TestAzureDelivery(OnAzurite, DeliveryConformance):
     keeps_order = False
     arrives_in_order = False
 
-    async def make_parts(self, tmp_path: Path) -> tuple[AzureStorageQueueTransport, AzureDelayedTable]:
+    async def make_backends(self, tmp_path: Path) -> tuple[AzureStorageQueueTransport, AzureDelayedTable]:
         account = AzureAccount(self.url)
         return AzureStorageQueueTransport(account), AzureDelayedTable(account)

@@ -58,5 +58,5 @@ async def test_a_crash_while_writing_leaves_no_message(tmp_path: Path) -> None:
 class TestDirectoryStoreDelivery(OtherLayout):
     burst = 200  # six verbs: a few file operations for each message
 
-    async def make_parts(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
         return MemoryTransport(), example.DirectoryStore(tmp_path)

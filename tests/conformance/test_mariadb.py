@@ -34,7 +34,7 @@ class TestMariadbTransport(OnMariadb, TransportConformance):
 class TestMariadbDelivery(OnMariadb, DeliveryConformance):
     """One database: every transaction mode up to TRANSACTION_SCOPE."""
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
@@ -47,5 +47,5 @@ class TestMariadbDeliveryOverTwoDatabases(OnMariadb, OtherLayout):
         yield
         mariadb.drop_database(self.second)
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)

@@ -33,12 +33,12 @@ class TestMemoryTransport(TransportConformance):
 
 
 class TestMemoryDelivery(DeliveryConformance):
-    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, MemoryDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[MemoryTransport, MemoryDelayedMessageStore]:
         return MemoryTransport(), MemoryDelayedMessageStore()
 
 
 class TestSixVerbDelivery(DeliveryConformance):
-    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, FaultyStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[MemoryTransport, FaultyStore]:
         return MemoryTransport(), FaultyStore(MemoryDelayedMessageStore(), verbs_only=True)
 
 
@@ -53,5 +53,5 @@ class SeparateStore(MemoryDelayedMessageStore):
 class TestStoreTransactionDelivery(OtherLayout):
     """The store's transaction locks a batch that is sent outside it."""
 
-    async def make_parts(self, tmp_path: Path) -> tuple[MemoryTransport, SeparateStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[MemoryTransport, SeparateStore]:
         return MemoryTransport(), SeparateStore()

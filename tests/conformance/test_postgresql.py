@@ -36,7 +36,7 @@ class TestPostgresqlTransport(OnPostgresql, TransportConformance):
 class TestPostgresqlDelivery(OnPostgresql, DeliveryConformance):
     """One database: every transaction mode up to TRANSACTION_SCOPE."""
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
@@ -49,7 +49,7 @@ class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, OtherLayout):
         yield
         postgresql.drop_database(self.second)
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
 
 
@@ -62,7 +62,7 @@ class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, OtherLayout):
         yield
         postgresql.drop_database(self.second)
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         both = TwoPhaseCommit()
         return SqlTransport(self.second, two_phase=both), SqlDelayedMessageStore(self.url, two_phase=both)
 
@@ -72,7 +72,7 @@ class TestPostgresqlSixVerbDelivery(OnPostgresql, OtherLayout):
 
     burst = 100
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, FaultyStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, FaultyStore]:
         self.store = SqlDelayedMessageStore(self.url)
         await self.store.setup_infrastructure(ENDPOINT)  # six verbs cannot
         return SqlTransport(self.url), FaultyStore(self.store, verbs_only=True)

@@ -11,7 +11,7 @@ from delayline.testing import TransportConformance
 
 
 class OnRabbitmq:
-    """A virtual host for every test; see TransportRoom for what the flags say."""
+    """A virtual host for every test; see TransportFixtures for what the flags say."""
 
     reads_ahead = True
     shows_hidden = False
@@ -39,7 +39,7 @@ class TestRabbitmqClassicTransport(OnRabbitmq, TransportConformance):
 class TestSqliteDeliveryOverRabbitmq(OnRabbitmq, OtherLayout):
     """A store in a file, queues in a broker: at least once."""
 
-    async def make_parts(self, tmp_path: Path) -> tuple[RabbitMQTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[RabbitMQTransport, SqlDelayedMessageStore]:
         transport = RabbitMQTransport(self.url, queue_type="classic")
         return transport, SqlDelayedMessageStore(f"sqlite:///{tmp_path / 'store.db'}")
 
@@ -51,5 +51,5 @@ class TestPostgresqlDeliveryOverRabbitmq(OnRabbitmq, OtherLayout):
     def database(self, postgresql_url: str) -> None:
         self.database_url = postgresql_url
 
-    async def make_parts(self, tmp_path: Path) -> tuple[RabbitMQTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[RabbitMQTransport, SqlDelayedMessageStore]:
         return RabbitMQTransport(self.url), SqlDelayedMessageStore(self.database_url)

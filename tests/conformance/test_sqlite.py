@@ -30,14 +30,14 @@ class TestSqliteTransport(TransportConformance):
 class TestSqliteDelivery(DeliveryConformance):
     """One file: every transaction mode up to TRANSACTION_SCOPE."""
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(url(tmp_path)), SqlDelayedMessageStore(url(tmp_path))
 
 
 class TestSqliteDeliveryOverTwoFiles(OtherLayout):
     """The store in one file, the queues in another: no common transaction, so the lower modes only."""
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(url(tmp_path, "queues")), SqlDelayedMessageStore(url(tmp_path, "store"))
 
 
@@ -46,7 +46,7 @@ class TestSqliteSixVerbDelivery(OtherLayout):
 
     burst = 100
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, FaultyStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, FaultyStore]:
         self.store = SqlDelayedMessageStore(url(tmp_path, "store"))
         await self.store.setup_infrastructure(ENDPOINT)  # six verbs cannot
         return SqlTransport(url(tmp_path, "queues")), FaultyStore(self.store, verbs_only=True)

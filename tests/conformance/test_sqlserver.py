@@ -69,7 +69,7 @@ class TestSqlServerDelivery(OnSqlServer, DeliveryConformance):
     step = timedelta(milliseconds=10)
     keeps_order = False
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
 
@@ -85,7 +85,7 @@ class TestSqlServerDeliveryOverTwoDatabases(OnSqlServer, OtherLayout):
         yield
         drop_database(self.second)
 
-    async def make_parts(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
 
 

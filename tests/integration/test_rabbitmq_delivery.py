@@ -31,7 +31,7 @@ from delayline.rabbitmq.overflow_store import held
 from delayline.spi import TransportOperation
 from delayline.testing import NativeDeliveryConformance, Signals
 from delayline.testing.conformance.native_delivery import Arrivals
-from delayline.testing.conformance.transport_room import received
+from delayline.testing.conformance.transport_fixtures import received
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ class TestDelayLevels(NativeDeliveryConformance):
     def vhost(self, rabbitmq_url: str) -> None:
         self.url = rabbitmq_url
 
-    async def make_parts(self, tmp_path: Path) -> tuple[RabbitMQTransport, DelayLevelDelivery]:
+    async def make_backends(self, tmp_path: Path) -> tuple[RabbitMQTransport, DelayLevelDelivery]:
         return RabbitMQTransport(self.url), DelayLevelDelivery()
 
 
@@ -122,7 +122,7 @@ async def test_names_that_end_in_another_are_warned_of(rabbitmq_url: str) -> Non
     with Signals() as signals:
         async with endpoint:
             await endpoint.send("contoso.sales", b"", delay=timedelta(days=1))
-    [record] = signals.records(Event.DESTINATIONS_CROSS)
+    [record] = signals.records(Event.BINDINGS_OVERLAP)
     assert "'sales' also receives the delayed messages for 'contoso.sales'" in record.getMessage()
 
 
@@ -134,7 +134,7 @@ async def test_names_that_others_use_are_warned_of_at_start(rabbitmq: RabbitmqSe
     endpoint = Endpoint("sales", transport=RabbitMQTransport(url), delayed_delivery=DelayLevelDelivery())
     with Signals() as signals:
         async with endpoint:
-            await signals.wait_for(Event.DESTINATIONS_CROSS, timeout=20)
+            await signals.wait_for(Event.BINDINGS_OVERLAP, timeout=20)
 
 
 async def test_a_name_that_ends_in_one_on_the_broker_is_warned_of_at_start(rabbitmq_url: str) -> None:
@@ -145,8 +145,8 @@ async def test_a_name_that_ends_in_one_on_the_broker_is_warned_of_at_start(rabbi
     endpoint = Endpoint("of.acme.sales", transport=transport, delayed_delivery=DelayLevelDelivery())
     with Signals() as signals:
         async with endpoint:
-            await signals.wait_for(Event.DESTINATIONS_CROSS, timeout=20)
-    [record] = signals.records(Event.DESTINATIONS_CROSS)
+            await signals.wait_for(Event.BINDINGS_OVERLAP, timeout=20)
+    [record] = signals.records(Event.BINDINGS_OVERLAP)
     assert record.getMessage().startswith("'sales' is on the broker as well")
 
 
@@ -287,7 +287,7 @@ async def test_an_endpoint_does_not_handle_what_is_delayed_for_a_longer_name(rab
             assert await sales.transport.count("sales") == 0  # type: ignore[attr-defined]
     assert sorted(handled["sales"]) == ["sales-0", "sales-1", "sales-2", "sales-3"]
     assert sorted(handled["contoso.sales"]) == ["contoso.sales-1", "contoso.sales-2", "contoso.sales-3"]
-    dropped = [one for one in signals.records(Event.DESTINATIONS_CROSS) if "dropped here" in one.getMessage()]
+    dropped = [one for one in signals.records(Event.BINDINGS_OVERLAP) if "dropped here" in one.getMessage()]
     assert len(dropped) == 1
 
 

@@ -20,7 +20,7 @@ from azure.storage.blob.aio import BlobServiceClient
 from azure.storage.queue.aio import QueueServiceClient
 
 from delayline.azure.names import checked_sanitizer
-from delayline.checks import HomeProcess, positive_seconds
+from delayline.checks import ForkGuard, positive_seconds
 from delayline.errors import ConfigurationError, NotStarted
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class AzureAccount:
         self._users = 0
         self._clients: Clients | None = None
         self._open = AsyncExitStack()
-        self._process = HomeProcess()
+        self._process = ForkGuard()
 
     @classmethod
     def at(cls, place: str | AzureAccount) -> AzureAccount:
@@ -146,7 +146,7 @@ class AzureAccount:
     async def open(self) -> None:
         """Make the clients; no request is sent. Every open needs a `close`."""
         if self._clients is None:
-            self._process = HomeProcess()
+            self._process = ForkGuard()
         self.check_process()
         self._users += 1
         if self._clients is None:
@@ -164,7 +164,7 @@ class AzureAccount:
     async def close(self) -> None:
         """Undo one `open`; the last one lets go of all connections."""
         self._users -= 1
-        if self._users == 0 and not self._process.left:
+        if self._users == 0 and not self._process.forked:
             self._clients = None
             await self._open.aclose()
 

@@ -28,7 +28,7 @@ def sending_endpoint(settings: Settings) -> Endpoint:
     """Return the endpoint as one that only stores and sends; `delayline setup` has created its tables and queues."""
     refuse_memory(settings)
     endpoint = endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
-    for url in (settings.where_messages_wait, settings.where_queues_are):
+    for url in (settings.resolved_store_url, settings.resolved_transport_url):
         must_exist(url)
     return endpoint
 
@@ -39,7 +39,7 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     refuse_memory(settings)
     name = settings.named_endpoint
     store = store_of(settings)
-    must_exist(settings.where_messages_wait)
+    must_exist(settings.resolved_store_url)
     await store.initialize(name, TransactionMode.RECEIVE_ONLY)
     try:
         yield store
@@ -57,7 +57,7 @@ async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[S
         return
     if settings.timeout_manager:
         refuse_memory(settings)
-        url, persister = settings.where_messages_wait, persister_of(settings)
+        url, persister = settings.resolved_store_url, persister_of(settings)
     elif settings.timeouts_url is None:
         raise ConfigurationError("no timeouts_url is set: say where the old timeout manager's timeouts are")
     else:
@@ -80,7 +80,7 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
     """Open the transport."""
     refuse_memory(settings)
     transport = transport_of(settings)
-    must_exist(settings.where_queues_are)
+    must_exist(settings.resolved_transport_url)
     await transport.start()
     try:
         yield transport
@@ -97,7 +97,7 @@ def managed_queues(transport: Transport) -> SupportsQueueManagement:
 
 def refuse_memory(settings: Settings) -> None:
     """Raise ConfigurationError for messages that would be gone with this command's process."""
-    for url in (settings.where_messages_wait, settings.where_queues_are):
+    for url in (settings.resolved_store_url, settings.resolved_transport_url):
         if in_memory(url):
             raise ConfigurationError(
                 f"{url!r} is this command's own memory: whatever it holds is gone when the command ends. "

@@ -75,7 +75,7 @@ def _check_urls(settings: Settings) -> None:
     transport_of(settings)
     if settings.timeout_manager:
         persister_of(settings)
-    elif not on_rabbitmq(settings.where_messages_wait):
+    elif not on_rabbitmq(settings.resolved_store_url):
         store_of(settings)
 
 
@@ -113,9 +113,9 @@ def _guarantee(settings: Settings) -> Finding:
 
 
 async def _connection(settings: Settings) -> AsyncIterator[Finding]:
-    must_exist(settings.where_messages_wait)
+    must_exist(settings.resolved_store_url)
     async with open_transport(settings):
-        yield Finding("connection", ok=True, text=masked(settings.where_queues_are))
+        yield Finding("connection", ok=True, text=masked(settings.resolved_transport_url))
 
 
 async def _rights(settings: Settings) -> AsyncIterator[Finding]:
@@ -130,10 +130,10 @@ async def _rights(settings: Settings) -> AsyncIterator[Finding]:
 
 
 async def _database(settings: Settings) -> AsyncIterator[Finding]:
-    places = [settings.where_messages_wait]
-    if on_rabbitmq(settings.where_queues_are):
-        places.append(settings.where_queues_are)
-    levels = on_rabbitmq(settings.where_messages_wait) or settings.delay_levels_from_seconds is not None
+    places = [settings.resolved_store_url]
+    if on_rabbitmq(settings.resolved_transport_url):
+        places.append(settings.resolved_transport_url)
+    levels = on_rabbitmq(settings.resolved_store_url) or settings.delay_levels_from_seconds is not None
     for place in dict.fromkeys(places):
         for what, ok, text in await examine(
             place, delay_levels=levels, endpoint=settings.endpoint, schema=settings.schema
@@ -158,7 +158,7 @@ async def _queues(settings: Settings) -> AsyncIterator[Finding]:
 
 
 async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
-    if on_rabbitmq(settings.where_messages_wait) and not settings.timeout_manager:
+    if on_rabbitmq(settings.resolved_store_url) and not settings.timeout_manager:
         yield Finding("pending", ok=True, text="in delay levels. Count it with: delayline rabbitmq pending")
         return
     async with open_waiting(settings, timeouts=False) as store:

@@ -50,7 +50,7 @@ def on_a_broker(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_broker(*args: object, settings: Settings, delays: str | None, **arguments: Any) -> Any:  # noqa: ANN401 - click's
-        address = broker(settings.where_queues_are)
+        address = broker(settings.resolved_transport_url)
         return command(*args, address=address, levels=_levels_named(delays or address.delays), **arguments)
 
     option = click.option("--delays", metavar="NAME", help="Which levels: v2, v1, or a prefix of your own.")

@@ -45,8 +45,8 @@ def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: 
     created = list(queues)
     if settings.endpoint is not None:
         created = [settings.endpoint, settings.error_queue, *satellites_of(settings), *created]
-        screen.tell(f"delayed messages of {settings.endpoint} wait at {masked(settings.where_messages_wait)}")
-    screen.tell(f"queues at {masked(settings.where_queues_are)}: {', '.join(created)}")
+        screen.tell(f"delayed messages of {settings.endpoint} wait at {masked(settings.resolved_store_url)}")
+    screen.tell(f"queues at {masked(settings.resolved_transport_url)}: {', '.join(created)}")
     undone = [text for _, ok, text in asyncio.run(after_setup(settings)) if not ok]
     for text in undone:
         screen.tell(f"✗ {text}", "red")

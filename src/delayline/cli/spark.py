@@ -186,7 +186,7 @@ def dispatch(
         return
     with sessions(screen) as session:
         dispatcher = Dispatcher(settings, shards=shards, lease=lease, name=name, spark=session)
-        screen.tell(f"dispatching from {masked(settings.where_messages_wait)} in {shards} tasks. Ctrl+C stops it")
+        screen.tell(f"dispatching from {masked(settings.resolved_store_url)} in {shards} tasks. Ctrl+C stops it")
         with stopped_by_signal(dispatcher.stop):
             in_thread(dispatcher.run)
         _show_shards(screen, [asdict(one) for one in dispatcher.metrics()])

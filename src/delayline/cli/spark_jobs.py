@@ -61,7 +61,7 @@ def target_of(settings: Settings) -> JobTarget:
     from delayline.spark import JobTarget
 
     return JobTarget(
-        settings.where_messages_wait,
+        settings.resolved_store_url,
         endpoint=settings.named_endpoint,
         table=settings.table_name,
         cold_tier=settings.cold_tier,

@@ -73,4 +73,4 @@ class CrossingNames:
     def _tell(self, text: str, receiver: str, meant: str) -> None:
         if (receiver, meant) not in self._told:
             self._told.add((receiver, meant))
-            emit(logger, logging.WARNING, Event.DESTINATIONS_CROSS, text, receiver, meant)
+            emit(logger, logging.WARNING, Event.BINDINGS_OVERLAP, text, receiver, meant)

@@ -14,7 +14,7 @@ from aio_pika import exceptions as pika
 from aio_pika.abc import ConnectionParameter
 from aio_pika.connection import make_url
 
-from delayline.checks import HomeProcess
+from delayline.checks import ForkGuard
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.amqp.confirms import Closed
 from delayline.rabbitmq.amqp.errors import ACCESS_REFUSED, not_connected, refused_connection
@@ -78,14 +78,14 @@ class BrokerConnection:
         self._closing: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._not_before = 0.0
-        self._process = HomeProcess()
+        self._process = ForkGuard()
         self.generation = 0
         """How often it was opened: what was learnt over an earlier one may no longer hold."""
 
     async def open(self) -> NamedConnection:
         """Return a connection that was alive a moment ago. Raises BackendUnavailable or BackendUnusable."""
         if self._connection is None:
-            self._process = HomeProcess()
+            self._process = ForkGuard()
         self._process.check(f"the connection to RabbitMQ at {self._address}")
         async with self._opening:
             if self._connection is not None and self._connection.connected.is_set():
@@ -103,7 +103,7 @@ class BrokerConnection:
 
         Waits a few seconds for a broker that does not answer.
         """
-        if self._process.left:
+        if self._process.forked:
             return  # it is the parent's: ending it here would end it there
         async with self._opening:
             with contextlib.suppress(TimeoutError):

@@ -228,7 +228,7 @@ class RabbitMQReceiver:
             return
         if other not in self._left_to:
             self._left_to.add(other)
-            emit(logger, logging.WARNING, Event.DESTINATIONS_CROSS, LEFT_TO, self._queue, other)
+            emit(logger, logging.WARNING, Event.BINDINGS_OVERLAP, LEFT_TO, self._queue, other)
         self._done(tag)
 
     async def _exists(self, destination: str) -> bool:

@@ -65,10 +65,10 @@ class Dispatcher:
         self._spark = spark
         self._owner = uuid.uuid4().hex
         self._told = threading.Event()
-        for url in (settings.where_messages_wait, settings.where_queues_are):
+        for url in (settings.resolved_store_url, settings.resolved_transport_url):
             if in_memory(url):
                 raise ConfigurationError(f"{url!r} is one process's own: the tasks of a dispatcher are others")
-        self._control = DispatcherControl(settings.where_messages_wait)
+        self._control = DispatcherControl(settings.resolved_store_url)
 
     def run(self) -> None:
         """Dispatch until `stop`, or until another one takes over; blocks.
@@ -136,13 +136,13 @@ class Dispatcher:
 def stop_dispatcher(settings: Settings, name: str | None = None) -> None:
     """Tell the endpoint's dispatcher to stop, wherever it runs. Raises BackendUnusable where there was never one."""
     name = name or settings.named_endpoint
-    if not DispatcherControl(settings.where_messages_wait).stop(name):
+    if not DispatcherControl(settings.resolved_store_url).stop(name):
         raise BackendUnusable(f"no dispatcher {name!r} has ever run there: see its name where it was started")
 
 
 def dispatcher_status(settings: Settings, name: str | None = None) -> Sequence[ShardMetrics]:
     """Return the last progress of the dispatcher's tasks. Raises BackendUnusable as above."""
-    return DispatcherControl(settings.where_messages_wait).shards(name or settings.named_endpoint)
+    return DispatcherControl(settings.resolved_store_url).shards(name or settings.named_endpoint)
 
 
 def _run_wave(spark: SparkSession, settings: Settings, wave: Wave, shards: int) -> None:
@@ -154,7 +154,7 @@ def _run_batch(
     frame: DataFrame, batch: int, *, settings: Settings, name: str, owner: str, lease: timedelta, shards: int
 ) -> None:
     del batch
-    wave = DispatcherControl(settings.where_messages_wait).next_wave(name, owner, lease)
+    wave = DispatcherControl(settings.resolved_store_url).next_wave(name, owner, lease)
     if wave is None:
         return
     try:

@@ -100,7 +100,7 @@ async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
 async def _until_over(
     stopped: asyncio.Future[None], settings: Settings, wave: Wave, shard: int, tally: DispatchCounter
 ) -> None:
-    control, failed_looks = DispatcherControl(settings.where_messages_wait), 0
+    control, failed_looks = DispatcherControl(settings.resolved_store_url), 0
     while not stopped.done():
         try:
             await asyncio.to_thread(control.tell, wave.dispatcher, tally.metrics(shard, wave.number))
@@ -116,6 +116,6 @@ async def _until_over(
 
 async def _tell(settings: Settings, wave: Wave, metrics: ShardMetrics) -> None:
     try:
-        await asyncio.to_thread(DispatcherControl(settings.where_messages_wait).tell, wave.dispatcher, metrics)
+        await asyncio.to_thread(DispatcherControl(settings.resolved_store_url).tell, wave.dispatcher, metrics)
     except BackendUnavailable:
         logging.getLogger(__name__).warning("the last metrics of shard %d are not written down", metrics.shard)

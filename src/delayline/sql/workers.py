@@ -120,10 +120,15 @@ class Errand:
         try:
             self._work()
         except DelaylineError as error:  # a fault of the server, which its other users report
-            emit(logger, logging.DEBUG, Event.ERRAND_FAILED, "Not done now: %s", error)
+            emit(logger, logging.DEBUG, Event.BACKGROUND_TASK_FAILED, "Not done now: %s", error)
         except Exception as error:
             emit(
-                logger, logging.ERROR, Event.ERRAND_FAILED, "Work in the background failed: %r", error, exception=error
+                logger,
+                logging.ERROR,
+                Event.BACKGROUND_TASK_FAILED,
+                "Work in the background failed: %r",
+                error,
+                exception=error,
             )
 
 

@@ -6,7 +6,7 @@ import asyncio
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from delayline.checks import HomeProcess
+from delayline.checks import ForkGuard
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
 from delayline.rabbitmq.amqp.confirms import Batch, Unroutable
 from delayline.rabbitmq.amqp.connection import PublishingConnection
@@ -51,7 +51,7 @@ class Publisher:
         self._failed: Exception | None = None
         self._back_off = FIRST_BACK_OFF
         self._not_before = 0.0
-        self._process = HomeProcess()
+        self._process = ForkGuard()
 
     @property
     def blocked(self) -> str | None:
@@ -71,7 +71,7 @@ class Publisher:
     async def open(self) -> None:
         """Connect. Raises BackendUnavailable or BackendUnusable. Idempotent."""
         if not self._started:
-            self._process = HomeProcess()
+            self._process = ForkGuard()
         self._started = True
         self._not_before = 0.0
         await self._connected()
@@ -86,7 +86,7 @@ class Publisher:
     async def close(self) -> None:
         """Wait at most ten seconds for outstanding confirms, then disconnect. Idempotent."""
         self._started = False
-        if self._process.left:
+        if self._process.forked:
             return  # the connection is the parent's: ending it here would end it there
         link, self._link = self._link, None
         if link is not None:

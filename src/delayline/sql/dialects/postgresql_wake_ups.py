@@ -186,7 +186,7 @@ class Notifications:
             with self._lock:  # with the next ones, or when the server is back
                 for channel, at in untold.items():
                     self._untold[channel] = min(at, self._untold.get(channel, at))
-            emit(logger, logging.WARNING, Event.TELLING_FAILED, "Other processes could not be told: %s", error)
+            emit(logger, logging.WARNING, Event.NOTIFY_FAILED, "Other processes could not be told: %s", error)
 
     def send(self, untold: dict[str, int]) -> None:
         """Notify every process, this one included; on a worker thread."""

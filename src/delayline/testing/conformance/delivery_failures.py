@@ -15,7 +15,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError, QueueNotFou
 from delayline.events import Event
 from delayline.message import DelayedMessage, Headers, Message, from_wire_time
 from delayline.recoverability import Recoverability
-from delayline.testing.conformance.delivery_room import ELSEWHERE, MODES, DeliveryRoom, facts, send_all, to
+from delayline.testing.conformance.delivery_fixtures import ELSEWHERE, MODES, DeliveryFixtures, facts, send_all, to
 from delayline.testing.conformance.messages import AT, ENDPOINT
 from delayline.testing.faults import STORE, Fault
 from delayline.transaction import TransactionMode
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from delayline.pipeline import MessageContext
-    from delayline.testing.conformance.delivery_room import Parts
+    from delayline.testing.conformance.delivery_fixtures import DeliveryScenario
 
 SECOND = timedelta(seconds=1)
 DUE = AT + 5 * SECOND
@@ -77,25 +77,27 @@ def broken() -> Fault:
     return Fault("dispatch", error=RuntimeError("it is broken"), when=functools.partial(to, BROKEN))
 
 
-class DeliveryFailures(DeliveryRoom):
+class DeliveryFailures(DeliveryFixtures):
     """Messages that cannot be forwarded."""
 
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("retries", [0, 1, 3])
-    async def test_attempts_are_one_more_than_retries(self, parts: Parts, mode: TransactionMode, retries: int) -> None:
+    async def test_attempts_are_one_more_than_retries(
+        self, scenario: DeliveryScenario, mode: TransactionMode, retries: int
+    ) -> None:
         """Exactly; then the message is in the error queue, and says why."""
         attempts: list[str] = []
-        parts.transport.inject(
+        scenario.transport.inject(
             broken(), Fault("dispatch", before=lambda: attempts.append("!"), when=functools.partial(to, BROKEN))
         )
-        async with parts.endpoint(mode, number_of_retries=retries) as endpoint:
+        async with scenario.endpoint(mode, number_of_retries=retries) as endpoint:
             await endpoint.send(
                 BROKEN, b"body", message_id="m", headers={"mine": "kept"}, delay=5 * SECOND, check_destination=False
             )
-            await parts.comes(Event.MOVED_TO_ERROR)
-            [message] = await parts.received("error")
-            await parts.emptied()
-        assert len(attempts) == parts.signals.count(Event.DISPATCH_FAILED) == 1 + retries
+            await scenario.comes(Event.MOVED_TO_ERROR)
+            [message] = await scenario.received("error")
+            await scenario.emptied()
+        assert len(attempts) == scenario.signals.count(Event.DISPATCH_FAILED) == 1 + retries
         assert (message.id, message.body, message.headers["mine"]) == ("m", b"body", "kept")
         assert [name for name in FAILURE if name not in message.headers] == []
         assert message.headers[Headers.EXCEPTION_TYPE].endswith("RuntimeError")
@@ -103,29 +105,29 @@ class DeliveryFailures(DeliveryRoom):
         assert "it is broken" in message.headers[Headers.EXCEPTION_STACK_TRACE]
         assert message.headers[Headers.FAILED_QUEUE] == BROKEN
         assert message.headers[Headers.PROCESSING_ENDPOINT] == ENDPOINT
-        assert DUE <= from_wire_time(message.headers[Headers.TIME_OF_FAILURE]) <= parts.clock.now()
-        assert parts.handled == []
+        assert DUE <= from_wire_time(message.headers[Headers.TIME_OF_FAILURE]) <= scenario.clock.now()
+        assert scenario.handled == []
 
     @pytest.mark.parametrize("mode", MODES)
-    async def test_a_failing_message_holds_nobody_up(self, parts: Parts, mode: TransactionMode) -> None:
+    async def test_a_failing_message_holds_nobody_up(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
         """Those due with it and after it arrive while the clock stands still."""
-        parts.transport.inject(broken())
-        async with parts.endpoint(mode, number_of_retries=3) as endpoint:
+        scenario.transport.inject(broken())
+        async with scenario.endpoint(mode, number_of_retries=3) as endpoint:
             await send_all(endpoint, ["bad"], 4 * SECOND, BROKEN)
             await send_all(endpoint, ["a", "b", "c"], 5 * SECOND)
-            await parts.poller_sleeps(AT + 4 * SECOND)
-            parts.clock.set(DUE)
-            await parts.clock.advance(4 * SECOND)
-            await parts.happens(Event.HANDLED, 3)
-        assert sorted(parts.handled_ids()) == ["a", "b", "c"]
+            await scenario.poller_sleeps(AT + 4 * SECOND)
+            scenario.clock.set(DUE)
+            await scenario.clock.advance(4 * SECOND)
+            await scenario.happens(Event.HANDLED, 3)
+        assert sorted(scenario.handled_ids()) == ["a", "b", "c"]
 
-    async def test_a_message_that_fails_backs_off(self, parts: Parts) -> None:
+    async def test_a_message_that_fails_backs_off(self, scenario: DeliveryScenario) -> None:
         """It waits longer each time, instead of being hammered."""
-        parts.transport.inject(broken())
-        async with parts.endpoint(number_of_retries=4) as endpoint:
+        scenario.transport.inject(broken())
+        async with scenario.endpoint(number_of_retries=4) as endpoint:
             await endpoint.send(BROKEN, b"", delay=5 * SECOND, check_destination=False)
-            await parts.comes(Event.MOVED_TO_ERROR)
-        backed_off = [facts(record)["until"] for record in parts.signals.records(Event.BACKED_OFF)]
+            await scenario.comes(Event.MOVED_TO_ERROR)
+        backed_off = [facts(record)["until"] for record in scenario.signals.records(Event.BACKED_OFF)]
         gaps = [later - earlier for earlier, later in itertools.pairwise(backed_off)]
         assert len(backed_off) == 4
         assert gaps == sorted(gaps)
@@ -133,109 +135,113 @@ class DeliveryFailures(DeliveryRoom):
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_a_missing_destination_goes_to_the_error_queue_at_once(
-        self, parts: Parts, mode: TransactionMode
+        self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
         """Trying again would not help; the others in the batch arrive."""
-        async with parts.endpoint(mode, number_of_retries=7) as endpoint:
+        async with scenario.endpoint(mode, number_of_retries=7) as endpoint:
             await send_all(endpoint, ["lost"], 5 * SECOND, "nowhere")
             await send_all(endpoint, ["good"], 5 * SECOND)
-            await parts.advance_to(DUE)
-            await parts.happens(Event.HANDLED)
-            await parts.happens(Event.MOVED_TO_ERROR)
-            [message] = await parts.received("error")
+            await scenario.advance_to(DUE)
+            await scenario.happens(Event.HANDLED)
+            await scenario.happens(Event.MOVED_TO_ERROR)
+            [message] = await scenario.received("error")
         assert message.id == "lost"
         assert message.headers[Headers.FAILED_QUEUE] == "nowhere"
         assert message.headers[Headers.EXCEPTION_TYPE].endswith("QueueNotFound")
-        assert parts.handled_ids() == ["good"]
+        assert scenario.handled_ids() == ["good"]
 
     @pytest.mark.parametrize("mode", MODES)
-    async def test_without_an_error_queue_the_message_stays(self, parts: Parts, mode: TransactionMode) -> None:
+    async def test_without_an_error_queue_the_message_stays(
+        self, scenario: DeliveryScenario, mode: TransactionMode
+    ) -> None:
         """Nothing is removed before the next place has it."""
-        parts.transport.inject(Fault("dispatch", error=RuntimeError("no"), when=functools.partial(to, "error")))
-        async with parts.endpoint(mode) as endpoint:
+        scenario.transport.inject(Fault("dispatch", error=RuntimeError("no"), when=functools.partial(to, "error")))
+        async with scenario.endpoint(mode) as endpoint:
             await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND, check_destination=False)
-            await parts.comes(Event.ERROR_MOVE_FAILED, 3)
-            assert await parts.store.next_due() is not None
-            parts.transport.heal()
-            await parts.comes(Event.MOVED_TO_ERROR)
-            [message] = await parts.received("error")
+            await scenario.comes(Event.ERROR_MOVE_FAILED, 3)
+            assert await scenario.store.next_due() is not None
+            scenario.transport.heal()
+            await scenario.comes(Event.MOVED_TO_ERROR)
+            [message] = await scenario.received("error")
             assert (message.id, message.body) == ("m", b"body")
-            await parts.emptied()
+            await scenario.emptied()
 
-    async def test_a_misspelt_destination_of_a_delayed_send_is_refused(self, parts: Parts) -> None:
+    async def test_a_misspelt_destination_of_a_delayed_send_is_refused(self, scenario: DeliveryScenario) -> None:
         """By the send, not when it is due; a destination that is there is asked for once."""
-        if not isinstance(parts.transport, SupportsQueueLookup):
+        if not isinstance(scenario.transport, SupportsQueueLookup):
             pytest.skip("not claimed: SupportsQueueLookup")
         asked: list[str] = []
-        parts.transport.inject(Fault("has_queue", before=lambda: asked.append("!")))
-        async with parts.endpoint() as endpoint:
+        scenario.transport.inject(Fault("has_queue", before=lambda: asked.append("!")))
+        async with scenario.endpoint() as endpoint:
             with pytest.raises(QueueNotFound, match=r"'elsewhere2' does not exist.*check_destination=False") as refused:
                 await endpoint.send("elsewhere2", b"", delay=5 * SECOND)
             assert refused.value.similar in {(), (ELSEWHERE,)}
-            assert await parts.store.next_due() is None
+            assert await scenario.store.next_due() is None
             await send_checked(endpoint, ["a", "b", "c"])
             assert len(asked) == 2
             await endpoint.send("elsewhere2", b"", delay=5 * SECOND, check_destination=False)
             assert len(asked) == 2
 
-    async def test_a_destination_that_cannot_be_looked_for_is_stored(self, parts: Parts) -> None:
+    async def test_a_destination_that_cannot_be_looked_for_is_stored(self, scenario: DeliveryScenario) -> None:
         """An outage of the queues is none of the store."""
-        if not isinstance(parts.transport, SupportsQueueLookup):
+        if not isinstance(scenario.transport, SupportsQueueLookup):
             pytest.skip("not claimed: SupportsQueueLookup")
-        parts.transport.inject(Fault("has_queue", error=BackendUnavailable("no answer")))
-        async with parts.endpoint() as endpoint:
+        scenario.transport.inject(Fault("has_queue", error=BackendUnavailable("no answer")))
+        async with scenario.endpoint() as endpoint:
             await endpoint.send(ELSEWHERE, b"", delay=5 * SECOND)
-            assert await parts.store.next_due() is not None
+            assert await scenario.store.next_due() is not None
 
-    async def test_an_error_queue_that_does_not_exist_loses_nothing(self, parts: Parts) -> None:
+    async def test_an_error_queue_that_does_not_exist_loses_nothing(self, scenario: DeliveryScenario) -> None:
         """Once the queue exists, the message gets there."""
         endpoint = Endpoint(
             ENDPOINT,
-            transport=parts.transport,
-            delayed_delivery=StoredDelivery(parts.store),
+            transport=scenario.transport,
+            delayed_delivery=StoredDelivery(scenario.store),
             error_queue="errors-of-another-name",
             setup_infrastructure=False,
-            clock=parts.clock,
-            on_critical_error=parts.note_critical,
+            clock=scenario.clock,
+            on_critical_error=scenario.note_critical,
         )
         async with endpoint:
             await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND, check_destination=False)
-            await parts.comes(Event.ERROR_MOVE_FAILED, 2)
-            assert await parts.store.next_due() is not None
-            await parts.transport.setup_infrastructure(["errors-of-another-name"])
-            await parts.comes(Event.MOVED_TO_ERROR)
-            [message] = await parts.received("errors-of-another-name")
+            await scenario.comes(Event.ERROR_MOVE_FAILED, 2)
+            assert await scenario.store.next_due() is not None
+            await scenario.transport.setup_infrastructure(["errors-of-another-name"])
+            await scenario.comes(Event.MOVED_TO_ERROR)
+            [message] = await scenario.received("errors-of-another-name")
         assert message.id == "m"
 
-    async def test_damaged_headers_reach_the_error_queue_whole(self, parts: Parts) -> None:
+    async def test_damaged_headers_reach_the_error_queue_whole(self, scenario: DeliveryScenario) -> None:
         """What cannot be read can still be moved."""
         damaged = Message.from_encoded("m", b"\xff{not json", b"body")
-        async with parts.endpoint():
-            await parts.store.store(DelayedMessage(damaged, "nowhere", AT))
-            await parts.comes(Event.MOVED_TO_ERROR)
-            [message] = await parts.received("error")
-            await parts.emptied()
+        async with scenario.endpoint():
+            await scenario.store.store(DelayedMessage(damaged, "nowhere", AT))
+            await scenario.comes(Event.MOVED_TO_ERROR)
+            [message] = await scenario.received("error")
+            await scenario.emptied()
         assert (message.id, message.encoded_headers, message.body) == ("m", b"\xff{not json", b"body")
 
     @pytest.mark.parametrize("mode", MODES)
-    async def test_a_store_that_fails_once_is_an_error_to_the_sender(self, parts: Parts, mode: TransactionMode) -> None:
+    async def test_a_store_that_fails_once_is_an_error_to_the_sender(
+        self, scenario: DeliveryScenario, mode: TransactionMode
+    ) -> None:
         """The sender knows, and nothing is in the error queue for it."""
-        parts.store.inject(Fault(STORE, error=BackendUnavailable("gone for a second"), calls=1))
-        async with parts.endpoint(mode) as endpoint:
+        scenario.store.inject(Fault(STORE, error=BackendUnavailable("gone for a second"), calls=1))
+        async with scenario.endpoint(mode) as endpoint:
             with pytest.raises(BackendUnavailable, match="gone for a second"):
-                await parts.runs_until(endpoint.send(ENDPOINT, b"", delay=5 * SECOND))
+                await scenario.runs_until(endpoint.send(ENDPOINT, b"", delay=5 * SECOND))
             await endpoint.send(ENDPOINT, b"", message_id="second", delay=5 * SECOND)
-            await parts.comes(Event.HANDLED)
-        assert parts.handled_ids() == ["second"]
-        assert parts.signals.count(Event.MOVED_TO_ERROR) == 0
+            await scenario.comes(Event.HANDLED)
+        assert scenario.handled_ids() == ["second"]
+        assert scenario.signals.count(Event.MOVED_TO_ERROR) == 0
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_a_handler_whose_delayed_send_cannot_be_stored_loses_nothing(
-        self, parts: Parts, mode: TransactionMode
+        self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
         """Its message goes to the error queue, in mode NONE too."""
-        parts.store.inject(Fault(STORE, error=ValueError("cannot be stored")))
-        endpoint = parts.endpoint(mode, handles=False)
+        scenario.store.inject(Fault(STORE, error=ValueError("cannot be stored")))
+        endpoint = scenario.endpoint(mode, handles=False)
 
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
@@ -243,30 +249,30 @@ class DeliveryFailures(DeliveryRoom):
 
         async with endpoint:
             await endpoint.send(ENDPOINT, b"body", message_id="m")
-            await parts.comes(Event.HANDLER_FAILED)
-            await parts.comes(Event.ERROR_MOVE_FAILED if mode > TransactionMode.NONE else Event.MOVED_TO_ERROR)
+            await scenario.comes(Event.HANDLER_FAILED)
+            await scenario.comes(Event.ERROR_MOVE_FAILED if mode > TransactionMode.NONE else Event.MOVED_TO_ERROR)
             if mode > TransactionMode.NONE:
-                parts.heal()
-                await parts.comes(Event.HANDLED)
-                await parts.comes(Event.REMOVED)
+                scenario.heal()
+                await scenario.comes(Event.HANDLED)
+                await scenario.comes(Event.REMOVED)
                 return
-            [message] = await parts.received("error")
+            [message] = await scenario.received("error")
         assert (message.id, message.body) == ("m", b"body")
         assert message.headers[Headers.FAILED_QUEUE] == ENDPOINT
 
-    async def test_a_delay_without_delayed_delivery_is_explained(self, parts: Parts) -> None:
+    async def test_a_delay_without_delayed_delivery_is_explained(self, scenario: DeliveryScenario) -> None:
         """Not an obscure error from the depths."""
-        async with Endpoint("plain", transport=parts.transport, clock=parts.clock) as endpoint:
+        async with Endpoint("plain", transport=scenario.transport, clock=scenario.clock) as endpoint:
             with pytest.raises(ConfigurationError, match="delayed_delivery="):
                 await endpoint.send(ENDPOINT, b"", delay=SECOND)
 
     @pytest.mark.parametrize("failure", FAILURES)
-    async def test_a_handler_may_fail_with_anything(self, parts: Parts, failure: str) -> None:
+    async def test_a_handler_may_fail_with_anything(self, scenario: DeliveryScenario, failure: str) -> None:
         """However long the exception's text or chain is: the message reaches the error queue, the next one its handler.
 
         No critical error comes of it.
         """
-        endpoint = parts.endpoint(handles=False)
+        endpoint = scenario.endpoint(handles=False)
         endpoint.recoverability = Recoverability(immediate_retries=0, delayed_retries=0)
 
         @endpoint.handler
@@ -276,20 +282,20 @@ class DeliveryFailures(DeliveryRoom):
 
         async with endpoint:
             await endpoint.send(ENDPOINT, b"body", message_id="bad", headers={"mine": "kept"})
-            await parts.comes(Event.MOVED_TO_ERROR)
-            [message] = await parts.received("error")
+            await scenario.comes(Event.MOVED_TO_ERROR)
+            [message] = await scenario.received("error")
             await endpoint.send(ENDPOINT, b"", message_id="good")
-            await parts.comes(Event.HANDLED)
+            await scenario.comes(Event.HANDLED)
         assert (message.id, message.body, message.headers["mine"]) == ("bad", b"body", "kept")
         assert message.headers[Headers.FAILED_QUEUE] == ENDPOINT
         assert message.headers[Headers.EXCEPTION_TYPE] == "builtins.ValueError"
-        assert parts.critical == []
+        assert scenario.critical == []
 
     @pytest.mark.parametrize("named", UNUSABLE_IDS)
-    async def test_a_message_id_header_may_be_anything(self, parts: Parts, named: str) -> None:
+    async def test_a_message_id_header_may_be_anything(self, scenario: DeliveryScenario, named: str) -> None:
         """A handler that fails is tried as often as any other, and the header is in the error queue as it was."""
         header, seen = UNUSABLE_IDS[named], []
-        endpoint = parts.endpoint(handles=False)
+        endpoint = scenario.endpoint(handles=False)
         endpoint.recoverability = Recoverability(immediate_retries=1, delayed_retries=1)
 
         @endpoint.handler
@@ -299,10 +305,10 @@ class DeliveryFailures(DeliveryRoom):
 
         async with endpoint:
             bad = Message("m", {Headers.MESSAGE_ID: header}, b"body")
-            await parts.transport.dispatch([TransportOperation(bad, ENDPOINT)])
-            await parts.comes(Event.MOVED_TO_ERROR)
-            [message] = await parts.received("error")
+            await scenario.transport.dispatch([TransportOperation(bad, ENDPOINT)])
+            await scenario.comes(Event.MOVED_TO_ERROR)
+            [message] = await scenario.received("error")
         assert len(seen) == 4
         assert {message.id} == set(seen)
         assert (message.headers[Headers.MESSAGE_ID], message.body) == (header, b"body")
-        assert parts.critical == []
+        assert scenario.critical == []

@@ -1,4 +1,4 @@
-"""Delayed delivery by a back end that holds the messages itself: subclass, override `make_parts`, run pytest.
+"""Delayed delivery by a back end that holds the messages itself: subclass, override `make_backends`, run pytest.
 
 Nothing here looks into a store. The back end's clock decides, so these tests take the seconds that they delay for.
 """
@@ -63,13 +63,13 @@ class NativeDeliveryConformance:
     #: How late a message may be handled here, in seconds, rounding up to the back end's steps included.
     lateness: float = 3.0
 
-    async def make_parts(self, tmp_path: Path) -> tuple[Transport, DelayedDelivery]:
+    async def make_backends(self, tmp_path: Path) -> tuple[Transport, DelayedDelivery]:
         """Return a new transport and delivery over storage that is empty when a test begins. Override this."""
-        raise NotImplementedError("override make_parts in your subclass of NativeDeliveryConformance")
+        raise NotImplementedError("override make_backends in your subclass of NativeDeliveryConformance")
 
     async def make_endpoint(self, tmp_path: Path, recoverability: Recoverability | None = None) -> Endpoint:
         """Return an endpoint over new parts."""
-        transport, delivery = await self.make_parts(tmp_path)
+        transport, delivery = await self.make_backends(tmp_path)
         return Endpoint(ENDPOINT, transport=transport, delayed_delivery=delivery, recoverability=recoverability)
 
     async def test_messages_arrive_once_and_never_early(self, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from delayline.testing.conformance.messages import (
     delayed,
     same,
 )
-from delayline.testing.conformance.store_room import StoreRoom, closed, opened
+from delayline.testing.conformance.store_fixtures import StoreFixtures, closed, opened
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ END_OF_TIME = INSTANTS["the end of time"]
 SHORT_NAME: Final = 50
 
 
-class StoreContent(StoreRoom):
+class StoreContent(StoreFixtures):
     """Round trips."""
 
     @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import pytest
 from delayline.delayed.store import SupportsBatches
 from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import AT, PATIENCE, delayed, same
-from delayline.testing.conformance.store_room import StoreRoom
+from delayline.testing.conformance.store_fixtures import StoreFixtures
 from delayline.transaction import SupportsSavepoints
 
 if TYPE_CHECKING:
-    from delayline.testing.conformance.store_room import InTransactions
+    from delayline.testing.conformance.store_fixtures import TransactionalStore
 
 LATER = AT + timedelta(days=1)
 PLENTY = 1 << 40
@@ -29,10 +29,10 @@ class RolledBackError(Exception):
     """Raised by a test inside a transaction, to roll it back."""
 
 
-class StoreTransactionality(StoreRoom):
+class StoreTransactionality(StoreFixtures):
     """Commit and rollback."""
 
-    async def test_a_commit_applies_everything(self, transactional: InTransactions) -> None:
+    async def test_a_commit_applies_everything(self, transactional: TransactionalStore) -> None:
         """Fetch, remove and store in one transaction."""
         store = transactional
         await store.store(delayed("old"))
@@ -45,7 +45,7 @@ class StoreTransactionality(StoreRoom):
         same(await store.fetch_next_due(LATER), delayed("new", LATER))
         assert await store.fetch_next_due(LATER) is None
 
-    async def test_a_rollback_leaves_all_as_before(self, transactional: InTransactions) -> None:
+    async def test_a_rollback_leaves_all_as_before(self, transactional: TransactionalStore) -> None:
         """Removed messages are back, stored ones are gone, fetched ones are unlocked and not counted."""
         store = transactional
         await store.store(delayed("old"))
@@ -58,7 +58,7 @@ class StoreTransactionality(StoreRoom):
         same(await store.fetch_next_due(AT), delayed("old"))
         assert await store.fetch_next_due(LATER) is None
 
-    async def test_a_cancelled_transaction_is_rolled_back(self, transactional: InTransactions) -> None:
+    async def test_a_cancelled_transaction_is_rolled_back(self, transactional: TransactionalStore) -> None:
         """Cancelling the task that holds it leaves no lock and no trace."""
         store, fetched = transactional, asyncio.Event()
         await store.store(delayed("old"))
@@ -77,7 +77,7 @@ class StoreTransactionality(StoreRoom):
         same(await store.fetch_next_due(AT), delayed("old"))
         assert await store.fetch_next_due(AT) is None
 
-    async def test_a_message_fetched_in_a_transaction_is_locked(self, transactional: InTransactions) -> None:
+    async def test_a_message_fetched_in_a_transaction_is_locked(self, transactional: TransactionalStore) -> None:
         """Until the transaction ends no other fetch returns the message; after its removal none ever does."""
         store = transactional
         await store.store(delayed())
@@ -89,7 +89,7 @@ class StoreTransactionality(StoreRoom):
             await store.remove(fetched, transaction)
         assert await other is None
 
-    async def test_a_lock_without_a_transaction_holds_for_transactions(self, transactional: InTransactions) -> None:
+    async def test_a_lock_without_a_transaction_holds_for_transactions(self, transactional: TransactionalStore) -> None:
         """Pollers that use transactions and pollers that do not can work on one store."""
         store = transactional
         await store.store(delayed())
@@ -101,7 +101,7 @@ class StoreTransactionality(StoreRoom):
         async with store.transaction() as transaction:
             assert await store.fetch_next_due(AT, transaction) is not None
 
-    async def test_an_uncommitted_store_is_not_seen(self, transactional: InTransactions) -> None:
+    async def test_an_uncommitted_store_is_not_seen(self, transactional: TransactionalStore) -> None:
         """Nor is one that is rolled back, ever."""
         store = transactional
         other: asyncio.Task[object]
@@ -114,7 +114,7 @@ class StoreTransactionality(StoreRoom):
         assert await other is None
         assert await store.next_due() is None
 
-    async def test_a_fetch_committed_without_a_remove_unlocks(self, transactional: InTransactions) -> None:
+    async def test_a_fetch_committed_without_a_remove_unlocks(self, transactional: TransactionalStore) -> None:
         """The lock ends with the transaction, however it ends."""
         store = transactional
         await store.store(delayed())
@@ -122,13 +122,13 @@ class StoreTransactionality(StoreRoom):
             same(await store.fetch_next_due(AT, transaction), delayed())
         same(await store.fetch_next_due(AT), delayed())
 
-    async def test_a_remove_in_a_transaction_answers_at_once(self, transactional: InTransactions) -> None:
+    async def test_a_remove_in_a_transaction_answers_at_once(self, transactional: TransactionalStore) -> None:
         """False for a missing message: the caller rolls back instead of sending twice."""
         store = transactional
         async with store.transaction() as transaction:
             assert await store.remove(delayed(), transaction) is False
 
-    async def test_a_duplicate_in_a_transaction_does_not_spoil_it(self, transactional: InTransactions) -> None:
+    async def test_a_duplicate_in_a_transaction_does_not_spoil_it(self, transactional: TransactionalStore) -> None:
         """The rest of the transaction still commits."""
         store = transactional
         await store.store(delayed("old"))
@@ -138,7 +138,7 @@ class StoreTransactionality(StoreRoom):
         for message_id in self.in_order(["old", "new"]):
             same(await store.fetch_next_due(AT), delayed(message_id))
 
-    async def test_a_failure_is_counted_after_a_rollback(self, transactional: InTransactions) -> None:
+    async def test_a_failure_is_counted_after_a_rollback(self, transactional: TransactionalStore) -> None:
         """The poller's way: roll back, then count, durably."""
         store = transactional
         await store.store(delayed())
@@ -153,7 +153,7 @@ class StoreTransactionality(StoreRoom):
         assert again is not None
         assert again.number_of_retries == 1
 
-    async def test_failures_are_counted_in_a_transaction(self, transactional: InTransactions) -> None:
+    async def test_failures_are_counted_in_a_transaction(self, transactional: TransactionalStore) -> None:
         """At its commit, with the new due time; after a rollback they are as they were."""
         store = transactional
         if not isinstance(store, SupportsBatches):
@@ -173,7 +173,7 @@ class StoreTransactionality(StoreRoom):
         again = await store.fetch_due(LATER, 10, max_bytes=PLENTY)
         assert [(message.id, message.number_of_retries) for message in again] == [("a", 1)]
 
-    async def test_a_savepoint_undoes_a_part_and_the_rest_goes_on(self, transactional: InTransactions) -> None:
+    async def test_a_savepoint_undoes_a_part_and_the_rest_goes_on(self, transactional: TransactionalStore) -> None:
         """Work inside it is undone, with callbacks for the commit; callbacks for the end run at once."""
         store, called = transactional, list[str]()
         await store.store(delayed("old"))
@@ -197,7 +197,7 @@ class StoreTransactionality(StoreRoom):
         found = [await store.fetch_next_due(LATER) for _ in range(4)]
         assert [message.id for message in found if message] == ["old", *self.in_order(["before", "after"])]
 
-    async def test_others_go_on_beside_a_transaction_that_locks_rows(self, transactional: InTransactions) -> None:
+    async def test_others_go_on_beside_a_transaction_that_locks_rows(self, transactional: TransactionalStore) -> None:
         """Others store, fetch unlocked messages, count and remove, without waiting for the transaction's end."""
         store = transactional
         if not store.locks_rows:
@@ -221,7 +221,7 @@ class StoreTransactionality(StoreRoom):
             assert await store.remove(mine, transaction) is True
         assert await store.next_due() == LATER
 
-    async def test_after_commit_runs_after_the_commit(self, transactional: InTransactions) -> None:
+    async def test_after_commit_runs_after_the_commit(self, transactional: TransactionalStore) -> None:
         """Never before it, once, and not at all after a rollback."""
         store = transactional
         called: list[str] = []
@@ -236,7 +236,7 @@ class StoreTransactionality(StoreRoom):
                 raise RolledBackError
         assert called == ["committed"]
 
-    async def test_an_empty_transaction_is_fine(self, transactional: InTransactions) -> None:
+    async def test_an_empty_transaction_is_fine(self, transactional: TransactionalStore) -> None:
         """Entered and left, with nothing in it."""
         async with transactional.transaction():
             pass
@@ -245,7 +245,7 @@ class StoreTransactionality(StoreRoom):
                 raise RolledBackError
         assert await transactional.next_due() is None
 
-    async def test_batches_in_a_transaction(self, transactional: InTransactions) -> None:
+    async def test_batches_in_a_transaction(self, transactional: TransactionalStore) -> None:
         """Fetch, remove and store many: rolled back, then committed."""
         store = transactional
         if not isinstance(store, SupportsBatches):

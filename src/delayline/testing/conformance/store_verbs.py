@@ -12,7 +12,7 @@ import pytest
 from delayline.delayed.store import SupportsSetup, SupportsTransactions
 from delayline.errors import UnsupportedTransactionMode
 from delayline.testing.conformance.messages import AT, ENDPOINT, delayed, same
-from delayline.testing.conformance.store_room import StoreRoom, closed, opened
+from delayline.testing.conformance.store_fixtures import StoreFixtures, closed, opened
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LATER = AT + timedelta(days=1)
 
 
-class StoreVerbs(StoreRoom):
+class StoreVerbs(StoreFixtures):
     """What all stores do."""
 
     async def test_a_stored_message_is_fetched_once_due(self, store: DelayedMessageStore) -> None:

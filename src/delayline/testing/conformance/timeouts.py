@@ -34,11 +34,11 @@ MINUTE: Final = timedelta(minutes=1)
 SECOND: Final = timedelta(seconds=1)
 
 
-class InTransactions(TimeoutPersister, SupportsTransactions, Protocol):
+class TransactionalPersister(TimeoutPersister, SupportsTransactions, Protocol):
     """A persister that claims transactions."""
 
 
-class LockingTimeouts(InTransactions, SupportsTimeoutLocks, Protocol):
+class LockingTimeouts(TransactionalPersister, SupportsTimeoutLocks, Protocol):
     """A persister whose transactions can lock expired timeouts."""
 
 
@@ -107,14 +107,14 @@ class TimeoutPersisterConformance:
         await closed(persister)
 
     @pytest.fixture
-    def transactional(self, persister: TimeoutPersister) -> InTransactions:
+    def transactional(self, persister: TimeoutPersister) -> TransactionalPersister:
         """Provide an open persister with transactions."""
         if not isinstance(persister, SupportsTransactions):
             pytest.skip("not claimed: SupportsTransactions")
         return persister
 
     @pytest.fixture
-    def locking(self, transactional: InTransactions) -> LockingTimeouts:
+    def locking(self, transactional: TransactionalPersister) -> LockingTimeouts:
         """Provide an open persister whose transactions can lock expired timeouts."""
         if not isinstance(transactional, SupportsTimeoutLocks):
             pytest.skip("not claimed: SupportsTimeoutLocks")
@@ -282,7 +282,7 @@ class TimeoutPersisterConformance:
         assert await taken(other, AT) == []
         await closed(other)
 
-    async def test_a_rollback_undoes_everything(self, transactional: InTransactions) -> None:
+    async def test_a_rollback_undoes_everything(self, transactional: TransactionalPersister) -> None:
         """Added, removed, cleared and leased timeouts."""
         saga = uuid.uuid4()
         await transactional.add(a_timeout(1))
@@ -296,7 +296,7 @@ class TimeoutPersisterConformance:
                 raise RolledBack
         assert sorted(await taken(transactional, AT)) == [a_timeout(1).id, a_timeout(2).id]
 
-    async def test_a_commit_keeps_everything(self, transactional: InTransactions) -> None:
+    async def test_a_commit_keeps_everything(self, transactional: TransactionalPersister) -> None:
         """And invisible before."""
         await transactional.add(a_timeout(1))
         async with transactional.transaction() as transaction:
@@ -306,7 +306,7 @@ class TimeoutPersisterConformance:
             assert await transactional.remove(a_timeout(1).id, transaction)
         assert await taken(transactional, AT) == [a_timeout(2).id]
 
-    async def test_taking_is_peeking_and_removing(self, transactional: InTransactions) -> None:
+    async def test_taking_is_peeking_and_removing(self, transactional: TransactionalPersister) -> None:
         """Undone with its transaction; nothing where nothing is."""
         if not isinstance(transactional, SupportsTake):
             pytest.skip("not claimed: SupportsTake")
@@ -322,7 +322,7 @@ class TimeoutPersisterConformance:
             assert await transactional.take(a_timeout().id, transaction) is None
         assert await transactional.peek(a_timeout().id) is None
 
-    async def test_one_dispatcher_has_a_timeout_at_a_time(self, transactional: InTransactions) -> None:
+    async def test_one_dispatcher_has_a_timeout_at_a_time(self, transactional: TransactionalPersister) -> None:
         """Who peeks at the same moment finds it gone when the first one has removed it."""
         await transactional.add(a_timeout())
 

@@ -10,12 +10,12 @@ import pytest
 from delayline.events import Event
 from delayline.message import Headers, Message
 from delayline.testing.conformance.messages import operation
+from delayline.testing.conformance.transport_fixtures import TransportFixtures, nothing_left, received
 from delayline.testing.conformance.transport_queues import ids
-from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
 from delayline.transport import SupportsQueueManagement, SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
-    from delayline.testing.conformance.transport_room import WithManagedQueues
+    from delayline.testing.conformance.transport_fixtures import ManagedTransport
     from delayline.transport import Transport
 
 AT_ONCE = "00:00:00"
@@ -28,7 +28,7 @@ def expiring(span: str, id: str = "m", **headers: str) -> TransportOperation:
     return TransportOperation(Message(id, {Headers.TIME_TO_BE_RECEIVED: span} | headers, b"body"), "billing")
 
 
-class TransportExpiry(TransportRoom):
+class TransportExpiry(TransportFixtures):
     """What happens to messages with the header NServiceBus.TimeToBeReceived."""
 
     async def test_an_expired_message_is_deleted_unseen(
@@ -46,7 +46,7 @@ class TransportExpiry(TransportRoom):
             assert len(told) == 1
             assert "late" in told[0].getMessage()
         if isinstance(transport, SupportsQueueManagement):
-            await self.counted(cast("WithManagedQueues", transport), "billing", visible=0, hidden=2)
+            await self.counted(cast("ManagedTransport", transport), "billing", visible=0, hidden=2)
 
     async def test_many_expired_messages_are_passed_over(self, transport: Transport) -> None:
         """More of them than a receiver takes at once."""
@@ -55,7 +55,7 @@ class TransportExpiry(TransportRoom):
         assert ids(await received(receiver, 1)) == ["m"]
         await nothing_left(transport, "billing")
         if isinstance(transport, SupportsQueueManagement):
-            await self.counted(cast("WithManagedQueues", transport), "billing", visible=0, hidden=1)
+            await self.counted(cast("ManagedTransport", transport), "billing", visible=0, hidden=1)
 
     @pytest.mark.parametrize("span", [DAY, LONG, "soon", "", "00:00", "25:00:00", "-00:00:01"])
     async def test_others_arrive(self, transport: Transport, span: str) -> None:

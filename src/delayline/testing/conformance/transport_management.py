@@ -10,18 +10,18 @@ from delayline.errors import QueueNotFound
 from delayline.message import Message
 from delayline.testing.conformance.messages import AWKWARD_HEADERS, HOSTILE_NAMES, operation
 from delayline.testing.conformance.store_transactions import RolledBackError
+from delayline.testing.conformance.transport_fixtures import TransportFixtures, nothing_left, received
 from delayline.testing.conformance.transport_queues import ids
-from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
 from delayline.transport import SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
-    from delayline.testing.conformance.transport_room import WithManagedQueues
+    from delayline.testing.conformance.transport_fixtures import ManagedTransport
 
 
-class TransportManagement(TransportRoom):
+class TransportManagement(TransportFixtures):
     """Count, browse, take, purge."""
 
-    async def test_count_includes_hidden_messages(self, managed: WithManagedQueues) -> None:
+    async def test_count_includes_hidden_messages(self, managed: ManagedTransport) -> None:
         """A message being handled is still counted."""
         assert await managed.count("billing") == 0
         await managed.dispatch([operation("billing", f"m{number}") for number in range(3)])
@@ -33,7 +33,7 @@ class TransportManagement(TransportRoom):
         await self.counted(managed, "billing", visible=2)
         assert await managed.count("sales") == 0
 
-    async def test_browse_takes_nothing(self, managed: WithManagedQueues) -> None:
+    async def test_browse_takes_nothing(self, managed: ManagedTransport) -> None:
         """Oldest first, page by page, whole messages, and all still there to be received."""
         whole = Message("m0", AWKWARD_HEADERS, b"\x00body")
         await managed.dispatch([TransportOperation(whole, "billing")])
@@ -45,7 +45,7 @@ class TransportManagement(TransportRoom):
         found = ids(await received(await managed.receiver("billing"), 5))
         assert self.in_order(found) == ["m0", "m1", "m2", "m3", "m4"]
 
-    async def test_browse_shows_hidden_messages(self, managed: WithManagedQueues) -> None:
+    async def test_browse_shows_hidden_messages(self, managed: ManagedTransport) -> None:
         """In order: a message being handled is still in its place."""
         if not (self.shows_hidden and self.browses_hidden):
             pytest.skip("not claimed: to list messages being handled")
@@ -57,7 +57,7 @@ class TransportManagement(TransportRoom):
         await receiver.acknowledge(first)
         assert [message.id for message in await managed.browse("billing", 9)] == ["m1", "m2", "m3"]
 
-    async def test_take_removes_one_copy(self, managed: WithManagedQueues) -> None:
+    async def test_take_removes_one_copy(self, managed: ManagedTransport) -> None:
         """One at a time, and False when none is left."""
         await managed.dispatch([operation("billing"), operation("billing", "other"), operation("billing")])
         assert await managed.take("billing", "m") is True
@@ -66,7 +66,7 @@ class TransportManagement(TransportRoom):
         assert await managed.take("billing", "m") is False
         assert ids(await received(await managed.receiver("billing"))) == ["other"]
 
-    async def test_take_leaves_what_is_being_handled(self, managed: WithManagedQueues) -> None:
+    async def test_take_leaves_what_is_being_handled(self, managed: ManagedTransport) -> None:
         """False, and its receiver can still acknowledge it."""
         await managed.dispatch([operation("billing")])
         receiver = await managed.receiver("billing")
@@ -74,7 +74,7 @@ class TransportManagement(TransportRoom):
         assert await managed.take("billing", "m") is False
         assert await receiver.acknowledge(message) is True
 
-    async def test_take_in_a_transaction(self, managed: WithManagedQueues) -> None:
+    async def test_take_in_a_transaction(self, managed: ManagedTransport) -> None:
         """Taken at the commit; a rollback puts it back in its place."""
         if not isinstance(managed, SupportsTransportTransactions):
             pytest.skip("not claimed: SupportsTransportTransactions")
@@ -91,7 +91,7 @@ class TransportManagement(TransportRoom):
         assert [message.id for message in await managed.browse("error", 10)] == ["second"]
         assert ids(await received(await managed.receiver("billing"))) == ["first"]
 
-    async def test_purge_leaves_what_is_being_handled(self, managed: WithManagedQueues) -> None:
+    async def test_purge_leaves_what_is_being_handled(self, managed: ManagedTransport) -> None:
         """It says how many it removed."""
         await managed.dispatch([operation("billing", f"m{number}") for number in range(4)])
         receiver = await managed.receiver("billing")
@@ -104,7 +104,7 @@ class TransportManagement(TransportRoom):
         assert await managed.purge("billing") == 0
         await nothing_left(managed, "billing")
 
-    async def test_a_missing_queue_is_an_error(self, managed: WithManagedQueues) -> None:
+    async def test_a_missing_queue_is_an_error(self, managed: ManagedTransport) -> None:
         """Not an empty answer: a typing mistake must be seen."""
         with pytest.raises(QueueNotFound):
             await managed.count("nowhere")
@@ -114,7 +114,7 @@ class TransportManagement(TransportRoom):
             await managed.purge("nowhere")
 
     @pytest.mark.parametrize("name", HOSTILE_NAMES)
-    async def test_hostile_names_are_managed(self, managed: WithManagedQueues, name: str) -> None:
+    async def test_hostile_names_are_managed(self, managed: ManagedTransport, name: str) -> None:
         """Names are data here too."""
         await self.has_queues(managed, name)
         await managed.dispatch([operation(name, name), operation(name, "other")])

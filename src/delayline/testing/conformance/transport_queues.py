@@ -17,7 +17,7 @@ from delayline.testing.conformance.messages import (
     PATIENCE,
     operation,
 )
-from delayline.testing.conformance.transport_room import TransportRoom, nothing_left, received
+from delayline.testing.conformance.transport_fixtures import TransportFixtures, nothing_left, received
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage, SupportsTransportTransactions, TransportOperation
 
@@ -30,7 +30,7 @@ def ids(messages: list[ReceivedMessage]) -> list[str]:
     return [entry.message.id for entry in messages]
 
 
-class TransportQueues(TransportRoom):
+class TransportQueues(TransportFixtures):
     """What all transports do."""
 
     async def test_messages_arrive_in_the_order_sent(self, transport: Transport) -> None:
@@ -202,7 +202,7 @@ class TransportQueues(TransportRoom):
             assert transport.transaction_domain is not None
 
 
-class TransportContent(TransportRoom):
+class TransportContent(TransportFixtures):
     """Messages arrive unchanged."""
 
     @pytest.mark.parametrize(

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class InBatches(DelayedMessageStore, SupportsBatches, Protocol):
+class BatchingStore(DelayedMessageStore, SupportsBatches, Protocol):
     """A store that claims batches."""
 
 
-class InTransactions(DelayedMessageStore, SupportsTransactions, Protocol):
+class TransactionalStore(DelayedMessageStore, SupportsTransactions, Protocol):
     """A store that claims transactions."""
 
 
-class Managed(DelayedMessageStore, SupportsManagement, Protocol):
+class ManagedStore(DelayedMessageStore, SupportsManagement, Protocol):
     """A store that claims management."""
 
 
-class WakingUp(DelayedMessageStore, SupportsNotifications, Protocol):
+class NotifyingStore(DelayedMessageStore, SupportsNotifications, Protocol):
     """A store that claims wake-ups."""
 
 
@@ -61,7 +61,7 @@ async def closed(store: DelayedMessageStore) -> None:
         await store.close()
 
 
-class StoreRoom:
+class StoreFixtures:
     """Fixtures of the store suite."""
 
     pytestmark = pytest.mark.asyncio
@@ -99,28 +99,28 @@ class StoreRoom:
         await closed(store)
 
     @pytest.fixture
-    def batches(self, store: DelayedMessageStore) -> InBatches:
+    def batches(self, store: DelayedMessageStore) -> BatchingStore:
         """Provide an open store that works in batches."""
         if not isinstance(store, SupportsBatches):
             pytest.skip("not claimed: SupportsBatches")
         return store
 
     @pytest.fixture
-    def transactional(self, store: DelayedMessageStore) -> InTransactions:
+    def transactional(self, store: DelayedMessageStore) -> TransactionalStore:
         """Provide an open store with transactions."""
         if not isinstance(store, SupportsTransactions):
             pytest.skip("not claimed: SupportsTransactions")
         return store
 
     @pytest.fixture
-    def managed(self, store: DelayedMessageStore) -> Managed:
+    def managed(self, store: DelayedMessageStore) -> ManagedStore:
         """Provide an open store that people can look into."""
         if not isinstance(store, SupportsManagement):
             pytest.skip("not claimed: SupportsManagement")
         return store
 
     @pytest.fixture
-    def waking(self, store: DelayedMessageStore) -> WakingUp:
+    def waking(self, store: DelayedMessageStore) -> NotifyingStore:
         """Provide an open store that tells when something was stored."""
         if not isinstance(store, SupportsNotifications):
             pytest.skip("not claimed: SupportsNotifications")

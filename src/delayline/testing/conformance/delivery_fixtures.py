@@ -18,8 +18,8 @@ from delayline.errors import UnsupportedTransactionMode
 from delayline.events import Event
 from delayline.testing.clock import ManualClock, settle
 from delayline.testing.conformance.messages import AT, ENDPOINT, PATIENCE, TICK
-from delayline.testing.conformance.store_room import closed
-from delayline.testing.conformance.transport_room import received
+from delayline.testing.conformance.store_fixtures import closed
+from delayline.testing.conformance.transport_fixtures import received
 from delayline.testing.faults import Fault
 from delayline.testing.faulty_store import FaultyStore
 from delayline.testing.faulty_transport import FaultyTransport
@@ -50,7 +50,7 @@ def facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 @dataclass
-class Parts:
+class DeliveryScenario:
     """One test's endpoint and everything around it; the transport is started, no endpoint is."""
 
     transport: FaultyTransport
@@ -200,7 +200,7 @@ def to(destination: str, operations: Sequence[TransportOperation]) -> bool:
     return any(operation.destination == destination for operation in operations)
 
 
-class DeliveryRoom:
+class DeliveryFixtures:
     """Fixtures of the delivery suite."""
 
     pytestmark = pytest.mark.asyncio
@@ -213,21 +213,21 @@ class DeliveryRoom:
     #: Whether the transport hands messages out in the order in which they were dispatched to it.
     arrives_in_order: bool = True
 
-    async def make_parts(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
+    async def make_backends(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
         """Return a new transport and a new store over storage that is empty when a test begins. Override this."""
-        raise NotImplementedError("override make_parts in your subclass of DeliveryConformance")
+        raise NotImplementedError("override make_backends in your subclass of DeliveryConformance")
 
     @pytest_asyncio.fixture
-    async def parts(self, tmp_path: Path) -> AsyncIterator[Parts]:
+    async def scenario(self, tmp_path: Path) -> AsyncIterator[DeliveryScenario]:
         """Provide the parts, the transport started and set up."""
-        transport, store = await self.make_parts(tmp_path)
+        transport, store = await self.make_backends(tmp_path)
         with Signals() as signals:
-            parts = Parts(FaultyTransport(transport), FaultyStore(store), signals)
-            await parts.transport.start()
-            await parts.transport.setup_infrastructure([ENDPOINT, ELSEWHERE])
+            scenario = DeliveryScenario(FaultyTransport(transport), FaultyStore(store), signals)
+            await scenario.transport.start()
+            await scenario.transport.setup_infrastructure([ENDPOINT, ELSEWHERE])
             if isinstance(store, SupportsSetup):
                 await store.setup_infrastructure(ENDPOINT)
-            yield parts
-            parts.heal()
+            yield scenario
+            scenario.heal()
             await closed(store)
-            await parts.transport.stop()
+            await scenario.transport.stop()

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 QUEUES = ["billing", "sales", "error"]
 
 
-class Transacting(Transport, SupportsTransportTransactions, Protocol):
+class TransactionalTransport(Transport, SupportsTransportTransactions, Protocol):
     """A transport that claims transactions."""
 
 
-class WithManagedQueues(Transport, SupportsQueueManagement, Protocol):
+class ManagedTransport(Transport, SupportsQueueManagement, Protocol):
     """A transport that claims queue management."""
 
 
@@ -51,7 +51,7 @@ async def nothing_left(transport: Transport, queue: str) -> None:
     assert left == [], f"{queue!r} still has {left}"
 
 
-class TransportRoom:
+class TransportFixtures:
     """Fixtures of the transport suite."""
 
     pytestmark = pytest.mark.asyncio
@@ -103,7 +103,7 @@ class TransportRoom:
         if self.reads_ahead:
             await receiver.stop()
 
-    async def counted(self, managed: WithManagedQueues, queue: str, *, visible: int, hidden: int = 0) -> None:
+    async def counted(self, managed: ManagedTransport, queue: str, *, visible: int, hidden: int = 0) -> None:
         """Assert how many messages are in the queue; a back end that others change counts soon."""
         expected = visible + hidden if self.shows_hidden else visible
         async with asyncio.timeout(PATIENCE if self.reads_ahead else None):
@@ -112,14 +112,14 @@ class TransportRoom:
         assert number == expected
 
     @pytest.fixture
-    def transacting(self, transport: Transport) -> Transacting:
+    def transactional(self, transport: Transport) -> TransactionalTransport:
         """Provide a started transport with transactions."""
         if not isinstance(transport, SupportsTransportTransactions):
             pytest.skip("not claimed: SupportsTransportTransactions")
         return transport
 
     @pytest.fixture
-    def managed(self, transport: Transport) -> WithManagedQueues:
+    def managed(self, transport: Transport) -> ManagedTransport:
         """Provide a started transport whose queues people can look into."""
         if not isinstance(transport, SupportsQueueManagement):
             pytest.skip("not claimed: SupportsQueueManagement")
