@@ -48,7 +48,7 @@ async def spark_cold_backlog(folder: Path) -> Figures:
         _write(source, scaled(ROWS), hours=24 * 30)
         spark = spark_session("local[2]")
         target = JobTarget(url, endpoint=NAME, cold_tier=str(folder / "cold"))
-        held = await asyncio.to_thread(lambda: schedule(source, target, spark=spark).held)
+        held = await asyncio.to_thread(lambda: schedule(source, target, spark=spark).cold)
         spark.stop()
         assert held == scaled(ROWS), held
         full = await _looks(url, "full")
@@ -93,7 +93,7 @@ def _rates(folder: Path, url: str, spark: SparkSession) -> Figures:
         cold = JobTarget(url, endpoint=NAME, cold_tier=str(folder / f"cold{turn}"))
         scheduled = _timed(url, lambda: schedule(source, hot, on_conflict="fail", spark=spark).stored, rows)
         _emptied(url)
-        assert schedule(source, cold, spark=spark).held == rows
+        assert schedule(source, cold, spark=spark).cold == rows
         promoted = _timed(url, lambda cold=cold: promote(cold, horizon=_until(24), spark=spark).stored, rows)
         rates.append((rows / promoted, rows / scheduled))
     return {
@@ -115,7 +115,7 @@ def _hours(folder: Path, url: str, spark: SparkSession) -> Figures:
         first = 0 if not taken else 10
         source = folder / f"{hours}.parquet"
         _write(source, (hours - first) * number, hours=hours - first, begin=first)
-        assert schedule(source, target, spark=spark).held == (hours - first) * number
+        assert schedule(source, target, spark=spark).cold == (hours - first) * number
         times = []
         for turn in range(turns):
             until = _until(first + turn + 1) if first else _until(turn + 1)

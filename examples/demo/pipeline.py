@@ -61,7 +61,7 @@ class Pipeline:
         near = self.lead + self._longest * 2 / 3
         done = schedule(rows.withColumn("due", due), self._target, hot_horizon=near, spark=session)
         Journal(self._stage.journal(SENDER)).write([(one,) for one in ids])
-        self.held = done.held
+        self.held = done.cold
         promote(self._target, spark=session)
 
     def audit(self, report: Path) -> Totals:

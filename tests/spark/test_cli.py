@@ -69,7 +69,7 @@ def test_what_is_far_is_held_promoted_and_compacted(run: Callable[..., Result], 
     for name, due in (("a", "2090-01-01T00:10:00Z"), ("b", "2090-01-01T00:20:00Z"), ("c", "2020-01-01T00:00:00Z")):
         file.write_text(json.dumps({"id": name, "destination": "billing", "due": due}) + "\n")
         result = run("spark", "schedule", str(file), "--format", "jsonl", "--hot-horizon", "2d", *place)
-        assert document(result)["held"] == (0 if name == "c" else 1), result.output
+        assert document(result)["cold"] == (0 if name == "c" else 1), result.output
     assert store.ids() == ["c"]
     # When their files are merged, and what comes near is promoted
     assert document(run("spark", "compact", *place)) == {"before": 2, "after": 1, "deleted": 0}
@@ -188,7 +188,7 @@ def test_there_is_nothing_to_stop_where_none_ever_ran(run: Callable[..., Result]
         (["export", "there", "--conf", "spark.x"], "must be NAME=VALUE"),
         (["schedule", "x.csv", "--column", "when=due"], "no column of a message"),
         (["schedule", "/nowhere/x.csv"], "/nowhere/x.csv"),
-        (["promote"], "there is no cold tier: --cold-tier"),
+        (["promote"], "the cold tier is missing: --cold-tier"),
         (["promote", "--cold-tier", "cold", "--every", "13h"], "longer than half of"),
     ],
 )

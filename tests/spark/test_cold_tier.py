@@ -55,7 +55,7 @@ def test_what_is_far_waits_in_files_and_is_promoted_once(spark: SparkSession, an
     soon = datetime.now(UTC) + timedelta(minutes=5)
     data = spread(spark, NUMBER, hours=5).union(frame(spark, "soon", due=[soon]))
     done = tiers.schedule(data)
-    assert (done.stored, done.held, done.duplicates, done.rejected) == (1, NUMBER, 0, 0)
+    assert (done.stored, done.cold, done.duplicates, done.rejected) == (1, NUMBER, 0, 0)
     assert tiers.hot.ids() == ["soon"]
     assert tiers.ids() == sorted([*ids(), "soon"])
     # When what comes near is promoted, hour by hour, and once more
@@ -81,7 +81,7 @@ def test_a_run_that_is_run_again_changes_nothing_however_near_its_messages_have_
 ) -> None:
     first = tiers.schedule(spread(spark, 100, hours=2), run="campaign")
     again = tiers.schedule(spread(spark, 100, hours=2), run="campaign", hot_horizon=timedelta(days=20_000))
-    assert (first.held, again.held, again.stored, again.repeated) == (100, 100, 0, True)
+    assert (first.cold, again.cold, again.stored, again.repeated) == (100, 100, 0, True)
     assert tiers.hot.ids() == []
     assert tiers.ids() == ids(100)
 
@@ -93,11 +93,11 @@ def test_ids_that_wait_in_either_tier_are_left_as_they_are(spark: SparkSession, 
     # When they come again, with one that comes twice
     done = tiers.schedule(frame(spark, "cold", "hot", "new", "new"))
     # Then only the new one is held, once
-    assert (done.stored, done.held, done.duplicates) == (0, 1, 3)
+    assert (done.stored, done.cold, done.duplicates) == (0, 1, 3)
     assert tiers.ids() == ["cold", "hot", "new"]
     with pytest.raises(DuplicateMessage, match="'cold' waits already"):
         tiers.schedule(frame(spark, "cold", "other"), on_conflict="fail")
-    with pytest.raises(ConfigurationError, match="reaches no messages in a cold tier"):
+    with pytest.raises(ConfigurationError, match="cannot replace messages in a cold tier"):
         tiers.schedule(frame(spark, "cold"), on_conflict="replace")
     assert tiers.ids() == ["cold", "hot", "new"]
 
@@ -106,7 +106,7 @@ def test_rows_that_cannot_be_messages_are_rejected_wherever_they_would_go(spark:
     soon = datetime.now(UTC) + timedelta(minutes=5)
     data = frame(spark, "a", "b", "", "d", due=[soon, DUE, DUE, None], headers=["{", "{}", "{}", "{}"])
     done = tiers.schedule(data)
-    assert (done.stored, done.held, done.rejected) == (0, 1, 3)
+    assert (done.stored, done.cold, done.rejected) == (0, 1, 3)
     assert sorted(row["reason"][:7] for row in done.rejected_rows.toArrow().to_pylist()) == [
         "due is ",
         "headers",
@@ -117,7 +117,7 @@ def test_rows_that_cannot_be_messages_are_rejected_wherever_they_would_go(spark:
 def test_nothing_to_schedule_and_nothing_to_promote(spark: SparkSession, any_tiers: Tiers) -> None:
     assert any_tiers.promote(FIRST) == Promoted()
     done = any_tiers.schedule(spread(spark, 0, hours=1))
-    assert (done.stored, done.held) == (0, 0)
+    assert (done.stored, done.cold) == (0, 0)
     assert any_tiers.promote(FIRST) == Promoted()
     assert (any_tiers.compact().before, any_tiers.files()) == (0, [])
 
@@ -164,7 +164,7 @@ def test_compaction_merges_the_files_of_an_hour_and_loses_nothing(
     for prefix in ("a", "b", "c"):
         tiers.schedule(spread(spark, 60, hours=1, prefix=prefix))
     tiers.cancel("a1")
-    before = tiers.tier.held()[0]
+    before = tiers.tier.files()[0]
     # When somebody cancels while files are merged
     merged = COMPACTING._merged
 
@@ -176,7 +176,7 @@ def test_compaction_merges_the_files_of_an_hour_and_loses_nothing(
     monkeypatch.setattr(COMPACTING, "_merged", then_cancelled)
     done = tiers.compact()
     # Then there is a file an hour, and neither message comes back
-    files, dead = tiers.tier.held()
+    files, dead = tiers.tier.files()
     assert len(files) == len({one.due_hour for one in before}) < len(before)
     assert (done.before, done.after) == (len(before), len(files))
     assert sum(one.messages for one in files) == 179 and list(dead.values()) == [["b2"]]
@@ -202,7 +202,7 @@ def test_a_compaction_that_is_overtaken_by_a_promotion_changes_nothing(
     monkeypatch.setattr(COMPACTING, "_merged", then_promoted)
     assert tiers.compact().before == 0
     assert tiers.hot.ids() == tiers.ids() == sorted([*ids(60, "a"), *ids(60, "b")])
-    assert tiers.tier.held() == ([], {})
+    assert tiers.tier.files() == ([], {})
 
 
 def test_a_promotion_that_is_overtaken_by_a_compaction_begins_again(
@@ -246,13 +246,13 @@ def test_a_job_that_fails_for_good_holds_nothing(spark: SparkSession, tiers: Tie
     with pytest.raises(DelaylineError, match="fails on purpose"):
         tiers.schedule(failing, run="nightly")
     assert tiers.ids() == []
-    assert tiers.schedule(spread(spark, 100, hours=2), run="nightly").held == 100
+    assert tiers.schedule(spread(spark, 100, hours=2), run="nightly").cold == 100
 
 
 @pytest.mark.usefixtures("small_batches")
 def test_a_task_that_fails_once_holds_its_messages_once(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     data = in_python(spread(spark, NUMBER, hours=2), once(tmp_path / "failed"))
-    assert tiers.schedule(data).held == NUMBER
+    assert tiers.schedule(data).cold == NUMBER
     assert (tmp_path / "failed").exists()
     assert tiers.promote(FIRST + 3 * HOUR).stored == NUMBER
     assert tiers.hot.ids() == ids()
@@ -303,7 +303,7 @@ def test_promoting_again_and_again_until_told_to_stop(spark: SparkSession, tiers
 
 
 def test_what_cannot_work_is_told_in_a_line(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="there is no cold tier: "):
+    with pytest.raises(ConfigurationError, match="the cold tier is missing: "):
         promote(JobTarget(tiers.hot.url, endpoint="sales"), spark=spark)
     with pytest.raises(ConfigurationError, match="longer than half of horizon"):
         promote_every(tiers.target, timedelta(hours=13), until=threading.Event(), spark=spark)

@@ -36,20 +36,32 @@ def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: P
     for step in COMMIT:
         must_die(spark, scheduling, step, tiers.target, str(source))
         # Then everything or nothing has happened
-        held = sum(one.messages for one in tiers.tier.held()[0])
+        held = sum(one.messages for one in tiers.tier.files()[0])
         assert (held, tiers.hot.ids()) == (NUMBER if step == "committed" else 0, []), step
     assert tiers.schedule(source, run="campaign", spark=spark).repeated
     # When the one that promotes them is killed
     for step in COMMIT:
         must_die(spark, promoting, step, tiers.target)
-        held = sum(one.messages for one in tiers.tier.held()[0])
+        held = sum(one.messages for one in tiers.tier.files()[0])
         assert (held, len(tiers.hot.ids())) == ((0, NUMBER) if step == "committed" else (NUMBER, 0)), step
     # Then nothing is left to do, and every message is there once
     assert tiers.promote(UNTIL).files == 0
     assert tiers.hot.ids() == IDS
 
 
-@pytest.mark.sample(1, group="Spark kills")
+def test_scheduling_to_a_store_alone(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given messages, and drivers that are killed, each at a later step of the commit
+    source, target = tmp_path / "source.parquet", JobTarget(store.url, endpoint=ENDPOINT)
+    many(spark, NUMBER).write.parquet(str(source))
+    for step in COMMIT:
+        must_die(spark, scheduling, step, target, str(source))
+        # Then everything or nothing has happened
+        assert len(store.ids()) == (NUMBER if step == "committed" else 0), step
+    # And a repeated run has nothing left to do
+    done = schedule(source, target, run="campaign", spark=spark)
+    assert (done.stored, done.repeated, len(store.ids())) == (NUMBER, True, NUMBER)
+
+
 def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given a journal
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))

@@ -60,7 +60,7 @@ def test_headers_are_those_of_a_send(spark: SparkSession, tiers: Tiers) -> None:
     data = frame(spark, *IDS, headers=maps, body=["text"] * len(IDS))
     schedule(data, JobTarget(store.url, endpoint=ENDPOINT))
     hot = taken(store)
-    assert tiers.schedule(data).held == len(IDS)
+    assert tiers.schedule(data).cold == len(IDS)
     tiers.promote(DUE + timedelta(hours=1))
     cold = taken(store)
     # Then nobody can tell them apart, but for when they were sent

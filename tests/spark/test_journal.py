@@ -79,7 +79,7 @@ def test_what_waits_in_files_is_journaled_and_audited(spark: SparkSession, any_t
 
     # Given messages in both tiers, long due
     soon = datetime.now(UTC) + timedelta(minutes=5)
-    assert tiers.schedule(far.union(frame(spark, "soon", due=[soon]))).held == 40
+    assert tiers.schedule(far.union(frame(spark, "soon", due=[soon]))).cold == 40
     assert events() == {"scheduled": 41}
     late = totals(FIRST + timedelta(days=1))
     assert (late.scheduled, late.overdue, late.lost) == (41, 41, 0)

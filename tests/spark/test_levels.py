@@ -76,14 +76,14 @@ def test_what_is_near_goes_to_the_levels_and_what_is_far_waits(spark: SparkSessi
     # When they are scheduled, twice as one run
     done, again = (schedule(data, target, run="nightly") for _ in range(2))
     # Then each waits in one place, with the headers of a send
-    assert (done.sent, done.stored, done.held, done.duplicates, done.rejected) == (2, 0, 1, 2, 2)
+    assert (done.sent, done.stored, done.cold, done.duplicates, done.rejected) == (2, 0, 1, 2, 2)
     there = {one.header.properties.message_id: one.header.properties for one in in_levels(broker, V2)}
     assert sorted(there) == ["near", "twice"]
     headers = there["near"].headers
     assert headers[Headers.DELIVER_AT] == to_wire_time(now + HOUR) and headers[Headers.ORIGINATING_ENDPOINT] == ENDPOINT
     assert tiers.hot.ids() == ["waits"] and tiers.ids() == ["far", "waits"]
     # And what went nowhere is told, by the run that is only repeated too
-    assert (again.sent, again.held, again.duplicates, again.rejected, again.repeated) == (2, 1, 2, 2, True)
+    assert (again.sent, again.cold, again.duplicates, again.rejected, again.repeated) == (2, 1, 2, 2, True)
     for one in (done, again):
         reasons = {row["id"]: row["reason"] for row in one.rejected_rows.toArrow().to_pylist()}
         assert reasons["nowhere"].startswith("queue 'nowhere' does not exist") and "not JSON" in reasons["bad"]
@@ -118,7 +118,7 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
             session.deliver = deliver_and_die  # type: ignore[method-assign]
             return session
 
-    monkeypatch.setattr("delayline.spark.job.BrokerSink", Dying)
+    monkeypatch.setattr("delayline.spark.placement.BrokerSink", Dying)
     # Given a job of which an executor is killed, and which fails for good, between the broker's confirm and the mark
     with pytest.raises(DelaylineError, match="fails on purpose"):
         schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
@@ -147,8 +147,8 @@ def test_a_broker_alone_gets_everything_it_can_hold(
     assert [row["id"] for row in done.rejected_rows.toArrow().to_pylist()] == ["further"]
     assert sorted(sent(broker)) == ["far", "near"]
     wrong: list[tuple[JobTarget, dict[str, Any], str]] = [
-        (target, {"run": "nightly"}, "is remembered in a database"),
-        (target, {"on_conflict": "replace"}, "delay levels cannot be searched for ids"),
+        (target, {"run": "nightly"}, "needs a database that records it"),
+        (target, {"on_conflict": "replace"}, "needs a search by id, and delay levels have none"),
         (JobTarget(broker, endpoint=ENDPOINT, cold_tier="cold"), {}, "needs a database for its catalog"),
         (JobTarget(broker, endpoint=ENDPOINT, delay_levels=broker), {}, "are two brokers"),
         (beside(store, f"{rabbitmq_url}?delays=v1"), {}, "there are no complete delay levels"),

@@ -84,7 +84,7 @@ def start_again(spark: SparkSession, pipeline: Pipeline, all_gone: Callable[[], 
     """Run everything to its end."""
     query = pipeline.stream(spark, availableNow=True)
     done = pipeline.campaign(spark)
-    assert (done.stored, done.held, done.repeated) == (SOME, SOME, False)
+    assert (done.stored, done.cold, done.repeated) == (SOME, SOME, False)
     assert query.awaitTermination(100)
     with ExitStack() as stack:
         for dispatcher in pipeline.dispatchers(spark):

@@ -37,7 +37,7 @@ spark = spark_session("local[1]", conf={"spark.sql.session.timeZone": "Asia/Kath
 target = JobTarget(sys.argv[1], endpoint="sales", cold_tier=sys.argv[3])
 done = schedule(sys.argv[2], target, hot_horizon=timedelta(hours=1))
 moved = promote(target, horizon=datetime(2030, 6, 1, tzinfo=UTC) - datetime.now(UTC))
-print(done.stored, done.held, moved.stored, spark.conf.get("spark.sql.session.timeZone"))
+print(done.stored, done.cold, moved.stored, spark.conf.get("spark.sql.session.timeZone"))
 print(spark.sql("SELECT java_method('java.lang.System', 'getProperty', 'java.home')").toArrow()[0][0])
 reader = spark.read.format("delayed_messages").options(**target.options, filterPushdown="true")
 found = reader.load().where("due < TIMESTAMP '2030-01-02 08:49:06'").toArrow().to_pylist()

@@ -1,6 +1,6 @@
-"""Progress of a run that writes to a broker: its rows are partitioned by id, and a confirmed partition is marked.
+"""The ledger of jobs that publish to a broker: the partitions of their rows that the broker has confirmed.
 
-A repeated run skips marked partitions, and uses the parameters that its first attempt has recorded.
+A job that is run again skips these partitions, and uses the parameters that its first attempt has saved.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Dialect
 
-#: The piece that holds the facts.
-FACTS: Final = -1
+#: The number of the entry that holds the parameters.
+PARAMETERS: Final = -1
 LONGEST_NAME: Final = 64
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What must not change between the attempts of a run; times in microseconds since 1970."""
+class JobParameters:
+    """The parameters that all attempts of a job share; times in microseconds since 1970."""
 
     now: int
     far_from: int
+    """Messages due earlier are near."""
     refused: Mapping[str, str]
-    """Why nothing goes to some destinations."""
+    """Destinations that the broker cannot reach, with the reason."""
     refused_ids: Mapping[str, str] = field(default_factory=dict)
-    """Why some messages were not taken; known when the run is over."""
+    """Ids of messages that the broker has refused, with the reason; saved when the job commits."""
 
 
 @dataclass
 class PublishReport:
-    """What became of the rows of some pieces."""
+    """The counts of some partitions."""
 
     sent: int = 0
     duplicates: int = 0
     rejected: int = 0
     refused: dict[str, str] = field(default_factory=dict)
-    """Why the broker did not take some messages, by id."""
+    """Ids of messages that the broker has refused, with the reason."""
 
     def add(self, other: PublishReport) -> None:
-        """Add what became of others."""
+        """Add the counts of other partitions."""
         self.sent += other.sent
         self.duplicates += other.duplicates
         self.rejected += other.rejected
@@ -60,8 +61,8 @@ class PublishReport:
 
 
 @lru_cache(maxsize=64)
-def pieces_table(schema: str | None = None) -> Table:
-    """Return the table in that schema, the connection's own where None."""
+def partitions_table(schema: str | None = None) -> Table:
+    """Return the table in that schema; in the connection's default schema for None."""
     return Table(
         "delayline_spark_pieces",
         MetaData(schema=schema),
@@ -72,49 +73,49 @@ def pieces_table(schema: str | None = None) -> Table:
     )
 
 
-class Pieces:
-    """The pieces of one run; every call is part of the caller's transaction."""
+class PublishedPartitions:
+    """The entries of one job. Every call runs in the caller's transaction."""
 
     def __init__(self, dialect: Dialect, run: str, schema: str | None = None) -> None:
         self._dialect = dialect
         self._run = run
-        self.table = pieces_table(schema)
+        self.table = partitions_table(schema)
 
     def create(self, connection: Connection) -> None:
-        """Make the table, unless it is there."""
+        """Create the table if it is missing."""
         with self._dialect.setting_up(connection):
             if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
                 self._dialect.make(connection, CreateTable(self.table))
 
-    def facts(self, connection: Connection) -> Facts | None:
-        """Return the facts that an earlier attempt has settled; None where this is the first."""
+    def parameters(self, connection: Connection) -> JobParameters | None:
+        """Return the parameters that an earlier attempt has saved; None for the first attempt."""
         columns = self.table.c
-        query = select(columns.content).where(columns.name == self._name(FACTS))
+        query = select(columns.content).where(columns.name == self._name(PARAMETERS))
         found = connection.execute(query).scalar()
-        return None if found is None else Facts(**json.loads(found))
+        return None if found is None else JobParameters(**json.loads(found))
 
-    def settle(self, connection: Connection, facts: Facts) -> None:
-        """Record the job parameters, unless an earlier attempt did."""
-        self._insert(connection, FACTS, asdict(facts))
+    def save_parameters(self, connection: Connection, parameters: JobParameters) -> None:
+        """Save the parameters if no earlier attempt did."""
+        self._insert(connection, PARAMETERS, asdict(parameters))
 
-    def mark(self, connection: Connection, piece: int, handed: PublishReport) -> None:
-        """Write down that the broker has a piece for good, unless that is known."""
-        self._insert(connection, piece, asdict(handed))
+    def add(self, connection: Connection, partition: int, report: PublishReport) -> None:
+        """Record that the broker has confirmed a partition. Idempotent."""
+        self._insert(connection, partition, asdict(report))
 
-    def marked(self, connection: Connection) -> dict[int, PublishReport]:
-        """Return what became of the pieces that are marked."""
+    def reports(self, connection: Connection) -> dict[int, PublishReport]:
+        """Return the reports of the recorded partitions, by number."""
         columns = self.table.c
-        query = select(columns.piece, columns.content).where(columns.run == self._run, columns.piece != FACTS)
-        return {piece: PublishReport(**json.loads(content)) for piece, content in connection.execute(query)}
+        query = select(columns.piece, columns.content).where(columns.run == self._run, columns.piece != PARAMETERS)
+        return {number: PublishReport(**json.loads(content)) for number, content in connection.execute(query)}
 
-    def forget(self, connection: Connection) -> None:
-        """Forget the run, which is over."""
+    def delete(self, connection: Connection) -> None:
+        """Delete all entries of the job."""
         connection.execute(delete(self.table).where(self.table.c.run == self._run))
 
-    def _insert(self, connection: Connection, piece: int, content: Mapping[str, object]) -> None:
+    def _insert(self, connection: Connection, number: int, content: Mapping[str, object]) -> None:
         encoded = json.dumps(content, separators=(",", ":")).encode()
-        row = {"name": self._name(piece), "run": self._run, "piece": piece, "content": encoded}
+        row = {"name": self._name(number), "run": self._run, "piece": number, "content": encoded}
         connection.execute(self._dialect.insert_new(self.table, "name").values(row))
 
-    def _name(self, piece: int) -> str:
-        return f"{hashlib.sha256(self._run.encode()).hexdigest()[:48]}-{piece}"
+    def _name(self, number: int) -> str:
+        return f"{hashlib.sha256(self._run.encode()).hexdigest()[:48]}-{number}"

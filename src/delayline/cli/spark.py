@@ -129,16 +129,16 @@ def schedule(
 
 def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None:
     again = "stored by an earlier run of that name" if done.repeated else "stored"
-    held = f"{done.held:,} in the cold tier, " if done.held else ""
-    held += f"{done.sent:,} sent to delay levels, " if done.sent else ""
-    screen.tell(f"{done.stored:,} {again}, {held}{done.duplicates:,} there already, {done.rejected:,} rejected")
+    elsewhere = f"{done.cold:,} in the cold tier, " if done.cold else ""
+    elsewhere += f"{done.sent:,} sent to delay levels, " if done.sent else ""
+    screen.tell(f"{done.stored:,} {again}, {elsewhere}{done.duplicates:,} there already, {done.rejected:,} rejected")
     rows = done.rejected_rows.limit(TOLD).toArrow().to_pylist() if done.rejected else []
     for row in rows:
         screen.tell(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
     if folder is not None and done.rejected:
         screen.tell(f"all of them are in {folder}")
     counts = {
-        name: getattr(done, name) for name in ("run", "stored", "held", "sent", "duplicates", "rejected", "repeated")
+        name: getattr(done, name) for name in ("run", "stored", "cold", "sent", "duplicates", "rejected", "repeated")
     }
     screen.document({**counts, "rejected_rows": rows})
 

@@ -1,4 +1,4 @@
-"""Compaction of the cold tier: merges an hour's small files, drops cancelled messages, and deletes orphaned files."""
+"""Compact the cold tier: merge small files, drop cancelled messages, delete files that are no longer needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from delayline.spark.cold_tier import (
     planned_groups,
 )
 from delayline.spark.errors import translated_errors
-from delayline.spark.promote import clear
+from delayline.spark.promote import delete_retired
 from delayline.spark.session import spark_session
 
 if TYPE_CHECKING:
@@ -39,14 +39,17 @@ MERGED: Final = "sources ARRAY<STRING>, file STRING"
 
 @dataclass(frozen=True)
 class Compacted:
-    """Counts of merged and deleted files."""
+    """The result of a compaction, in files.
+
+    Attributes:
+        before: Files that were merged.
+        after: Files that they were merged into.
+        deleted: Files that were deleted: merged or promoted more than a day ago, or never registered.
+    """
 
     before: int
-    """How many were merged,"""
     after: int
-    """and into how many."""
     deleted: int
-    """How many were deleted: those merged or promoted more than a day ago, and those that nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,24 @@ class _Merge:
 
 
 def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacted:
-    """Merge the files of each hour, in one transaction, and delete obsolete files. Blocks.
+    """Merge the files of each hour in one transaction, and delete files that are no longer needed. Blocks.
 
-    Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled. Raises DelaylineError.
+    Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled.
+
+    Args:
+        target: The store and its cold tier.
+        spark: The session; `spark_session()` if None.
+
+    Returns:
+        The number of files before and after, and of deleted files.
+
+    Raises:
+        ConfigurationError: The target has no cold tier.
+        DelaylineError: The job failed; the catalog is unchanged.
     """
     with translated_errors():
         tier = ColdTier(target.options, target.cold_tier)
-        files, dead = tier.held()
+        files, dead = tier.files()
         groups = _groups(files, dead)
         merged: list[_Merge] = []
         if groups:
@@ -72,22 +86,22 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
             merges = _merged(spark or spark_session(), tier, groups, dead)
             merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
         after = sum(1 for one in merged if one.into is not None)
-        return Compacted(sum(len(one.sources) for one in merged), after, clear(tier) + sweep(tier))
+        return Compacted(
+            sum(len(one.sources) for one in merged), after, delete_retired(tier) + delete_unregistered(tier)
+        )
 
 
-def sweep(tier: ColdTier) -> int:
-    """Delete the unregistered files of this tier that are older than a day; return their number.
+def delete_unregistered(tier: ColdTier) -> int:
+    """Delete the tier's files that are not in the catalog and older than a day; return their number.
 
-    They were left by tasks and drivers that died. Lists the whole folder.
+    Tasks and drivers that died have left them. Lists the whole folder.
     """
     if not tier.read(tier.catalog.exist):
         return 0
     folder = tier.create()
     now = datetime.now(UTC)
     old = [one for one in folder.lying() if now - one.changed.astimezone(UTC) > KEPT_FOR]
-    known = tier.read(
-        tier.catalog.known
-    )  # after listing: files registered since then are in the catalog that was read before
+    known = tier.read(tier.catalog.known)  # after the listing: a new file is registered after it was written
     unknown = [one for one in old if one.name not in known]
     for one in unknown:
         folder.delete(one.name, one.due_hour)
@@ -95,7 +109,7 @@ def sweep(tier: ColdTier) -> int:
 
 
 def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> list[list[ColdFile]]:
-    """Return the files to merge: files of an hour that fit into one, and files with half of their messages deleted."""
+    """Return the groups worth merging: small files of one hour, and files of which half is cancelled."""
     groups: list[list[ColdFile]] = []
     for _, some in groupby(sorted(files, key=lambda one: (one.due_hour, one.messages)), lambda one: one.due_hour):
         group: list[ColdFile] = []
@@ -111,7 +125,7 @@ def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> lis
 def _merged(
     spark: SparkSession, tier: ColdTier, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]
 ) -> list[_Merge]:
-    """Write the new files, not yet registered; a group is the work of one task."""
+    """Write the new files, which are not registered yet. A group is the work of one task."""
     files = {file.name: file for group in groups for file in group}
     plan = planned(spark, groups, dead)
     rows = plan.mapInArrow(partial(_merge, folder=tier.create()), MERGED).toArrow().to_pylist()
@@ -136,7 +150,7 @@ def _merge(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator
 def _register(
     connection: Connection, *, tier: ColdTier, merges: Sequence[_Merge], dead: Mapping[str, Sequence[str]], began: float
 ) -> list[_Merge]:
-    """Replace the old files by the new ones, unless they changed; messages cancelled meanwhile stay cancelled."""
+    """Replace the old files by the new ones, unless another process has changed them; keep later cancellations."""
     check_job_duration(began)
     catalog = tier.catalog
     locked = catalog.lock(connection, [file.name for merge in merges for file in merge.sources])

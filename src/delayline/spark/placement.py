@@ -1,54 +1,61 @@
-"""Scheduling to a broker: near messages go to its delay levels, confirmed; far ones to the store, or to files.
+"""Place the rows of a job in the store, in the cold tier, or in a broker's delay levels.
 
-A broker's confirmed messages cannot be rolled back. Therefore near rows are partitioned by their ids, and a ledger in
-the store's database records the partitions that the broker has confirmed. A repeated job skips these.
+Each row gets one sink by its due time. A task stages the rows for the store, writes the files of the cold tier and
+then publishes the rows for the broker. The driver commits once: one transaction moves the staged rows to the store,
+registers the files and records the counts. A job that fails or is killed before its commit leaves nothing in the store
+or the cold tier.
+
+A broker has no such transaction: it keeps the messages that it has confirmed. The rows for a broker are therefore
+divided by id into partitions, and a table in the store's database records each partition that the broker has confirmed.
+A job that is run again under the same name skips these; a partition that was in flight may be published twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
+import uuid
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql.window import Window
 
 from delayline.bulk.cold_catalog import HOUR
 from delayline.bulk.cold_folder import HourWriter
-from delayline.bulk.partitions import Facts, Pieces, PublishReport
+from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
 from delayline.bulk.runs import Committed, Runs
 from delayline.bulk.staging import Attempt, blocking, new_area
-from delayline.clock import from_microseconds, to_microseconds
-from delayline.spark.broker_sink import ANY_SIZE, LONGEST
+from delayline.clock import SystemClock, from_microseconds, to_microseconds
+from delayline.errors import ConfigurationError, DuplicateMessage
+from delayline.message import MAXIMUM_ID_LENGTH
+from delayline.spark.broker_sink import ANY_SIZE, LONGEST, BrokerSink
 from delayline.spark.cold_tier import (
-    COLD,
-    NOTHING,
-    WAITS,
+    NO_ROWS,
     ColdTier,
     check_job_duration,
     file_from_json,
     file_to_json,
-    ledger_key,
-    marked,
     stage_journal_rows,
     waiting_messages,
 )
-from delayline.spark.columns import prepared
-from delayline.spark.headers import HEADER_ALLOWANCE
-from delayline.spark.options import COLUMNS
+from delayline.spark.columns import content_type, prepared
+from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders
+from delayline.spark.options import COLUMNS, choice
 from delayline.spark.sources import HIDDEN
-from delayline.spark.validation import Validator, valid_rows
+from delayline.spark.validation import INSTANT, Validator, valid_rows
 from delayline.sql.database import Database
 from delayline.sql.dialects.staging import OnConflict
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import datetime, timedelta
 
     from pyspark.sql import DataFrame
@@ -56,350 +63,523 @@ if TYPE_CHECKING:
 
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.cold_folder import ColdFolder
-    from delayline.spark.broker_sink import BrokerSink, BrokerWriter
+    from delayline.spark.broker_sink import BrokerWriter
     from delayline.spark.columns import Columns
-    from delayline.spark.headers import SendHeaders
     from delayline.spark.options import StoreOptions
+    from delayline.spark.schedule import JobTarget
 
 Result = TypeVar("Result")
-#: Number of partitions of a job's near rows; a partition that is confirmed and not yet marked may be sent twice.
-PIECES: Final = 1024
-#: Of a near row its piece, 0 or more; of a far one something below.
-KEY: Final = "_delayline_key"
+#: The name of the broker connections.
+CONNECTION_NAME: Final = "delayline schedule"
+#: Partitions of the rows for a broker. One that was confirmed and not yet recorded may be sent twice.
+PARTITIONS: Final = 1024
+#: Column: the partition of a row for the broker, 0 or more; negative for the store and the cold tier.
+PARTITION: Final = "_delayline_partition"
+#: Column: whether the id is already in store or cold tier, or belongs to an earlier row of the job.
+DUPLICATE: Final = "_delayline_duplicate"
+DUE_HOUR: Final = "_delayline_hour"
+KNOWN_ID: Final = "_delayline_known"
+#: Beginnings of the names under which the runs table keeps the counts of the other sinks.
+COLD: Final = "cold"
 LEVELS: Final = "levels"
-#: Destinations that are asked for before the job; those of more are found out by its tasks.
+#: The most destinations that the driver looks up before the job; the tasks look up the others.
 MOST_DESTINATIONS: Final = 10_000
-#: Refusals by id that are remembered.
+#: The most ids whose refusal by the broker is kept.
 MOST_REFUSED: Final = 1000
-DONE: Final = "done STRING"
+RESULT: Final = "result STRING"
 
 
-class Handling(NamedTuple):
-    """The results of a run."""
+class Placed(NamedTuple):
+    """What a job has placed, in messages; `now` and `validator` find its rejected rows again."""
 
+    run: str
     stored: int
-    held: int
-    handed: PublishReport
+    cold: int
+    sent: int
+    duplicates: int
+    rejected: int
     repeated: bool
-    facts: Facts
+    now: datetime
     validator: Validator
 
 
-class Ledger:
-    """The pieces of one run, in the store's own database; pickled to tasks."""
+class PartitionLedger:
+    """The partitions of one job that a broker has confirmed, kept in the store's database; pickled to tasks.
 
-    def __init__(self, store: StoreOptions, run: str) -> None:
+    Every method but `opened` and `partitions` blocks.
+    """
+
+    def __init__(self, store: StoreOptions, job: str) -> None:
         self._store = store
-        self._run = run
+        self._job = job
 
-    def pieces(self, database: Database) -> Pieces:
-        """Return what reads and writes them there."""
-        return Pieces(database.dialect, self._run, database.dialect.schema_of(self._store.schema))
+    def create(self) -> JobParameters | None:
+        """Create the table if it is missing; return the parameters that an earlier attempt has saved."""
+        self._write(PublishedPartitions.create)
+        return self._write(PublishedPartitions.parameters)
+
+    def save(self, parameters: JobParameters) -> JobParameters:
+        """Save the parameters, and return the ones that count: a concurrent attempt may have been first."""
+        self._write(lambda table, connection: table.save_parameters(connection, parameters))
+        return self._write(PublishedPartitions.parameters) or parameters
+
+    def reports(self) -> list[PublishReport]:
+        """Return the reports of all recorded partitions."""
+        return list(self._write(PublishedPartitions.reports).values())
+
+    def delete(self) -> None:
+        """Delete all entries of the job."""
+        self._write(PublishedPartitions.delete)
+
+    def partitions(self, database: Database) -> PublishedPartitions:
+        """Return the table of the job in that database."""
+        return PublishedPartitions(database.dialect, self._job, database.dialect.schema_of(self._store.schema))
 
     async def opened(self, stack: AsyncExitStack) -> Database:
-        """Return the open database, which closes with the stack."""
+        """Open the database until the stack closes."""
         database = Database.at(self._store.address)
         await database.open()
         stack.push_async_callback(database.close)
         return database
 
-    def parts(self) -> tuple[Pieces, Runs]:
-        """Return the partitions, and the ledger of committed ones."""
-        database = Database.at(self._store.address)
-        pieces = self.pieces(database)
-        return pieces, Runs(database.dialect, pieces.table.schema)
-
-    def write(self, work: Callable[[Pieces, Connection], Result]) -> Result:
-        """Run `work` in a transaction. Blocks."""
-
+    def _write(self, work: Callable[[PublishedPartitions, Connection], Result]) -> Result:
         async def run() -> Result:
             async with AsyncExitStack() as stack:
                 database = await self.opened(stack)
-                return await database.write(partial(work, self.pieces(database)))
+                return await database.write(partial(work, self.partitions(database)))
 
         return blocking(run())
 
 
-class _Turn(NamedTuple):
-    """Which batch of which run it is, and whether its facts are kept when it is over."""
-
-    run: str
-    batch: int
-    keeps: bool
-    ledger: Ledger
-
-
 @dataclass(frozen=True)
-class Handing:
-    """A job that sends near messages to a broker and far ones to the store or its cold tier. Every method blocks.
+class Placement:
+    """Settings of a job: its target, the source's columns, and the horizon between near and far messages.
 
-    store: None if the broker gets all messages.
+    | target | due before the horizon | due later |
+    |---|---|---|
+    | store | store | store |
+    | store with cold tier | store | cold tier |
+    | store with broker | broker | store |
+    | store with cold tier and broker | broker | cold tier |
+    | broker | broker | rejected beyond the reach of delay levels |
     """
 
-    levels: BrokerSink
-    sender: SendHeaders
-    store: StoreOptions | None
-    tier: ColdTier | None
+    target: JobTarget
+    columns: Columns
+    on_conflict: str
+    hot_horizon: timedelta
 
-    def run(
-        self, rows: DataFrame, columns: Columns, *, run: str | None, batch: int, horizon: timedelta, now: datetime
-    ) -> Handling:
-        """Schedule the rows, which are a batch of a run.
-
-        run: continues an earlier attempt of that name, or returns its result. Raises DelaylineError: the store then has
-        none of the messages, and the broker keeps the confirmed ones.
-        """
-        self.levels.must_exist()
-        if self.store is None:
-            return self._without_store(rows, columns, now)
-        staging = self.store.staging(new_area())
-        name = run or staging.name
-        ledger = Ledger(self.store, name if batch == 0 else f"{name} {batch}")
-        turn = _Turn(name, batch, run is not None and batch == 0, ledger)
-        ledger.write(Pieces.create)
-        facts = ledger.write(Pieces.facts)
-        before = None if run is None else staging.committed(turn.run, batch)
-        if before is not None:
-            return self._earlier(turn, before, facts or Facts(to_microseconds(now), to_microseconds(now), {}))
-        if facts is None:
-            first = self._facts(rows, columns, now, now + min(horizon, LONGEST))
-            ledger.write(lambda pieces, connection: pieces.settle(connection, first))
-            facts = ledger.write(Pieces.facts) or first  # another process's, if it was faster
-        return self._beside_store(rows, columns, turn, facts)
-
-    def _without_store(self, rows: DataFrame, columns: Columns, now: datetime) -> Handling:
-        latest = now + LONGEST
-        facts = self._facts(rows, columns, now, latest)
-        validator = self._door(facts, latest=to_microseconds(latest))
-        task = _Task(self.levels, replace(self.sender, sent=now), validator, None, None, "", None, journaled=False)
-        handed = PublishReport()
-        for one in _results(self._placed(rows, columns, facts, None), task):
-            handed.add(PublishReport(**one["near"]))
-        return Handling(0, 0, handed, False, facts, replace(validator, ids=handed.refused))
-
-    def _beside_store(self, rows: DataFrame, columns: Columns, turn: _Turn, facts: Facts) -> Handling:
-        assert self.store is not None  # noqa: S101 - or there were no ledger
-        staging, validator, began = self.store.staging(new_area()), self._door(facts), time.monotonic()
-        staging.create()
-        folder, journaled = (None, False) if self.tier is None else (self.tier.create(), self.tier.journaled)
-        sender = replace(self.sender, sent=from_microseconds(facts.now))
-        with ExitStack() as undone:
-            undone.callback(staging.discard)
-            if turn.batch == 0 and not turn.keeps:  # the run cannot be repeated
-                undone.callback(turn.ledger.write, Pieces.forget)
-            task = _Task(self.levels, sender, validator, turn.ledger, self.store, staging.name, folder, journaled)
-            known = waiting_messages(rows.sparkSession, self.store.options, self.tier)
-            results = _results(self._placed(rows, columns, facts, known), task)
-            files = [file_from_json(text) for one in results for text in one["files"]]
-            handed = PublishReport(duplicates=sum(one["duplicates"] for one in results))
-            for near in turn.ledger.write(Pieces.marked).values():
-                handed.add(near)
-            end = partial(self._register, turn, facts, files, handed, began)
-            attempts = [Attempt(*one["attempt"]) for one in results]
-            noted = [Attempt(*one["noted"]) for one in results if one["files"] and journaled]
-            stored = staging.commit(
-                attempts,
-                on_conflict=OnConflict.IGNORE,
-                run=turn.run,
-                batch=turn.batch,
-                pre_commit=end,
-                journal_only=noted,
+    def check(self) -> None:
+        """Raise ConfigurationError for a target that cannot honour `on_conflict`."""
+        choice({"on_conflict": self.on_conflict}, "on_conflict", tuple(OnConflict))
+        if self.target.broker is not None and self.on_conflict != OnConflict.IGNORE:
+            raise ConfigurationError(
+                f"on_conflict={self.on_conflict!r} needs a search by id, and delay levels have none. Use 'ignore': it "
+                "compares the ids of the job with each other and with the store"
             )
-            undone.pop_all()
-        held = sum(one.messages for one in files)
-        handed.duplicates += stored.duplicates
-        handed.rejected += stored.rejected
-        return Handling(stored.stored, held, handed, False, facts, replace(validator, ids=handed.refused))
+        if self.target.cold_tier is not None and self.on_conflict == OnConflict.REPLACE:
+            raise ConfigurationError(
+                "on_conflict='replace' cannot replace messages in a cold tier: cancel them first, or use 'ignore' or "
+                "'fail'"
+            )
+
+    def run(self, rows: DataFrame, run: str | None, *, batch: int = 0) -> Placed:
+        """Place the rows as one batch of a run. Blocks.
+
+        run: resumes an earlier attempt of that name, or returns the counts of one that has committed. Raises
+        DelaylineError, with nothing placed in store and cold tier; a broker keeps the messages that it has confirmed.
+        """
+        self.check()
+        return _Job(self, run, batch).place(rows)
+
+
+class _Job:
+    """One batch of a run, on the driver."""
+
+    def __init__(self, settings: Placement, run: str | None, batch: int) -> None:
+        target = settings.target
+        self._settings = settings
+        self._named = run is not None
+        self._run = run or uuid.uuid4().hex
+        self._batch = batch
+        self._store = target.store
+        if self._store is None and run is not None and not run.startswith("stream "):
+            raise ConfigurationError(
+                f"run={run!r} needs a database that records it: JobTarget('postgresql://...', delay_levels='amqp://...')"
+            )
+        self._tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
+        self._staging = None if self._store is None else self._store.staging(new_area())
+        self._now = SystemClock().now() if self._staging is None else self._staging.now()
+        self._broker = None if target.broker is None else BrokerSink(target.broker, CONNECTION_NAME)
+        if self._broker is not None:
+            self._broker.must_exist()
+        self._ledger: PartitionLedger | None = None
+        if self._store is not None and self._broker is not None:
+            self._ledger = PartitionLedger(self._store, self._run if batch == 0 else f"{self._run} {batch}")
+        self._began = time.monotonic()
+
+    def place(self, rows: DataFrame) -> Placed:
+        """Run the tasks and commit their results, unless an earlier attempt has committed."""
+        saved = None if self._ledger is None else self._ledger.create()
+        if self._staging is not None and self._named:
+            before = self._staging.committed(self._run, self._batch)
+            if before is not None:
+                return self._repeated(before, saved or self._parameters(None))
+        parameters = saved or self._parameters(rows)
+        if self._ledger is not None and saved is None:
+            parameters = self._ledger.save(parameters)
+        with ExitStack() as undo:
+            if self._staging is not None:
+                self._staging.create()
+                undo.callback(self._staging.discard)
+            if self._ledger is not None and not self._named:  # no later attempt can use its entries
+                undo.callback(self._ledger.delete)
+            results = _results(self._arranged(rows, parameters), self._task(rows, parameters))
+            placed = self._commit(results, parameters)
+            undo.pop_all()
+        return placed
+
+    def _parameters(self, rows: DataFrame | None) -> JobParameters:
+        """Return the parameters of a new job; asks the broker for the destinations of near rows.
+
+        Rows for a destination that has no queue are rejected, not published.
+        """
+        reach = self._settings.hot_horizon
+        if self._broker is not None:
+            reach = LONGEST if self._store is None else min(reach, LONGEST)
+        refused: Mapping[str, str] = {}
+        if rows is not None and self._broker is not None:
+            near = prepared(rows, self._settings.columns, self._now).where(F.col("due") < F.lit(self._now + reach))
+            destinations = near.select("destination").distinct().limit(MOST_DESTINATIONS).toArrow()
+            refused = self._broker.refusals([one for one in destinations.column(0).to_pylist() if one])
+        return JobParameters(to_microseconds(self._now), to_microseconds(self._now + reach), refused)
+
+    def _validator(self, parameters: JobParameters) -> Validator:
+        largest = (ANY_SIZE if self._staging is None else self._staging.largest_message) - HEADER_ALLOWANCE
+        if self._broker is None:
+            return Validator(largest)
+        latest = parameters.far_from if self._store is None else None
+        return Validator(largest, parameters.far_from, parameters.refused, latest=latest)
+
+    def _task(self, rows: DataFrame, parameters: JobParameters) -> _Task:
+        settings, now = self._settings, from_microseconds(parameters.now)
+        return _Task(
+            headers=SendHeaders(settings.target.sender, content_type(rows, settings.columns), now),
+            validator=self._validator(parameters),
+            far_from=parameters.far_from,
+            store=self._store,
+            area="" if self._staging is None else self._staging.name,
+            folder=None if self._tier is None else self._tier.create(),
+            journaled=self._tier is not None and self._tier.journaled,
+            broker=self._broker,
+            ledger=self._ledger,
+        )
+
+    def _arranged(self, rows: DataFrame, parameters: JobParameters) -> DataFrame:
+        """Return the messages in the order that the writers need.
+
+        A store alone takes any order, and its primary key finds duplicates; for the other sinks they are marked first.
+        Files need the rows of an hour together. A partition for the broker is the work of one task.
+        """
+        messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*HIDDEN)
+        if self._broker is None and self._tier is None:
+            return messages
+        known = None
+        if self._store is not None:
+            known = waiting_messages(rows.sparkSession, self._store.options, self._tier)
+        messages = _with_duplicates_marked(messages, known)
+        if self._broker is None:
+            messages = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {HOUR}"))
+            return messages.hint("rebalance", DUE_HOUR).sortWithinPartitions("due").drop(DUE_HOUR)
+        far = F.expr(f"unix_micros(due) >= {parameters.far_from}")
+        partition = F.when(far, F.expr(f"-1 - unix_micros(due) div {HOUR}")).otherwise(
+            F.pmod(F.xxhash64("id"), F.lit(PARTITIONS))
+        )
+        messages = messages.withColumn(PARTITION, partition)
+        return messages.repartition(PARTITION).sortWithinPartitions(PARTITION, "due")
+
+    def _commit(self, results: list[_TaskResult], parameters: JobParameters) -> Placed:
+        """Commit the results of the tasks in one transaction of the store, if there is one."""
+        published = PublishReport()
+        for report in [one.published for one in results] if self._ledger is None else self._ledger.reports():
+            published.add(report)
+        duplicate = next((one.duplicate_id for one in results if one.duplicate_id is not None), None)
+        if duplicate is not None and self._settings.on_conflict == OnConflict.FAIL:
+            raise DuplicateMessage(duplicate)
+        published.duplicates += sum(one.duplicates for one in results)
+        files, committed = [file for one in results for file in one.files], Committed(0)
+        if self._staging is not None:
+            committed = self._staging.commit(
+                [one.staged for one in results],
+                on_conflict=OnConflict(self._settings.on_conflict),
+                run=self._run,
+                batch=self._batch,
+                pre_commit=partial(self._register, files, published, parameters),
+                journal_only=[one.journal for one in results if one.journal.rows],
+            )
+            if committed.repeated:  # another driver has run the same job at the same time
+                return self._repeated(committed, parameters)
+        return Placed(
+            self._run,
+            committed.stored,
+            sum(one.messages for one in files),
+            published.sent,
+            committed.duplicates + published.duplicates,
+            committed.rejected + published.rejected,
+            False,
+            from_microseconds(parameters.now),
+            replace(self._validator(parameters), ids=published.refused),
+        )
 
     def _register(
         self,
-        turn: _Turn,
-        facts: Facts,
         files: list[ColdFile],
-        handed: PublishReport,
-        began: float,
+        published: PublishReport,
+        parameters: JobParameters,
         connection: Connection,
         staged: Table,
     ) -> None:
+        """Register the files and record the counts of the other sinks, inside the transaction of the commit."""
         del staged
-        check_job_duration(began)
-        pieces, runs = turn.ledger.parts()
-        if self.tier is not None:
-            self.tier.catalog.register(connection, files)
-        held = Committed(sum(one.messages for one in files))
-        sent = Committed(handed.sent, handed.duplicates, handed.rejected)
-        for part, done in ((COLD, held), (LEVELS, sent)):
-            runs.begin(connection, ledger_key(turn.run, part), turn.batch)
-            runs.end(connection, ledger_key(turn.run, part), turn.batch, done)
-        pieces.forget(connection)
-        if turn.keeps:
-            pieces.settle(connection, replace(facts, refused_ids=dict(handed.refused)))
+        if self._tier is not None:
+            check_job_duration(self._began)
+            self._tier.catalog.register(connection, files)
+            duplicates = 0 if self._broker is not None else published.duplicates
+            self._record(connection, COLD, Committed(sum(one.messages for one in files), duplicates))
+        if self._ledger is not None:
+            self._record(connection, LEVELS, Committed(published.sent, published.duplicates, published.rejected))
+            partitions = self._ledger.partitions(self._database)
+            partitions.delete(connection)
+            if self._named and self._batch == 0:
+                kept = replace(parameters, refused_ids=dict(published.refused))
+                partitions.save_parameters(connection, kept)
 
-    def _earlier(self, turn: _Turn, before: Committed, facts: Facts) -> Handling:
-        """Return the counts."""
-        assert self.store is not None  # noqa: S101 - or there were no ledger
-        staging = self.store.staging()
-        sent = staging.committed(ledger_key(turn.run, LEVELS)) or Committed(0)
-        held = staging.committed(ledger_key(turn.run, COLD)) or Committed(0)
-        handed = PublishReport(sent.stored, before.duplicates + sent.duplicates, before.rejected + sent.rejected)
-        validator = replace(self._door(facts), ids=facts.refused_ids)
-        return Handling(before.stored, held.stored, handed, True, facts, validator)
+    def _record(self, connection: Connection, sink: str, counts: Committed) -> None:
+        dialect = self._database.dialect
+        runs = Runs(dialect, None if self._store is None else dialect.schema_of(self._store.schema))
+        runs.begin(connection, ledger_key(self._run, sink), self._batch)
+        runs.end(connection, ledger_key(self._run, sink), self._batch, counts)
 
-    def _facts(self, rows: DataFrame, columns: Columns, now: datetime, far_from: datetime) -> Facts:
-        """Ask the broker for the destinations of near messages, so that undeliverable rows are not sent to it."""
-        near = prepared(rows, columns, now).where(F.col("due") < F.lit(far_from))
-        destinations = near.select("destination").distinct().limit(MOST_DESTINATIONS).toArrow()
-        names = [one for one in destinations.column(0).to_pylist() if one]
-        return Facts(to_microseconds(now), to_microseconds(far_from), self.levels.refusals(names))
+    @property
+    def _database(self) -> Database:
+        assert self._store is not None  # noqa: S101 - only a job with a store has a transaction
+        return Database.at(self._store.address)
 
-    def _door(self, facts: Facts, latest: int | None = None) -> Validator:
-        largest = ANY_SIZE if self.store is None else self.store.staging().largest_message
-        return Validator(largest - HEADER_ALLOWANCE, facts.far_from, facts.refused, latest=latest)
-
-    def _placed(self, rows: DataFrame, columns: Columns, facts: Facts, known: DataFrame | None) -> DataFrame:
-        """Return the rows with their keys: a key is the work of one task, and far messages come first."""
-        messages = marked(prepared(rows, columns, from_microseconds(facts.now)).drop(*HIDDEN), known)
-        far = F.expr(f"unix_micros(due) >= {facts.far_from}")
-        key = F.when(far, F.expr(f"-1 - unix_micros(due) div {HOUR}")).otherwise(
-            F.pmod(F.xxhash64("id"), F.lit(PIECES))
+    def _repeated(self, before: Committed, parameters: JobParameters) -> Placed:
+        """Return the counts of the attempt that has committed."""
+        cold = self._recorded(COLD) if self._tier is not None else Committed(0)
+        sent = self._recorded(LEVELS) if self._broker is not None else Committed(0)
+        return Placed(
+            self._run,
+            before.stored,
+            cold.stored,
+            sent.stored,
+            before.duplicates + cold.duplicates + sent.duplicates,
+            before.rejected + sent.rejected,
+            True,
+            from_microseconds(parameters.now),
+            replace(self._validator(parameters), ids=parameters.refused_ids),
         )
-        return messages.withColumn(KEY, key).repartition(KEY).sortWithinPartitions(KEY, "due")
+
+    def _recorded(self, sink: str) -> Committed:
+        found = None if self._staging is None else self._staging.committed(ledger_key(self._run, sink), self._batch)
+        return found or Committed(0)
 
 
-def _results(rows: DataFrame, task: _Task) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in rows.mapInArrow(task.run, DONE).toArrow().column(0).to_pylist()]
+def ledger_key(run: str, sink: str) -> str:
+    """Return the name under which the runs table keeps the counts of another sink than the store."""
+    name = f"{sink} {run}"
+    return name if len(name) <= MAXIMUM_ID_LENGTH else f"{sink} {hashlib.sha256(run.encode()).hexdigest()}"
+
+
+def _with_duplicates_marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:
+    """Add the column DUPLICATE. known: the ids in store and cold tier."""
+    first = Window.partitionBy("id").orderBy("due", F.xxhash64(*COLUMNS.names))  # the same when tasks are repeated
+    marked = messages.withColumn(DUPLICATE, F.row_number().over(first) > 1)
+    if known is None:
+        return marked
+    known = known.select(F.col("id").alias(KNOWN_ID)).distinct()
+    joined = marked.join(known, F.col("id") == F.col(KNOWN_ID), "left")
+    return joined.withColumn(DUPLICATE, F.col(DUPLICATE) | F.col(KNOWN_ID).isNotNull()).drop(KNOWN_ID)
+
+
+@dataclass
+class _Counts:
+    """The rows that a task has not passed on to a writer."""
+
+    rejected: int = 0
+    duplicates: int = 0
+    duplicate_id: str | None = None
+    """The first duplicate, for the error."""
+
+
+class _TaskResult(NamedTuple):
+    """What a finished task has written, for the driver to commit."""
+
+    staged: Attempt
+    journal: Attempt
+    """Rows for the journal about the messages in the files."""
+    files: list[ColdFile]
+    duplicates: int
+    """Duplicates among the rows that are not for the broker."""
+    duplicate_id: str | None
+    published: PublishReport
+
+    def to_json(self) -> str:
+        files = [file_to_json(one) for one in self.files]
+        return json.dumps({**self._asdict(), "files": files, "published": asdict(self.published)})
+
+    @classmethod
+    def from_json(cls, text: str) -> _TaskResult:
+        fields = json.loads(text)
+        return cls(
+            Attempt(*fields["staged"]),
+            Attempt(*fields["journal"]),
+            [file_from_json(one) for one in fields["files"]],
+            fields["duplicates"],
+            fields["duplicate_id"],
+            PublishReport(**fields["published"]),
+        )
+
+
+def _results(rows: DataFrame, task: _Task) -> list[_TaskResult]:
+    """Run the tasks. Only the results of attempts that Spark counts as finished come back."""
+    texts = rows.mapInArrow(task.run, RESULT).toArrow().column(0).to_pylist()
+    return [_TaskResult.from_json(text) for text in texts]
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Settings of a task."""
+    """The work of a task; pickled."""
 
-    levels: BrokerSink
-    sender: SendHeaders
+    headers: SendHeaders
     validator: Validator
-    ledger: Ledger | None
+    far_from: int
     store: StoreOptions | None
     area: str
     folder: ColdFolder | None
     journaled: bool
+    broker: BrokerSink | None
+    ledger: PartitionLedger | None
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write far messages, then publish near ones."""
-        rows, far = _Rows(batches), PublishReport()
+        """Write the rows to their sinks; yield one row with the result."""
+        rows, counts = _TaskRows(batches, partitioned=self.broker is not None), _Counts()
+        staged, journal = NO_ROWS, NO_ROWS
         files: list[ColdFile] = []
-        attempt: Attempt | None = None
-        noted = NOTHING
         if self.store is not None:
-            writer = None if self.folder is None else HourWriter(self.folder)
-            staged = self._far(rows.far(), far, writer)
             staging = self.store.staging(self.area)
-            attempt = staging.write(staged, rejected=lambda: far.rejected)
-            files = [] if writer is None else writer.close()
-            if self.folder is not None and self.journaled:
-                noted = stage_journal_rows(staging, self.folder, files)
-        near = asyncio.run(self._near(rows.near()))
-        texts = [file_to_json(one) for one in files]
-        done = {"attempt": attempt, "noted": noted, "files": texts, "duplicates": far.duplicates, "near": asdict(near)}
-        yield pa.RecordBatch.from_arrays([pa.array([json.dumps(done)])], names=["done"])
+            writer = None if self.folder is None else HourWriter(self.folder)
+            for_store = self._for_store(rows.not_for_broker(), writer, counts)
+            staged = staging.write(for_store, rejected=lambda: counts.rejected)
+            if self.folder is not None and writer is not None:
+                files = writer.close()
+                journal = stage_journal_rows(staging, self.folder, files) if self.journaled else NO_ROWS
+        published = PublishReport()
+        if self.broker is not None:
+            published = asyncio.run(self._publish(self.broker, rows.for_broker()))
+        result = _TaskResult(staged, journal, files, counts.duplicates, counts.duplicate_id, published)
+        yield pa.RecordBatch.from_arrays([pa.array([result.to_json()])], names=["result"])
 
-    def _far(
-        self, batches: Iterable[pa.RecordBatch], far: PublishReport, writer: HourWriter | None
+    def _for_store(
+        self, batches: Iterable[pa.RecordBatch], writer: HourWriter | None, counts: _Counts
     ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows for the store; write those for the cold tier to its files."""
         for batch in batches:
-            new = self._new(batch, far)
+            new = self._accepted(batch, counts)
             if writer is None:
                 yield new
-            else:
-                writer.write(new)
+                continue
+            far = pc.greater_equal(new.column("due").cast(INSTANT, safe=False).cast(pa.int64()), self.far_from)
+            writer.write(new.filter(far))
+            yield new.filter(pc.invert(far))
 
-    async def _near(self, batches: Iterable[pa.RecordBatch]) -> PublishReport:
-        total, session, marks = PublishReport(), None, None
+    async def _publish(self, broker: BrokerSink, batches: Iterable[pa.RecordBatch]) -> PublishReport:
+        """Publish partition by partition; record each in the ledger once the broker has confirmed all of it."""
+        total, writer = PublishReport(), None
         async with AsyncExitStack() as stack:
-            if self.ledger is not None:
-                marks = _Marks(await self.ledger.opened(stack), self.ledger)
-                await marks.look()
-            for piece, parts in _pieces(batches):
-                if marks is not None and piece in marks.there:
+            database = None if self.ledger is None else await self.ledger.opened(stack)
+            ledger = None if self.ledger is None or database is None else self.ledger.partitions(database)
+            done = set() if ledger is None or database is None else set(await database.read(ledger.reports))
+            for partition, parts in _by_partition(batches):
+                if partition in done:
                     continue
-                handed = PublishReport()
-                new = [one for one in (self._new(part, handed) for part in parts) if one.num_rows]
+                counts, report = _Counts(), PublishReport()
+                new = [one for one in (self._accepted(part, counts) for part in parts) if one.num_rows]
                 for messages in pa.Table.from_batches(new).combine_chunks().to_batches() if new else ():
-                    session = session or await self.levels.session(stack)
-                    await _deliver(session, messages, handed)
-                if marks is not None:
-                    await marks.mark(piece, handed)
-                total.add(handed)
+                    writer = writer or await broker.session(stack)
+                    await _publish_batch(writer, messages, report)
+                report.duplicates += counts.duplicates
+                report.rejected += counts.rejected
+                if ledger is not None and database is not None:
+                    await database.write(partial(ledger.add, partition=partition, report=report))
+                total.add(report)
         return total
 
-    def _new(self, batch: pa.RecordBatch, counts: PublishReport) -> pa.RecordBatch:
-        """Return valid new rows, with the headers of a send; count the others."""
-        sound = valid_rows(batch, self.validator.reasons(batch))
-        new = sound.filter(pc.invert(sound.column(WAITS))).select(COLUMNS.names)
-        counts.rejected += batch.num_rows - sound.num_rows
-        counts.duplicates += sound.num_rows - new.num_rows
-        return self.sender.complete(new)
+    def _accepted(self, batch: pa.RecordBatch, counts: _Counts) -> pa.RecordBatch:
+        """Return the valid, new rows with the headers of a send; count the others."""
+        rows = valid_rows(batch, self.validator.reasons(batch))
+        counts.rejected += batch.num_rows - rows.num_rows
+        if DUPLICATE in rows.schema.names:
+            duplicate = rows.column(DUPLICATE)
+            number = pc.sum(duplicate).as_py() or 0
+            if number and counts.duplicate_id is None:
+                counts.duplicate_id = rows.filter(duplicate).column("id")[0].as_py()
+            counts.duplicates += number
+            rows = rows.filter(pc.invert(duplicate)) if number else rows
+        return self.headers.complete(rows.select(COLUMNS.names))
 
 
-class _Marks:
-    """The pieces that are marked, and more of them."""
+class _TaskRows:
+    """The rows of a task. partitioned: rows for the broker come last, ordered by partition."""
 
-    def __init__(self, database: Database, ledger: Ledger) -> None:
-        self.there: set[int] = set()
-        self._database = database
-        self._pieces = ledger.pieces(database)
-
-    async def look(self) -> None:
-        self.there = set(await self._database.read(self._pieces.marked))
-
-    def mark(self, piece: int, handed: PublishReport) -> Awaitable[None]:
-        return self._database.write(partial(self._pieces.mark, piece=piece, handed=handed))
-
-
-class _Rows:
-    """A task's rows in two parts, of which the far ones come first."""
-
-    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+    def __init__(self, batches: Iterator[pa.RecordBatch], *, partitioned: bool) -> None:
         self._batches = batches
-        self._first_near: pa.RecordBatch | None = None
+        self._partitioned = partitioned
+        self._first_for_broker: pa.RecordBatch | None = None
 
-    def far(self) -> Iterator[pa.RecordBatch]:
+    def not_for_broker(self) -> Iterator[pa.RecordBatch]:
+        """Yield the rows for store and cold tier."""
+        if not self._partitioned:
+            yield from self._batches
+            return
         for batch in self._batches:
-            far = pc.sum(pc.less(batch.column(KEY), 0)).as_py() or 0
-            if far:
-                yield batch.slice(0, far)
-            if far < batch.num_rows:
-                self._first_near = batch.slice(far)
+            others = pc.sum(pc.less(batch.column(PARTITION), 0)).as_py() or 0
+            if others:
+                yield batch.slice(0, others)
+            if others < batch.num_rows:
+                self._first_for_broker = batch.slice(others)
                 return
 
-    def near(self) -> Iterator[pa.RecordBatch]:
-        """Yield the others; call it when the far ones are through."""
-        if self._first_near is not None:
-            yield self._first_near
+    def for_broker(self) -> Iterator[pa.RecordBatch]:
+        """Yield the rest; exhaust `not_for_broker` first, where the job has a store."""
+        if self._first_for_broker is not None:
+            yield self._first_for_broker
         yield from self._batches
 
 
-def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, list[pa.RecordBatch]]]:
-    """Yield each piece whole; the rows come ordered by their key."""
+def _by_partition(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, list[pa.RecordBatch]]]:
+    """Yield each partition whole. The rows are ordered by partition."""
     current, parts = 0, list[pa.RecordBatch]()
     for batch in batches:
-        keys = batch.column(KEY).to_numpy()
-        changes = (keys[1:] != keys[:-1]).nonzero()[0] + 1
+        partitions = batch.column(PARTITION).to_numpy()
+        changes = (partitions[1:] != partitions[:-1]).nonzero()[0] + 1
         for start, end in pairwise([0, *changes.tolist(), batch.num_rows]):
             if start == end:
                 continue
-            if parts and keys[start] != current:
+            if parts and partitions[start] != current:
                 yield current, parts
                 parts = []
-            current = int(keys[start])
+            current = int(partitions[start])
             parts.append(batch.slice(start, end - start))
     if parts:
         yield current, parts
 
 
-async def _deliver(session: BrokerWriter, messages: pa.RecordBatch, handed: PublishReport) -> None:
-    refused = await session.deliver(messages)
-    handed.sent += messages.num_rows - len(refused)
-    handed.rejected += len(refused)
+async def _publish_batch(writer: BrokerWriter, messages: pa.RecordBatch, report: PublishReport) -> None:
+    refused = await writer.deliver(messages)
+    report.sent += messages.num_rows - len(refused)
+    report.rejected += len(refused)
     ids = messages.column("id")
-    for position, reason in list(refused.items())[: MOST_REFUSED - len(handed.refused)]:
-        handed.refused[ids[position].as_py()] = reason
+    for position, reason in list(refused.items())[: MOST_REFUSED - len(report.refused)]:
+        report.refused[ids[position].as_py()] = reason

@@ -1,4 +1,4 @@
-"""Promotion: messages that are due soon move from the cold tier's files into the store, exactly once."""
+"""Promote messages that come near from the files of the cold tier to the store, each message once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ONE_DAY: Final = timedelta(days=1)
 ONE_HOUR: Final = timedelta(hours=1)
-#: Messages of one transaction, about: who cancels one of them waits for its end.
+#: Messages of one transaction, about; a cancellation of one of them waits for the transaction.
 AT_ONCE: Final = 1_000_000
 LATEST: Final = datetime.max.replace(tzinfo=UTC)
 STAGED: Final = "number LONG, rows LONG, earliest LONG"
@@ -48,11 +48,17 @@ STAGED: Final = "number LONG, rows LONG, earliest LONG"
 
 @dataclass(frozen=True)
 class Promoted:
-    """Counts of promoted messages and of their files."""
+    """The result of a promotion, in messages.
+
+    Attributes:
+        stored: Messages moved to the store.
+        duplicates: Messages left out because their id is already in the store.
+        cancelled: Messages left out because they were cancelled.
+        files: Files that were promoted.
+    """
 
     stored: int = 0
     duplicates: int = 0
-    """Left out because their id waits in the store already."""
     cancelled: int = 0
     files: int = 0
 
@@ -69,10 +75,22 @@ class _Moved(NamedTuple):
 def promote(
     target: JobTarget, *, horizon: timedelta = ONE_DAY, at_once: int = AT_ONCE, spark: SparkSession | None = None
 ) -> Promoted:
-    """Move every message due within the horizon, with the rest of its hour, from the files to the store.
+    """Move the messages due within the horizon from the cold tier to the store. Blocks.
 
-    Each transaction moves about `at_once` messages, earliest due first. Safe to kill, to repeat and to run in several
-    places at once. Blocks. Raises DelaylineError; earlier commits stay.
+    Moves whole files, so the rest of an hour comes along. Safe to kill, to repeat and to run in several processes.
+
+    Args:
+        target: The store and its cold tier.
+        horizon: How far ahead to promote; longer than the time until the next promotion.
+        at_once: Messages of one transaction, about; earliest due first.
+        spark: The session; `spark_session()` if None.
+
+    Returns:
+        The counts of all transactions.
+
+    Raises:
+        ConfigurationError: The target has no cold tier, or a value is out of range.
+        DelaylineError: The job failed. Transactions that were committed before remain.
     """
     time_span("horizon", horizon)
     whole_number("at_once", at_once, at_least=1)
@@ -82,7 +100,7 @@ def promote(
         until = to_microseconds(now + horizon if horizon < LATEST - now else LATEST)
         done = Promoted()
         while True:
-            files, dead = tier.held(until=until)
+            files, dead = tier.files(until=until)
             if not files:
                 break
             chosen = _first(files, at_once)
@@ -92,7 +110,7 @@ def promote(
                 continue
             stored, duplicates = moved.committed.stored, moved.committed.duplicates - moved.cancelled
             done = _sum(done, Promoted(stored, duplicates, moved.cancelled + _buried(chosen, dead), len(chosen)))
-        clear(tier)
+        delete_retired(tier)
         return done
 
 
@@ -105,15 +123,22 @@ def promote_every(
     spark: SparkSession | None = None,
     progress: Callable[[Promoted], object] = lambda so_far: None,
 ) -> Promoted:
-    """Promote repeatedly until the event is set; return the total counts. Blocks.
+    """Promote at an interval until the event is set. Blocks.
 
     Args:
-        target: The store, with its cold tier.
-        until: Ends the promotion when set; the round in progress is finished.
-        horizon: Messages due within this time are promoted.
-        spark: The session; by default the active one.
-        interval: Time between rounds; at most half of the horizon, or messages are late.
-        progress: Called after each round with the counts so far.
+        target: The store and its cold tier.
+        interval: Pause between two promotions; at most half of `horizon`, or messages could come late.
+        until: The event that ends it after the current promotion.
+        horizon: As for `promote`.
+        spark: The session; `spark_session()` if None.
+        progress: Called after each promotion with the counts so far.
+
+    Returns:
+        The counts of all promotions.
+
+    Raises:
+        ConfigurationError: The interval is longer than half of the horizon.
+        DelaylineError: A promotion failed.
     """
     _must_fit(interval, horizon)
     done = Promoted()
@@ -132,7 +157,21 @@ def promote_stream(
     horizon: timedelta = ONE_DAY,
     spark: SparkSession | None = None,
 ) -> StreamingQuery:
-    """Start a streaming query that promotes once an interval, for platforms that watch over queries. Does not block."""
+    """Start a streaming query that promotes once an interval, for platforms that supervise queries.
+
+    Args:
+        target: The store and its cold tier.
+        interval: Pause between two promotions; at most half of `horizon`.
+        checkpoint: Folder of the query's checkpoint.
+        horizon: As for `promote`.
+        spark: The session; `spark_session()` if None.
+
+    Returns:
+        The running query.
+
+    Raises:
+        ConfigurationError: The interval is longer than half of the horizon.
+    """
     _must_fit(interval, horizon)
     session = spark or spark_session()
 
@@ -145,8 +184,8 @@ def promote_stream(
     return writer.trigger(processingTime=f"{interval.total_seconds()} seconds").start()
 
 
-def clear(tier: ColdTier) -> int:
-    """Delete the files that have been obsolete for a day; return their number."""
+def delete_retired(tier: ColdTier) -> int:
+    """Delete files that were promoted or compacted more than a day ago; return their number."""
     retired = tier.read(lambda connection: tier.catalog.retired(connection) if tier.catalog.exist(connection) else [])
     if retired:
         folder = ColdFolder(tier.path)
@@ -157,7 +196,7 @@ def clear(tier: ColdTier) -> int:
 
 
 def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: dict[str, list[str]]) -> _Moved:
-    """Stage the files and commit them, in one transaction. Raises _Overtaken."""
+    """Stage the rows of the files and commit them in one transaction. Raises _Overtaken."""
     staging = tier.store.staging(new_area())
     staging.create()
     cancelled = 0
@@ -173,7 +212,7 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
             names = [one.name for one in files]
             if len(tier.catalog.lock(connection, names)) != len(names):
                 raise _Overtaken
-            late = tier.catalog.buried(connection, names)  # from now on no process adds files
+            late = tier.catalog.buried(connection, names)  # complete only now: the lock stops further cancellations
             cancelled = _remove(connection, staged, late, dead)
             tier.catalog.retire(connection, names, State.PROMOTED)
 
@@ -198,7 +237,7 @@ def _stage(
 
 
 def _remove(connection: Connection, staged: Table, late: dict[str, dict[str, str]], dead: dict[str, list[str]]) -> int:
-    """Drop messages that were cancelled since the files were read; return their number."""
+    """Delete staged rows that were cancelled after the files were read; return their number."""
     ids = sorted({one for name, buried in late.items() for one in buried if one not in dead.get(name, ())})
     removed = 0
     for first in range(0, len(ids), LONGEST_LIST):

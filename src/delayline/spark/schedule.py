@@ -1,4 +1,4 @@
-"""Scheduling in bulk: files, tables and streams become delayed messages, all of them or none."""
+"""Schedule the rows of files, tables and streams as delayed messages, all rows of a job or none."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from delayline.errors import ConfigurationError
 from delayline.spark.columns import Columns, content_type, prepared, rejected
 from delayline.spark.errors import translated_errors
 from delayline.spark.headers import SendHeaders
-from delayline.spark.job import Job
 from delayline.spark.options import FORMAT, StoreOptions
+from delayline.spark.placement import Placement
 from delayline.spark.session import activated, spark_session
 from delayline.spark.sources import HIDDEN, JDBC, read_path, read_table
 
@@ -31,33 +31,56 @@ if TYPE_CHECKING:
 
 ONE_DAY: Final = timedelta(days=1)
 BROKERS: Final = ("amqp", "amqps")
-#: Options that are not the data source's.
-BESIDE: Final = ("cold_tier", "delay_levels")
-IN_THE_STORE: Final = ("postgresql", "mariadb", "mysql", "sqlite")
+#: Fields of JobTarget that are no options of the data source.
+NO_OPTIONS: Final = ("cold_tier", "delay_levels")
+STORE_PRODUCTS: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What became of a job's rows."""
+    """The result of a job, in rows.
+
+    Attributes:
+        run: Name of the run: as given to `schedule`, or a new one.
+        stored: Rows stored in the delayed message store.
+        cold: Rows written to the cold tier.
+        sent: Rows published to the delay levels of a broker.
+        duplicates: Rows left out because their id is in the store or cold tier, or in an earlier row.
+        rejected: Rows that cannot be messages.
+        repeated: Whether an earlier run of this name had committed, so that this one did nothing.
+        rejected_rows: The rejected rows with the columns id, reason, file, line and row (as JSON). Each action on this
+            DataFrame reads the source again.
+    """
 
     run: str
     stored: int
-    held: int
-    """Those of the cold tier."""
+    cold: int
     sent: int
-    """Those of a broker's delay levels."""
     duplicates: int
     rejected: int
     repeated: bool
     rejected_rows: DataFrame
-    """id, reason, file, line, and the row as JSON; read again from the source when it is looked at."""
 
 
 @dataclass(frozen=True)
 class JobTarget:
-    """Whose messages they become, and where.
+    """The place that jobs write messages to, and read them from: a store, its cold tier, and a broker.
 
-    store_url: the store; or a broker, amqp://, whose delay levels get everything.
+    Args:
+        store_url: URL of the store (`postgresql`, `mariadb`, `mysql` or `sqlite`). The URL of a broker (`amqp`,
+            `amqps`) publishes all messages to its delay levels.
+        endpoint: The endpoint that owns the messages. Its store's table is `{endpoint}.timeouts`.
+        table: Name of the store's table, if it is another one.
+        schema: Schema of the table; the default schema of the database user if None.
+        password_env: Environment variable that holds the password, on the driver and on every executor.
+        password_file: File that holds the password, on the driver and on every executor.
+        cold_tier: Folder or URI of the Parquet files for messages that are due later than the hot horizon.
+        delay_levels: URL of a broker whose delay levels get the messages that are due earlier.
+
+    Example:
+        ```python
+        target = JobTarget("postgresql://app@db/orders", endpoint="sales", password_env="DB_PASSWORD")
+        ```
     """
 
     store_url: str = field(repr=False)
@@ -67,17 +90,15 @@ class JobTarget:
     password_env: str | None = None
     password_file: str | None = None
     cold_tier: str | None = None
-    """The folder, or the URI, of the Parquet files in which far messages wait."""
     delay_levels: str | None = field(default=None, repr=False)
-    """The URL of a broker whose delay levels get what is near, in place of the store."""
 
     @property
     def broker(self) -> str | None:
-        """The URL of the broker for near messages. Raises ConfigurationError for two, or none for a cold tier."""
+        """The URL of the broker, None without one. Raises ConfigurationError for a contradiction."""
         if not self._is_broker:
             return self.delay_levels
         if self.delay_levels is not None:
-            raise ConfigurationError("store_url and delay_levels are two brokers: give one, or a database to store_url")
+            raise ConfigurationError("store_url and delay_levels are two brokers: give one, or a database as store_url")
         if self.cold_tier is not None:
             raise ConfigurationError(
                 "a cold tier needs a database for its catalog: JobTarget('postgresql://...', delay_levels='amqp://...')"
@@ -86,27 +107,29 @@ class JobTarget:
 
     @property
     def store(self) -> StoreOptions | None:
-        """The store; None where a broker gets everything."""
+        """The store; None if `store_url` is a broker."""
         return None if self._is_broker else StoreOptions.of(self.options)
 
     @property
     def options(self) -> Mapping[str, str]:
-        """The options of the data source. Raises ConfigurationError for a store that is written to in another way."""
+        """The options of the data source. Raises ConfigurationError for a product that jobs cannot write to."""
         product = self._product
-        if product not in IN_THE_STORE:
-            raise ConfigurationError(f"{product}: is not a store for bulk jobs; use one of: {', '.join(IN_THE_STORE)}")
+        if product not in STORE_PRODUCTS:
+            raise ConfigurationError(
+                f"{product}: is not a store that jobs can write to. Use one of {', '.join(STORE_PRODUCTS)}"
+            )
         names = {"store_url": "url", "password_env": "passwordEnv", "password_file": "passwordFile"}
         given = {
-            names.get(one.name, one.name): getattr(self, one.name) for one in fields(self) if one.name not in BESIDE
+            names.get(one.name, one.name): getattr(self, one.name) for one in fields(self) if one.name not in NO_OPTIONS
         }
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def sender(self) -> str:
-        """The endpoint, for the headers."""
+        """The endpoint name for the headers of a send."""
         name = self.endpoint or (self.table or "").removesuffix(".timeouts")
         if not name:
-            raise ConfigurationError('whose messages are they? JobTarget(..., endpoint="sales")')
+            raise ConfigurationError('the endpoint is missing: JobTarget(..., endpoint="sales")')
         return name
 
     @property
@@ -130,36 +153,45 @@ def schedule(
     hot_horizon: timedelta = ONE_DAY,
     spark: SparkSession | None = None,
 ) -> Scheduled:
-    """Store every valid row as a delayed message, in one transaction, and report the rejected rows.
-
-    Blocks.
+    """Schedule every valid row as a delayed message, in one transaction. Blocks.
 
     Args:
-        source: A DataFrame, or the path of Parquet, CSV or JSON Lines; with form="jdbc" the name of a table, and
-            the options of Spark's JDBC source, where passwordEnv names a variable in place of a password.
-        target: The store, its cold tier and broker.
-        columns: Names of the columns, where they differ from the default.
-        on_conflict: For an id that exists: "ignore", "replace" or "fail".
-        form: Format of a path: "parquet", "csv", "jsonl" or "jdbc"; by default from its name.
-        options: Options of Spark's reader for a path.
-        spark: The session; by default the active one.
-        run: Name that makes the job repeatable: committed rows are not committed again.
-        hot_horizon: Messages due later wait in the cold tier, if there is one, and are not sent to a broker.
+        source: A DataFrame; the path of Parquet, CSV or JSON Lines files; or, with `form="jdbc"`, the name of a table.
+        target: Where the messages go.
+        columns: Names of the source's columns, if they differ from those of a message.
+        on_conflict: For an id that is already stored: `ignore` leaves the row out, `fail` raises DuplicateMessage,
+            `replace` overwrites the message (store only).
+        run: Name of the job, which makes it idempotent: a run that has committed is not committed again.
+        form: `parquet`, `csv`, `jsonl` or `jdbc`; taken from the path's ending if None.
+        options: Options of Spark's JDBC source; `passwordEnv` names an environment variable for the password.
+        hot_horizon: Messages due later go to the cold tier, if there is one, and never to a broker.
+        spark: The session for a path; `spark_session()` if None.
+
+    Returns:
+        The counts of the job, and its rejected rows.
 
     Raises:
-        DelaylineError: The job failed and nothing was stored; a broker keeps its confirmed messages, and the same run
-        continues after them.
+        ConfigurationError: A column is missing or has a wrong type, an option is wrong, or the Spark job failed.
+        DuplicateMessage: With `on_conflict="fail"`, an id is already stored.
+        DelaylineError: The job failed; nothing was stored. A broker keeps the messages that it has confirmed, and a job
+            with the same `run` continues after these.
+
+    Example:
+        ```python
+        done = schedule("reminders.parquet", JobTarget("sqlite:///delayline.db", endpoint="sales"), run="nightly")
+        print(done.stored, done.rejected)
+        ```
     """
     columns = columns or Columns()
     time_span("hot_horizon", hot_horizon)
     with translated_errors():
         rows = partial(_rows, source, form, options or {}, columns, spark)
-        job = Job(target, columns, on_conflict, hot_horizon)
+        job = Placement(target, columns, on_conflict, hot_horizon)
         read = rows(numbered=False)
         activated(read.sparkSession)
         done = job.run(read, run if run is None else check_run(run))
         bad = rejected(rows(numbered=True), columns, done.now, done.validator)
-        counts = (done.stored, done.held, done.sent, done.duplicates, done.rejected)
+        counts = (done.stored, done.cold, done.sent, done.duplicates, done.rejected)
         return Scheduled(done.run, *counts, done.repeated, bad)
 
 
@@ -173,12 +205,27 @@ def schedule_stream(
     hot_horizon: timedelta = ONE_DAY,
     trigger: Mapping[str, str | bool] | None = None,
 ) -> StreamingQuery:
-    """Start a query that stores every sound row of a streaming DataFrame, each batch in one transaction, once.
+    """Start a query that schedules every valid row of a stream, each batch in one transaction, once.
 
-    trigger: as of `DataStreamWriter.trigger`, every second if left out; with a cold tier give it a minute or more, as
-    each batch is compared with the ids in it. A delay counts from the start of the query, with a cold tier or a broker
-    from that of the batch; give streams instants. Rows that cannot be messages are counted in the ledger and left out.
-    A broker may get a batch twice that is interrupted, as far as it was confirmed and not marked.
+    Rows that cannot be messages are left out and counted in the table of runs. With a broker, an interrupted batch may
+    be published twice, as far as the broker had confirmed it and this was not recorded yet.
+
+    Args:
+        source: A streaming DataFrame.
+        target: Where the messages go.
+        checkpoint: Folder of the query's checkpoint; one for each query.
+        columns: Names of the source's columns, if they differ from those of a message. A delay counts from the start of
+            the query; with a cold tier or a broker from the start of the batch. Prefer instants.
+        on_conflict: As for `schedule`.
+        hot_horizon: As for `schedule`.
+        trigger: Arguments of `DataStreamWriter.trigger`; one second if None. With a cold tier use a minute or more,
+            because each batch is compared with the ids in the files.
+
+    Returns:
+        The running query.
+
+    Raises:
+        ConfigurationError: The DataFrame is not a stream, or the target cannot take it.
     """
     if not source.isStreaming:
         raise ConfigurationError("the DataFrame is not a stream: use schedule()")
@@ -187,8 +234,10 @@ def schedule_stream(
     with translated_errors():
         activated(source.sparkSession)
         if target.cold_tier is not None or target.broker is not None:
-            writer = _by_jobs(source, Job(target, columns, on_conflict, time_span("hot_horizon", hot_horizon)))
-        else:
+            writer = _placing_batches(
+                source, Placement(target, columns, on_conflict, time_span("hot_horizon", hot_horizon))
+            )
+        else:  # the data source itself is a sink for streams, and the only one that works on Spark Connect
             messages = prepared(source, columns, StoreOptions.of(target.options).staging().now())
             sender = SendHeaders(target.sender, content_type(source, columns), None)
             options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
@@ -196,14 +245,14 @@ def schedule_stream(
         return writer.option("checkpointLocation", str(checkpoint)).trigger(**given).start()  # type: ignore[arg-type]
 
 
-def _by_jobs(source: DataFrame, job: Job) -> DataStreamWriter:
-    """Return a writer that runs the job on every batch, under the query's name and the batch's number."""
-    job.check()
+def _placing_batches(source: DataFrame, placement: Placement) -> DataStreamWriter:
+    """Return a writer that places each batch as a job, named by the query's id and the batch's number."""
+    placement.check()
 
     def run(batch: DataFrame, number: int) -> None:
-        kept = batch.persist()  # a job reads it more than once
+        kept = batch.persist()  # placement reads it more than once
         try:
-            job.run(kept, f"stream {_query_of(batch.sparkSession)}", batch=number)
+            placement.run(kept, f"stream {_query_of(batch.sparkSession)}", batch=number)
         finally:
             kept.unpersist()
 
@@ -211,11 +260,11 @@ def _by_jobs(source: DataFrame, job: Job) -> DataStreamWriter:
 
 
 def _query_of(spark: SparkSession) -> str:
-    """Return the id of the query that runs now, which outlasts restarts: its tasks know it, the driver does not."""
+    """Return the id of the running query, which is the same after a restart. Only tasks can read it."""
     [query] = spark.range(0, 1, 1, 1).mapInArrow(_query_in_task, "query STRING").toArrow().column(0).to_pylist()
     if query is None:
         raise ConfigurationError(
-            "Spark Connect tells no batch whose it is: start a stream to a cold tier or a broker without it"
+            "Spark Connect gives batches no query id, which a cold tier and a broker need: start this stream without it"
         )
     return str(query)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError
 from delayline.setting_values import masked
-from delayline.spark.schedule import IN_THE_STORE, ONE_DAY
+from delayline.spark.schedule import ONE_DAY, STORE_PRODUCTS
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -30,7 +30,7 @@ def target_at(
     """
     scheme = full_scheme(url).partition(":")[0].partition("+")[0].lower()
     if cold_tier is not None:
-        if scheme not in IN_THE_STORE:
+        if scheme not in STORE_PRODUCTS:
             raise ConfigurationError(f"{masked(url)!r} has no cold tier: only a database with delayline's stores has")
         from delayline.migration.targets.cold_tier import ColdTierStore
 
@@ -45,7 +45,7 @@ def target_at(
         from delayline.migration.targets.azure_table import AzureTable
 
         return AzureTable(url)
-    if scheme in IN_THE_STORE:
+    if scheme in STORE_PRODUCTS:
         from delayline.migration.targets.sql_store import SqlStore
 
         return SqlStore(url, schema=schema)
@@ -53,5 +53,5 @@ def target_at(
         from delayline.migration.targets.plain_store import PlainStore
 
         return PlainStore(url, schema=schema)
-    known = ", ".join(f"{one}:" for one in (*BROKERS, ACCOUNTS, *IN_THE_STORE, NOT_STAGED))
+    known = ", ".join(f"{one}:" for one in (*BROKERS, ACCOUNTS, *STORE_PRODUCTS, NOT_STAGED))
     raise ConfigurationError(f"nothing moves to {masked(url)!r}; give a URL that begins with {known}, or {NOOP}")

@@ -120,7 +120,7 @@ class TiersWave:
 
     async def session(self, stack: AsyncExitStack) -> TiersSession:
         """Return a session that knows which ids the files have."""
-        files, dead = self.tier.held()
+        files, dead = self.tier.files()
         held = HeldIds(self._folder, [one for one in files if one.name not in self._ours], dead)
         return TiersSession(self, await self.batches.opened(stack), held)
 
