@@ -101,8 +101,8 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
         return os.access(path, os.F_OK)
 
     class Dying(BrokerSink):
-        async def session(self, stack: AsyncExitStack) -> BrokerWriter:
-            session = await super().session(stack)
+        async def writer(self, stack: AsyncExitStack) -> BrokerWriter:
+            session = await super().writer(stack)
             deliver, delivered = session.deliver, 0
 
             async def deliver_and_die(messages: pa.RecordBatch) -> Mapping[int, str]:

@@ -172,13 +172,13 @@ def test_a_checkpoint_of_another_stream_is_refused(spark: SparkSession, store: S
         other.option("checkpointLocation", str(tmp_path / "others")).start().awaitTermination(100)
     # When it is started with the first one's checkpoint
     # Then that is told, and what it has taken is not forgotten
-    with pytest.raises(PySparkException, match="the checkpoint is another job's"):
+    with pytest.raises(PySparkException, match="the checkpoint belongs to another stream"):
         keep(read(spark, store, app="other"), tmp_path / "others-sink", tmp_path / "checkpoint")
     assert "b" in taken(store)
 
 
 def test_a_stream_needs_a_name(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
-    with pytest.raises(PySparkException, match="needs a name that stays the same"):
+    with pytest.raises(PySparkException, match="needs a permanent name"):
         keep(read(spark, store, app=""), tmp_path / "sink", tmp_path / "checkpoint")
 
 

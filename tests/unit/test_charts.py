@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from delayline.spark.charts import bars, lines, stacked
+from delayline.spark.report import bars, lines, stacked
 
 HOUR = datetime(2026, 5, 1, 9, tzinfo=UTC)
 

@@ -8,7 +8,7 @@ pytest.importorskip("pyspark")
 
 from delayline.bulk.journal_export import Run
 from delayline.errors import ConfigurationError
-from delayline.spark.journal import LONGEST_PIECE, _checked, _shares
+from delayline.spark.journal import LONGEST_RANGE, _checked, _shares
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 3, 8])
@@ -22,7 +22,7 @@ def test_every_entry_is_in_one_share(runs: list[Run], partitions: int) -> None:
     assert numbers == [number for run in runs for number in range(run.first, run.last + 1)]
     assert 1 <= len(shares) <= partitions
     sizes = [sum(run.entries for run in share) for share in shares]
-    assert max(sizes) <= len(numbers) / partitions + LONGEST_PIECE
+    assert max(sizes) <= len(numbers) / partitions + LONGEST_RANGE
 
 
 @pytest.mark.parametrize("path", ["", "/", "x" * 501])

@@ -1,4 +1,4 @@
-"""RabbitMQ's delay levels seen from bulk jobs: each batch is published with its confirms outstanding."""
+"""Publish to the delay levels of a RabbitMQ broker from jobs, a whole batch before its confirms are awaited."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Result = TypeVar("Result")
-#: The broker itself refuses messages that are too large for it.
+#: The broker itself refuses messages that are too large.
 ANY_SIZE: Final = 1 << 40
 LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
 UNKNOWN: Final = "queue {!r} does not exist on the broker: start its endpoint once, or run delayline setup --queue NAME"
 
 
 class BrokerSink:
-    """The delay levels of one virtual host, v2, or what ?delays= in the URL says; pickled to tasks.
+    """The delay levels of one virtual host; pickled to tasks.
 
-    name: how its connections are called at the broker.
+    url: `?delays=` selects the levels, v2 by default. name: the connection name that the broker shows.
     """
 
     def __init__(self, url: str, name: str) -> None:
@@ -47,7 +47,7 @@ class BrokerSink:
         return f"{self.levels.prefix}.* at {self.address}"
 
     def must_exist(self) -> None:
-        """Raise BackendUnusable where there are no complete levels. Blocks."""
+        """Raise BackendUnusable if a delay level is missing. Blocks."""
 
         async def look(connection: BrokerConnection) -> None:
             try:
@@ -63,7 +63,7 @@ class BrokerSink:
         self._connected(look)
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
-        """Return the destinations that have no queue, or that levels cannot carry; binds none. Blocks."""
+        """Return the destinations that cannot be reached, with the reason. Creates no binding. Blocks."""
 
         async def look(connection: BrokerConnection) -> Mapping[str, str]:
             reach = Reach(connection, self.levels.delivery, only_look=True)
@@ -72,8 +72,8 @@ class BrokerSink:
 
         return self._connected(look)
 
-    async def session(self, stack: AsyncExitStack) -> BrokerWriter:
-        """Return an open session that closes with the stack."""
+    async def writer(self, stack: AsyncExitStack) -> BrokerWriter:
+        """Return a connected writer, which closes with the stack."""
         publisher = Publisher(self.address, connection_name=self.name)
         connection = BrokerConnection(self.address, self.name)
         stack.push_async_callback(connection.close)
@@ -93,7 +93,7 @@ class BrokerSink:
 
 
 class BrokerWriter:
-    """One task's connection to the broker."""
+    """The connection of one task."""
 
     def __init__(self, publisher: Publisher, reach: Reach, levels: DelayInfrastructure) -> None:
         self._publisher = publisher
@@ -102,7 +102,10 @@ class BrokerWriter:
         self._clock = SystemClock()
 
     async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Publish each message for its remaining delay; returns once the broker has confirmed all that it accepted."""
+        """Publish each message with its remaining delay; return refused positions with the reason.
+
+        Returns once the broker has confirmed all others.
+        """
         refused: dict[int, str] = {}
         positions: list[int] = []
         publications: list[Publication] = []

@@ -12,8 +12,7 @@ from delayline.spark.options import COLUMNS, FORMAT, check_columns, choice
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-    from delayline.spark.reader import BatchReader
-    from delayline.spark.stream import StreamReader
+    from delayline.spark.reader import BatchReader, StreamReader
     from delayline.spark.writer import BatchWriter, StreamWriter
 
 
@@ -46,7 +45,7 @@ class DelayedMessages(DataSource):
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - Spark's
         """Return a reader that takes due messages out of the store."""
-        from delayline.spark.stream import StreamReader
+        from delayline.spark.reader import StreamReader
 
         return StreamReader(self.options, schema)
 

@@ -1,4 +1,4 @@
-"""The headers that `Endpoint.send` gives a message, given to whole Arrow columns."""
+"""Add the headers of `Endpoint.send` to messages in Arrow columns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from delayline.spark.options import instant
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Bytes that the headers may add to a message: three ids of 250 characters, escaped, and the constant part.
+#: The most bytes that these headers add to a message: three escaped ids of 250 characters, and the common ones.
 HEADER_ALLOWANCE: Final = 8192
-#: What stands for a row's own value; a header that the user gives could only be this text on purpose.
-MARK: Final = "{0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11}"
-OWN: Final = (Headers.CORRELATION_ID, Headers.CONVERSATION_ID, Headers.DELIVER_AT)
+#: Placeholder for a row's own value. No header of the user has it by chance.
+PLACEHOLDER: Final = "{0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11}"
+ROW_HEADERS: Final = (Headers.CORRELATION_ID, Headers.CONVERSATION_ID, Headers.DELIVER_AT)
 
 
-class _Frame(NamedTuple):
-    """The common values of rows with the same headers text, as JSON, and which headers of OWN they set themselves."""
+class _Template(NamedTuple):
+    """The common part, as JSON, of rows with the same headers; and which headers of ROW_HEADERS each row adds."""
 
     rest: str
     own: tuple[bool, ...]
@@ -35,9 +35,9 @@ class _Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class SendHeaders:
-    """Whose messages they are, when they were sent, and what their bodies are; pickled to tasks.
+    """The endpoint, the content type and the time of a send; pickled to tasks.
 
-    sent: the time of each task where None.
+    sent: the time of each task if None.
     """
 
     endpoint: str
@@ -46,7 +46,7 @@ class SendHeaders:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> SendHeaders | None:
-        """Parse the options; None if headers stay unchanged."""
+        """Read the options; None leaves headers unchanged."""
         name = options.get("sender")
         if name is None:
             return None
@@ -54,36 +54,40 @@ class SendHeaders:
 
     @property
     def options(self) -> Mapping[str, str]:
-        """The same as options of the data source."""
+        """The values as options of the data source."""
         sent = {} if self.sent is None else {"sentAt": self.sent.isoformat()}
         return {"sender": self.endpoint, "contentType": self.content_type, **sent}
 
     def complete(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return sound messages with the headers of a send; the rows' own headers win but for the message id."""
+        """Return valid messages with the headers of a send. A row's own headers win, except for the message id."""
         if not batch.num_rows:
             return batch
         given = pc.fill_null(batch.column("headers"), "").dictionary_encode()
         sent = self.sent or SystemClock().now()
-        frames = [_frame(text, self.endpoint, self.content_type, sent) for text in given.dictionary.to_pylist()]
+        templates = [_template(text, self.endpoint, self.content_type, sent) for text in given.dictionary.to_pylist()]
         id_text = _quoted(batch.column("id"))
         values = {Headers.DELIVER_AT: _wire_times(batch.column("due"))}
         parts = [f'{{"{Headers.MESSAGE_ID}":', id_text]
-        for place, name in enumerate(OWN):
-            own = pa.array([frame.own[place] for frame in frames]).take(given.indices)
+        for place, name in enumerate(ROW_HEADERS):
+            own = pa.array([template.own[place] for template in templates]).take(given.indices)
             parts.append(_where(own, pc.binary_join_element_wise(f',"{name}":', values.get(name, id_text), "")))
-        parts += [pa.array([frame.rest for frame in frames]).take(given.indices), ""]
+        parts += [pa.array([template.rest for template in templates]).take(given.indices), ""]
         headers = pc.binary_join_element_wise(*parts)
         return batch.set_column(batch.schema.get_field_index("headers"), "headers", headers)
 
 
 @lru_cache(maxsize=4096)
-def _frame(text: str, endpoint: str, content_type: str, sent: datetime) -> _Frame:
-    named = sent_headers(MARK, content_type, sent, None) | {Headers.DELIVER_AT: MARK} | fixed_headers(endpoint, None)
+def _template(text: str, endpoint: str, content_type: str, sent: datetime) -> _Template:
+    named = (
+        sent_headers(PLACEHOLDER, content_type, sent, None)
+        | {Headers.DELIVER_AT: PLACEHOLDER}
+        | fixed_headers(endpoint, None)
+    )
     named = completed(named, json.loads(text) if text else None)
-    own = tuple(named[name] == MARK for name in OWN)
-    theirs = {name for name, is_own in zip(OWN, own, strict=True) if is_own} | {Headers.MESSAGE_ID}
+    own = tuple(named[name] == PLACEHOLDER for name in ROW_HEADERS)
+    theirs = {name for name, is_own in zip(ROW_HEADERS, own, strict=True) if is_own} | {Headers.MESSAGE_ID}
     rest = encode_headers({name: value for name, value in named.items() if name not in theirs}).decode()
-    return _Frame("," + rest[1:], own)
+    return _Template("," + rest[1:], own)
 
 
 def _where(own: pa.Array, values: pa.Array) -> pa.Array:
@@ -91,14 +95,14 @@ def _where(own: pa.Array, values: pa.Array) -> pa.Array:
 
 
 def _quoted(texts: pa.Array) -> pa.Array:
-    """Return texts that have no control characters as JSON."""
+    """Return texts without control characters as JSON strings."""
     for special in ("\\", '"'):
         texts = pc.replace_substring(texts, special, f"\\{special}")
     return pc.binary_join_element_wise('"', texts, '"', "")
 
 
 def _wire_times(due: pa.Array) -> pa.Array:
-    """Return `yyyy-MM-dd HH:mm:ss:ffffff Z` in quotes."""
+    """Return times as `"yyyy-MM-dd HH:mm:ss:ffffff Z"`, with the quotes."""
     naive = due.cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.timestamp("us"))
     times = pc.replace_substring(naive.cast(pa.string()), ".", ":")  # 30 times as fast as strftime
     return pc.binary_join_element_wise('"', times, ' Z"', "")

@@ -1,4 +1,4 @@
-"""The journal as Parquet: exported bit by bit, each entry exactly once, and read again."""
+"""Export the journal of a store to Parquet, each entry exactly once, and read it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,18 @@ ENTRIES: Final = StructType(
     ]
 )
 ENTRIES_AT_ONCE: Final = 1_000_000
-#: A task reads pieces of so many; runs may be longer.
-LONGEST_PIECE: Final = 50_000
+#: The most entries that a task reads at once; a run of numbers may be longer.
+LONGEST_RANGE: Final = 50_000
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of one export."""
+    """The result of an export.
+
+    Attributes:
+        entries: Exported entries.
+        batches: Directories that were written.
+    """
 
     entries: int
     batches: int
@@ -62,11 +67,26 @@ def export(
     spark: SparkSession | None = None,
     progress: Callable[[int], object] = lambda entries: None,
 ) -> Exported:
-    """Move the journal that is there now to Parquet under the path, a directory a batch; blocks.
+    """Move the present entries of the journal to Parquet files, one directory a batch. Blocks.
 
-    A batch counts when the database says so, in the transaction that takes its entries out of the journal: whatever
-    is killed, each entry is exported once. `read_journal` reads what counts. progress: called with the entries so far.
-    Raises BackendUnusable where no journal is kept.
+    One transaction deletes the entries of a batch from the journal and registers its directory, so each entry is
+    exported once even if a process is killed. `read_journal` reads the registered directories.
+
+    Args:
+        target: The store.
+        path: Folder or URI of the export.
+        partitions: Tasks that read; 1 or more.
+        entries_at_once: The most entries of a batch; 1 or more.
+        spark: The session; `spark_session()` if None.
+        progress: Called after each batch with the number of entries so far.
+
+    Returns:
+        The number of entries and batches.
+
+    Raises:
+        ConfigurationError: A value is out of range, or the Spark job failed.
+        BackendUnusable: The store keeps no journal.
+        BackendUnavailable: Another process exports the same journal; export again.
     """
     path = _checked(path)
     whole_number("partitions", partitions, at_least=1)
@@ -74,7 +94,7 @@ def export(
     store = StoreOptions.of(target.options)
     journal = JournalExport(store.address, schema=store.schema)
     entries = batches = 0
-    # Limits the export to the present entries: a busy store may write faster than an export reads.
+    # Only the present entries: a busy store can write faster than this exports.
     left = sum(run.entries for run in journal.runs(1 << 31))
     while left > 0 and (runs := journal.runs(min(left, entries_at_once))):
         with translated_errors():
@@ -86,7 +106,16 @@ def export(
 
 
 def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | None = None) -> DataFrame:
-    """Return every entry that was exported to the path: seq, store, event, id, destination, due, at, retries."""
+    """Return the entries that were exported to a path.
+
+    Args:
+        target: The store.
+        path: As given to `export`.
+        spark: The session; `spark_session()` if None.
+
+    Returns:
+        The columns seq, store, event, id, destination, due, at and retries.
+    """
     store = StoreOptions.of(target.options)
     directories = JournalExport(store.address, schema=store.schema).directories(_checked(path))
     spark = spark or spark_session()
@@ -96,7 +125,15 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
 
 
 def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
-    """Return the ids of pending messages in the store and its cold tier, at evaluation time."""
+    """Return the ids of the messages in the store, and in its cold tier if the target has one.
+
+    Args:
+        target: The store and, if it has one, its cold tier.
+        spark: The session.
+
+    Returns:
+        The column id. Each action on the DataFrame reads the store again.
+    """
     tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
     return waiting_messages(activated(spark), target.options, tier)
 
@@ -128,11 +165,11 @@ def _entries(
 
 
 def _shares(runs: Sequence[Run], partitions: int) -> list[list[Run]]:
-    """Return what each task reads: about the same number of entries, in their order."""
+    """Return the ranges of each task: about the same number of entries, in order."""
     pieces = [
-        Run(first, min(first + LONGEST_PIECE - 1, run.last))
+        Run(first, min(first + LONGEST_RANGE - 1, run.last))
         for run in runs
-        for first in range(run.first, run.last + 1, LONGEST_PIECE)
+        for first in range(run.first, run.last + 1, LONGEST_RANGE)
     ]
     share, shares, size = sum(run.entries for run in runs) / partitions, [list[Run]()], 0
     for piece in pieces:

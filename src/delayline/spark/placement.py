@@ -507,7 +507,7 @@ class _Task:
                 counts, report = _Counts(), PublishReport()
                 new = [one for one in (self._accepted(part, counts) for part in parts) if one.num_rows]
                 for messages in pa.Table.from_batches(new).combine_chunks().to_batches() if new else ():
-                    writer = writer or await broker.session(stack)
+                    writer = writer or await broker.writer(stack)
                     await _publish_batch(writer, messages, report)
                 report.duplicates += counts.duplicates
                 report.rejected += counts.rejected

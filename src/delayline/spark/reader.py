@@ -1,29 +1,40 @@
-"""Reading pending messages, in partitions by due time; changes nothing."""
+"""Read the messages of a store: as a batch, which changes nothing, or as a stream, which takes due messages out.
+
+The stream numbers the messages that it takes. They can be read again until Spark has finished their batch.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pyarrow as pa
 from pyspark.sql import datasource
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from delayline.bulk.scan import Condition, Span, Waiting
+from delayline.bulk.stream_claims import Taking
+from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
-from delayline.spark.options import COLUMNS, StoreOptions, instant, whole
+from delayline.spark.options import COLUMNS, FORMAT, StoreOptions, instant, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+    from datetime import datetime
 
+    import pyarrow as pa
     from pyspark.sql.datasource import Filter
+    from pyspark.sql.types import StructType
+
 
 PARTITIONS: Final = 2
 ROWS_AT_ONCE: Final = 10_000
-#: Spark's comparisons of one column with a value, as the store's table can answer them exactly.
+#: The filters of Spark that the store's table can evaluate exactly, with their operators.
 COMPARISONS: Final = {
     datasource.EqualTo: "=",
     datasource.LessThan: "<",
@@ -32,22 +43,22 @@ COMPARISONS: Final = {
     datasource.GreaterThanOrEqual: ">=",
     datasource.In: "in",
 }
-ANSWERED: Final = ("id", "destination", "due")
+FILTERED_COLUMNS: Final = ("id", "destination", "due")
 
 
 @dataclass
 class DuePartition(InputPartition):
-    """The messages of a span of due time."""
+    """The messages in a range of due times."""
 
     span: Span
 
 
 class BatchReader(DataSourceReader):
-    """Reads the columns asked for, each partition in one statement; partitions share no snapshot."""
+    """Reads the selected columns, each partition in one statement. Partitions share no snapshot."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
-        self._schema = known(schema)
+        self._schema = checked_schema(schema)
         self._partitions = whole(options, "numPartitions", PARTITIONS)
         self._at_once = whole(options, "fetchSize", ROWS_AT_ONCE)
         self._conditions: list[Condition] = []
@@ -60,7 +71,7 @@ class BatchReader(DataSourceReader):
             self._conditions.append(Condition("destination", "=", options["destination"]))
 
     def partitions(self) -> Sequence[DuePartition]:
-        """Cut the range of due times evenly."""
+        """Divide the range of due times evenly."""
         first, last = self._waiting.range()
         if first is None or last is None:
             return [DuePartition(Span(None, None))]
@@ -69,7 +80,7 @@ class BatchReader(DataSourceReader):
         return [DuePartition(Span(start, end)) for start, end in zip([None, *cuts], [*cuts, None], strict=True)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read one span."""
+        """Read one range."""
         if not isinstance(partition, DuePartition):
             raise TypeError(f"{partition!r} is not a partition of this reader")
         for rows in self._waiting.rows(self._schema.names, partition.span, self._at_once):
@@ -81,24 +92,24 @@ class BatchReader(DataSourceReader):
 
 
 class PushingReader(BatchReader):
-    """Lets the database filter; Spark refuses such a reader where its own setting forbids that."""
+    """Pushes filters down to the database. Spark refuses such a reader if its own setting forbids pushdown."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Accept the filters that the table evaluates exactly; Spark evaluates the others."""
+        """Keep the filters that the table can evaluate exactly; return the others to Spark."""
         for one in filters:
             sign = COMPARISONS.get(type(one))
             column: Sequence[str] = getattr(one, "attribute", ())
             value: Any = getattr(one, "value", None)
-            if isinstance(one, datasource.IsNotNull) and one.attribute[0] in ANSWERED:
-                continue  # no row has null there
-            if sign is None or len(column) != 1 or column[0] not in ANSWERED or value is None:
+            if isinstance(one, datasource.IsNotNull) and one.attribute[0] in FILTERED_COLUMNS:
+                continue  # these columns are never null
+            if sign is None or len(column) != 1 or column[0] not in FILTERED_COLUMNS or value is None:
                 yield one
             else:
                 self._conditions.append(Condition(column[0], sign, value))
 
 
-def known(schema: StructType) -> StructType:
-    """Return the schema; raises ConfigurationError for columns that no message has."""
+def checked_schema(schema: StructType) -> StructType:
+    """Return the schema. Raises ConfigurationError for a column that messages do not have."""
     kinds = {field.name: field.dataType for field in COLUMNS}
     for field in schema:
         if kinds.get(field.name) != field.dataType:
@@ -110,9 +121,132 @@ def known(schema: StructType) -> StructType:
 
 
 def arrow_batch(rows: Sequence[Sequence[Any]], schema: StructType) -> pa.RecordBatch:
-    """Return rows in Spark's own Arrow types, times in UTC."""
+    """Return rows as an Arrow batch in Spark's types, times in UTC."""
     kinds = to_arrow_schema(schema, timezone="UTC")
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(schema)
     return pa.RecordBatch.from_arrays(
         [pa.array(column, kind.type) for column, kind in zip(columns, kinds, strict=True)], schema=kinds
     )
+
+
+Result = TypeVar("Result")
+ROWS_PER_TRIGGER: Final = 10_000
+OFFSET: Final = "claim"
+
+
+@dataclass
+class ClaimPartition(InputPartition):
+    """The messages with numbers above `start` up to `end`."""
+
+    start: int
+    end: int
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Takes due messages out of the store, so that no poller dispatches them.
+
+    The offset is a message's number, not its due time, so that a message that is stored late is not skipped.
+    """
+
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self._store = StoreOptions.of(options)
+        self._schema = checked_schema(schema)
+        self._partitions = whole(options, "numPartitions", PARTITIONS)
+        self._limit = whole(options, "maxMessagesPerTrigger", ROWS_PER_TRIGGER)
+        self._app = options.get("app", "")
+        if not self._app.strip():
+            raise ConfigurationError(
+                f'a stream of {FORMAT} needs a permanent name: .option("app", "invoices"). After a restart it finds '
+                "its unfinished messages by this name"
+            )
+        self._until: datetime | None = None
+        self._open: _OpenStore | None = None
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's
+        """Return the number before the first unfinished message, also if the checkpoint was lost."""
+        return self._offset(self._opened.run(self._opened.taking.first()))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's
+        """Return the most messages of a batch."""
+        return ReadMaxRows(self._limit)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's
+        """Take only messages that are due by now."""
+        self._until = SystemClock().now()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's
+        """Take due messages, and delete the finished ones: Spark calls this once all messages up to `start` are done.
+
+        Raises ConfigurationError if the checkpoint belongs to another stream.
+        """
+        done = self._number(start)
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        driver = self._opened
+        last = driver.run(driver.taking.take(done, most, self._until))
+        return self._offset(max(done, last))
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[ClaimPartition]:
+        """Divide the numbers evenly."""
+        first, last = self._number(start), self._number(end)
+        step = -(-(last - first) // self._partitions)
+        return [ClaimPartition(one, min(one + step, last)) for one in range(first, last, max(step, 1))]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read the messages with these numbers. Can be repeated until their batch is finished."""
+        if not isinstance(partition, ClaimPartition):
+            raise TypeError(f"{partition!r} is not a partition of this reader")
+        for rows in self._taking().rows(self._schema.names, partition.start, partition.end, ROWS_AT_ONCE):
+            yield arrow_batch(rows, self._schema)
+
+    def stop(self) -> None:
+        """Disconnect."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_open": None}
+
+    @property
+    def _opened(self) -> _OpenStore:
+        if self._open is None:
+            self._open = _OpenStore(self._taking())
+        return self._open
+
+    def _offset(self, number: int) -> dict[str, Any]:
+        return {OFFSET: number, **self._identity}
+
+    def _number(self, offset: dict[str, Any]) -> int:
+        """Return the number in an offset. Rejects another stream's checkpoint, which would delete unread messages."""
+        number = offset.get(OFFSET)
+        if not isinstance(number, int) or self._identity != {
+            name: one for name, one in offset.items() if name != OFFSET
+        }:
+            raise ConfigurationError(
+                f"the checkpoint belongs to another stream: its offset is {offset}, this one reads {self._identity}. "
+                "Give each stream its own checkpointLocation"
+            )
+        return number
+
+    @property
+    def _identity(self) -> dict[str, str]:
+        return {"app": self._app, "table": self._store.table}
+
+    def _taking(self) -> Taking:
+        return Taking(self._store.address, self._store.table, self._store.schema, self._app)
+
+
+class _OpenStore:
+    """The open store on the driver, where Spark asks for offsets."""
+
+    def __init__(self, taking: Taking) -> None:
+        self.taking = taking
+        self._runner = asyncio.Runner()
+        self.run(taking.open())
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(work)
+
+    def close(self) -> None:
+        self.run(self.taking.close())
+        self._runner.close()

@@ -1,4 +1,4 @@
-"""Validation of Arrow columns by the rules, and with the error texts, of `Endpoint.send`."""
+"""Validate messages in Arrow columns, with the rules and the error texts of `Endpoint.send`."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 INSTANT: Final = pa.timestamp("us", "UTC")
-#: What Python and every database can hold: the years 1 to 9999.
+#: Due times that Python and every database can hold: the years 1 to 9999.
 EARLIEST: Final = -62_135_596_800_000_000
 LATEST: Final = 253_402_300_799_999_999
-BEYOND_LEVELS: Final = "due lies further away than delay levels reach, 3106 days: give a store for those"
+BEYOND_LEVELS: Final = "due is beyond the reach of delay levels, 3106 days: give a store for such messages"
 SHOWN: Final = 80  # characters of a value in a reason
 SPACE: Final = r"[ \t\r\n]*"
 TEXT: Final = r'"[^"\\\x00-\x1f]{}"'
 PAIR: Final = SPACE.join(["", TEXT.format("+"), ":", TEXT.format("*"), ""])
-#: A JSON object of texts without escapes: what nearly all headers are.
+#: A JSON object of texts without escapes, like nearly all headers.
 PLAIN_HEADERS: Final = rf"^{SPACE}\{{({PAIR}(,{PAIR})*|{SPACE})\}}{SPACE}$"
 
 
 @dataclass(frozen=True)
 class Validator:
-    """Limits of a job; pickled to tasks. Times in microseconds since 1970."""
+    """The rules of a job; pickled to tasks. Times in microseconds since 1970."""
 
     largest: int
     """Bytes of headers and body together."""
     levels_until: int | None = None
-    """What is due before goes to a broker, whose refusals these are:"""
+    """Messages due earlier go to a broker; it refuses these destinations and ids."""
     destinations: Mapping[str, str] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)
     latest: int | None = None
-    """No message may be due later."""
+    """The latest due time of a message."""
 
     def reasons(self, batch: pa.RecordBatch) -> pa.Array:
-        """Return for each row why it is not let through, null where it is."""
+        """Return the reason for each invalid row, null for a valid one."""
         reasons = invalid_reasons(batch, largest=self.largest)
         due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
         if self.latest is not None:
@@ -56,16 +56,16 @@ class Validator:
             for name, refused in (("destination", self.destinations), ("id", self.ids)):
                 if refused:
                     texts = batch.column(name).dictionary_encode()
-                    theirs = pa.array([refused.get(text) for text in texts.dictionary.to_pylist()], pa.string())
-                    theirs = pc.if_else(near, theirs.take(texts.indices), pa.scalar(None, pa.string()))
-                    reasons = pc.coalesce(reasons, theirs)
+                    broker = pa.array([refused.get(text) for text in texts.dictionary.to_pylist()], pa.string())
+                    found = pc.if_else(near, broker.take(texts.indices), pa.scalar(None, pa.string()))
+                    reasons = pc.coalesce(reasons, found)
         return reasons
 
 
 def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
-    """Return for each row why it cannot be a message, null where it can.
+    """Return the reason for each row that cannot be a message, null for a valid one.
 
-    largest: bytes that headers and body may have together.
+    largest: the most bytes of headers and body together.
     """
     headers, body = batch.column("headers"), batch.column("body")
     size = pc.add(_length(headers), _length(body))
@@ -74,7 +74,7 @@ def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
         *_name_faults("id", batch.column("id"), MAXIMUM_ID_LENGTH),
         *_name_faults("destination", batch.column("destination"), MAXIMUM_DESTINATION_LENGTH),
         (pc.is_null(due), "due is missing: give an instant"),
-        (pc.or_(pc.less(due, EARLIEST), pc.greater(due, LATEST)), "due lies beyond the years 1 to 9999"),
+        (pc.or_(pc.less(due, EARLIEST), pc.greater(due, LATEST)), "due is not in the years 1 to 9999"),
         (pc.greater(size, largest), f"headers and body have more than {largest:,} bytes: keep large content elsewhere"),
     ]
     reasons = _header_faults(headers)
@@ -85,12 +85,12 @@ def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
 
 
 def valid_rows(batch: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
-    """Return the rows that have no fault."""
+    """Return the rows without a reason."""
     return batch if reasons.null_count == batch.num_rows else batch.filter(pc.is_null(reasons))
 
 
 def raise_for_invalid(batch: pa.RecordBatch, reasons: pa.Array) -> None:
-    """Raise InvalidMessage for the first row with a fault."""
+    """Raise InvalidMessage for the first invalid row."""
     if reasons.null_count == batch.num_rows:
         return
     row = pc.index(pc.is_valid(reasons), pa.scalar(True)).as_py()
@@ -99,7 +99,7 @@ def raise_for_invalid(batch: pa.RecordBatch, reasons: pa.Array) -> None:
 
 
 def _name_faults(what: str, names: pa.Array, longest: int) -> Iterable[tuple[pa.Array, Any]]:
-    """Reject values that a back end would truncate, lose or quote wrongly."""
+    """Yield a mask and a reason for each kind of name that a back end would cut, lose or quote wrongly."""
     length = pc.utf8_length(names)
     trimmed = pc.utf8_trim_whitespace(names)
     unprintable = pc.or_(pc.invert(pc.utf8_is_printable(names)), pc.not_equal(trimmed, names))
@@ -109,7 +109,7 @@ def _name_faults(what: str, names: pa.Array, longest: int) -> Iterable[tuple[pa.
 
 
 def _header_faults(headers: pa.Array) -> pa.Array:
-    """Look once at each value that there is and that is not plainly right: bulk messages share theirs."""
+    """Check each distinct value once, and only values that are not obviously right: most messages share theirs."""
     looks_right = pc.and_not(
         pc.match_substring_regex(headers, PLAIN_HEADERS),
         pc.match_substring_regex(headers, re.escape(Headers.TIME_TO_BE_RECEIVED)),

@@ -1,6 +1,6 @@
-"""Writing: tasks stage rows, and the driver commits the named attempts.
+"""Write messages through the data source: tasks stage rows, the driver commits the attempts that finished.
 
-A task cannot commit: to Python code in a task, a failed upstream looks like the end of its input.
+A task must not commit: to Python code in a task, a failed upstream looks like a normal end of input.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ INVALID: Final = ("fail", "skip")
 
 @dataclass
 class TaskCommit(WriterCommitMessage):
-    """A task's staged rows, and their query."""
+    """The rows that a task has staged, and the query that it belongs to."""
 
     attempt: Attempt
     query: str | None = None
 
 
-class Writing:
-    """Common parts of batch and stream writers."""
+class StagingWriter:
+    """The common part of batch and stream."""
 
     def __init__(self, options: Mapping[str, str], area: str) -> None:
         self._store = StoreOptions.of(options)
@@ -67,8 +67,8 @@ class Writing:
         return staging.write(good(), rejected=lambda: rejected)
 
 
-class BatchWriter(Writing, DataSourceArrowWriter):
-    """One job's writer: built once on the driver, pickled to its tasks and back to the commit."""
+class BatchWriter(StagingWriter, DataSourceArrowWriter):
+    """The writer of one job, built on the driver and pickled to its tasks and its commit."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options, new_area())
@@ -79,17 +79,17 @@ class BatchWriter(Writing, DataSourceArrowWriter):
         return TaskCommit(self._stage(iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Move the rows of the named attempts to the store."""
+        """Move the staged rows to the store."""
         self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=self._run)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Remove the staging area; tasks that still write fail."""
+        """Drop the staging table; a task that still writes fails."""
         del messages
         self._staging.discard()
 
 
-class StreamWriter(Writing, DataSourceStreamArrowWriter):
-    """A stream's writer, which Spark builds anew for every batch and every commit."""
+class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
+    """The writer of a stream. Spark builds a new one for every batch and every commit."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options, STREAMS)
@@ -102,9 +102,9 @@ class StreamWriter(Writing, DataSourceStreamArrowWriter):
         return TaskCommit(self._stage(iterator), query)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
-        """Move the batch to the store, unless it is there.
+        """Move the batch to the store, unless it was committed before.
 
-        Batches are counted by each checkpoint anew: after its loss they are stored again rather than left out.
+        Each checkpoint numbers its batches from 0, so after the loss of one they are stored again, not skipped.
         """
         queries = {one.query for one in messages if isinstance(one, TaskCommit)}
         if not queries:
@@ -115,13 +115,13 @@ class StreamWriter(Writing, DataSourceStreamArrowWriter):
         self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=run, batch=batchId)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
-        """Remove the batch's staged rows."""
+        """Delete the staged rows of the batch."""
         del batchId
         self._staging.discard(_attempts(messages))
 
 
 def completed(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the columns of a message in their order; headers and body are null where they are left out."""
+    """Return the columns of a message in order; missing headers and bodies become null."""
     kinds = {"headers": pa.string(), "body": pa.binary()}
     columns = [
         batch.column(name) if name in batch.schema.names else pa.nulls(batch.num_rows, kinds[name])

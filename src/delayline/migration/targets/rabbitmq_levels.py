@@ -56,7 +56,7 @@ class LevelsWave(ConfirmingWave):
 
     async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
         """Connect."""
-        return ConfirmedSession(await self._levels.session(stack))
+        return ConfirmedSession(await self._levels.writer(stack))
 
 
 class ConfirmedSession(ConfirmingSession):
