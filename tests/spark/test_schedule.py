@@ -180,8 +180,8 @@ def test_columns_that_cannot_be_a_messages_are_refused(spark: SparkSession, stor
     for columns, said in (
         (Columns(id="key"), "no column 'key', only id, destination, due"),
         (Columns(due="day"), "no column 'day'"),
-        (Columns(due="body"), "column 'body' is binary, which names no instant"),
-        (Columns(delay="body"), "column 'body' is binary, no delay"),
+        (Columns(due="body"), "column 'body' is binary, which is not an instant"),
+        (Columns(delay="body"), "column 'body' is binary, which is not a delay"),
         (Columns(headers="due"), "column 'due' is timestamp: headers are"),
     ):
         with pytest.raises(ConfigurationError, match=said):
@@ -190,7 +190,7 @@ def test_columns_that_cannot_be_a_messages_are_refused(spark: SparkSession, stor
 
 def test_other_sources_and_stores_are_refused(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     (tmp_path / "empty.csv").touch()
-    with pytest.raises(ConfigurationError, match="Say form="):
+    with pytest.raises(ConfigurationError, match="give form="):
         schedule(tmp_path, target(store), spark=spark)
     with pytest.raises(ConfigurationError, match="is empty"):
         schedule(tmp_path / "empty.csv", target(store), spark=spark)

@@ -181,7 +181,7 @@ def test_what_the_users_files_and_variables_set_is_known(monkeypatch: pytest.Mon
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
     monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", "--master local[1] --conf 'spark.log.level=INFO' pyspark-shell")
     # Then later ones win
-    assert session._settled() == {
+    assert session._user_settings() == {
         "spark.ui.enabled": "true",
         "spark.log.level": "INFO",
         "spark.driver.memory": "8g",

@@ -19,7 +19,7 @@ from delayline.errors import DelaylineError
 from delayline.migration import target_at
 from delayline.outgoing import check_headers, check_name
 from delayline.spark import JobTarget
-from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant, whole
+from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant_option, whole_option
 from delayline.spark.validation import invalid_reasons, raise_for_invalid, valid_rows
 
 if TYPE_CHECKING:
@@ -170,14 +170,14 @@ def test_a_password_that_is_not_on_this_machine_is_missed(options: dict[str, str
 @pytest.mark.parametrize("given", ["0", "-1", "1.5", "many", "²"])
 def test_numbers_are_whole(given: str) -> None:
     with pytest.raises(ConfigurationError, match=r"numPartitions=.* must be a whole number"):
-        whole({"numPartitions": given}, "numPartitions", 1)
+        whole_option({"numPartitions": given}, "numPartitions", 1)
 
 
 @pytest.mark.parametrize("given", ["tomorrow", "2030-01-01T00:00:00", ""])
 def test_instants_have_an_offset(given: str) -> None:
     with pytest.raises(DelaylineError, match="dueFrom="):
-        instant({"dueFrom": given}, "dueFrom")
-    assert instant({}, "dueFrom") is None
+        instant_option({"dueFrom": given}, "dueFrom")
+    assert instant_option({}, "dueFrom") is None
 
 
 def test_without_the_extra_the_way_to_install_it_is_told() -> None:

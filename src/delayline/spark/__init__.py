@@ -1,4 +1,8 @@
-"""The data pipeline: delayed messages in bulk, through PySpark, over the same stores that an endpoint uses."""
+"""Schedule, promote, dispatch, export and audit delayed messages in bulk with PySpark.
+
+The jobs use the same stores as endpoints. Every function takes the session as `spark`, or starts one by
+`spark_session`. Errors of Spark are raised as errors of delayline.
+"""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""From the columns of any DataFrame to those of a message, by expressions; and the rows that become none."""
+"""Convert the columns of a DataFrame to those of a message, and find the rows that cannot be messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from delayline.spark.validation import Validator
 
-#: A text names an instant only with its offset from UTC.
+#: A text is an instant only with an offset from UTC.
 OFFSET: Final = r"(Z|[+-]\d{2}(:?\d{2})?)\s*$"
 KEPT: Final = "_delayline_row"
 UNREADABLE: Final = "_delayline_unreadable"
@@ -43,14 +43,21 @@ REJECTED: Final = "id STRING, reason STRING, file STRING, line INT, row STRING"
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of a message's columns in the source.
+    """The names of the source's columns.
 
     Args:
-        due: A TIMESTAMP, or text with an offset from UTC.
-        delay: In place of `due`: seconds, or INTERVAL DAY TO SECOND.
-        to: The destination of all rows, in place of a column.
-        headers: JSON text, MAP or STRUCT of texts.
-        body: BINARY, text, or a value to encode as JSON.
+        id: Column of the message id.
+        destination: Column of the destination queue.
+        due: Column of the due time: TIMESTAMP, or text with an offset from UTC.
+        delay: Column of a delay, in place of `due`: seconds, or INTERVAL DAY TO SECOND.
+        to: The destination of all messages, in place of a column.
+        headers: Column of the headers: JSON text, or a MAP or STRUCT of texts. May be missing.
+        body: Column of the body: BINARY, text, or a MAP, STRUCT or ARRAY, which becomes JSON. May be missing.
+
+    Example:
+        ```python
+        Columns(id="reminder_id", delay="wait_seconds", to="billing")
+        ```
     """
 
     id: str = "id"
@@ -63,16 +70,16 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """The names in the source that are looked for."""
+        """The names of all columns to read."""
         time = self.due if self.delay is None else self.delay
         names = [self.id, time, self.headers, self.body, *([] if self.to else [self.destination])]
         return list(dict.fromkeys(names))
 
 
 def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
-    """Return the rows with a message's columns, null where a value cannot be read, and with their known origin.
+    """Return the rows with the columns of a message, null for unreadable values, and their file and line if known.
 
-    Raises ConfigurationError for a column that is missing or has an unsupported type.
+    Raises ConfigurationError for a column that is missing or has an unsuitable type.
     """
     made = _made(rows, columns, now)
     hidden = [name for name in rows.columns if name in HIDDEN]
@@ -80,7 +87,7 @@ def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
 
 
 def content_type(rows: DataFrame, columns: Columns) -> str:
-    """Return what `Endpoint.send` would call bodies of that type."""
+    """Return the content type that `Endpoint.send` gives to bodies of this type."""
     kind = next((one.dataType for one in rows.schema if one.name == columns.body), BinaryType())
     if isinstance(kind, BinaryType):
         return encode_body(b"")[1]
@@ -88,7 +95,7 @@ def content_type(rows: DataFrame, columns: Columns) -> str:
 
 
 def rejected(rows: DataFrame, columns: Columns, now: datetime, validator: Validator) -> DataFrame:
-    """Return the rows that become no message: id, reason, file, line, and the row as JSON."""
+    """Return the rows that cannot be messages: id, reason, file, line, and the row as JSON."""
     raw = [name for name in rows.columns if name not in HIDDEN]
     visible = F.coalesce(F.col(CORRUPT), _json(raw)) if CORRUPT in rows.columns else _json(raw)
     time = columns.due if columns.delay is None else columns.delay
@@ -128,7 +135,7 @@ def _made(rows: DataFrame, columns: Columns, now: datetime) -> dict[str, Column]
         "headers": _headers(columns.headers, kinds),
         "body": _body(columns.body, kinds),
     }
-    if CORRUPT in kinds:  # then no part of the line is to be believed
+    if CORRUPT in kinds:  # no field of a corrupt line can be trusted
         made["id"] = F.when(F.col(CORRUPT).isNull(), made["id"])
         made["due"] = F.when(F.col(CORRUPT).isNull(), made["due"])
     return made
@@ -153,13 +160,13 @@ def _due(columns: Columns, kinds: dict[str, DataType], now: datetime) -> Column:
     if isinstance(kind, StringType):
         return F.when(due.rlike(OFFSET), due.try_cast("timestamp"))
     raise ConfigurationError(
-        f"column {columns.due!r} is {kind.simpleString()}, which names no instant: use "
-        f"to_utc_timestamp({columns.due}, 'Europe/Berlin') for times of a place"
+        f"column {columns.due!r} is {kind.simpleString()}, which is not an instant: use "
+        f"to_utc_timestamp({columns.due}, 'Europe/Berlin') for local times"
     )
 
 
 def _after(name: str, kinds: dict[str, DataType], now: datetime) -> Column:
-    """Return the instant of a delay, counted from the same moment for the whole job; null for a negative one."""
+    """Return the due time of a delay that starts at `now`; null for a negative delay."""
     _text(name, kinds)
     kind, delay = kinds[name], F.col(_quoted(name))
     if isinstance(kind, DayTimeIntervalType):
@@ -169,7 +176,7 @@ def _after(name: str, kinds: dict[str, DataType], now: datetime) -> Column:
         micros = (seconds * 1_000_000).cast("bigint") + F.lit(to_microseconds(now))
         return F.when(seconds >= 0, F.timestamp_micros(micros))
     raise ConfigurationError(
-        f"column {name!r} is {kind.simpleString()}, no delay: give seconds, or INTERVAL DAY TO SECOND"
+        f"column {name!r} is {kind.simpleString()}, which is not a delay: give seconds, or INTERVAL DAY TO SECOND"
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DelayedMessages(DataSource):
-    """Spark finds it by itself through the module `pyspark_delayline`."""
+    """The data source. Spark finds it through the module `pyspark_delayline`."""
 
     @classmethod
     def name(cls) -> str:
@@ -25,18 +25,18 @@ class DelayedMessages(DataSource):
         return FORMAT
 
     def schema(self) -> StructType:
-        """Return a message's columns."""
+        """Return the columns of a message."""
         return COLUMNS
 
     def reader(self, schema: StructType) -> BatchReader:
-        """Return a reader of the columns that the user has asked for."""
+        """Return a reader of the selected columns."""
         from delayline.spark.reader import BatchReader, PushingReader
 
         pushes = choice(self.options, "filterPushdown", ("false", "true")) == "true"
         return (PushingReader if pushes else BatchReader)(self.options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        """Return a job's writer; what cannot be written is refused here, before any task."""
+        """Return the writer of a job. Raises ConfigurationError for a wrong schema before any task starts."""
         from delayline.spark.writer import BatchWriter
 
         _must_append(overwrite)
@@ -50,7 +50,7 @@ class DelayedMessages(DataSource):
         return StreamReader(self.options, schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 - Spark's
-        """Return a batch's writer."""
+        """Return the writer of one batch of a stream."""
         from delayline.spark.writer import StreamWriter
 
         _must_append(overwrite)
@@ -61,5 +61,5 @@ class DelayedMessages(DataSource):
 def _must_append(overwrite: bool) -> None:
     if overwrite:
         raise ConfigurationError(
-            f'{FORMAT} only adds messages: write .mode("append"), and .option("onConflict", "replace") for new content'
+            f'{FORMAT} can only append: use .mode("append"), and .option("onConflict", "replace") to overwrite messages'
         )

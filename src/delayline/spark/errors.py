@@ -1,4 +1,4 @@
-"""Errors of Spark's as delayline's own: what happened in a task or in the commit, without a stack of Java's."""
+"""Translate errors of Spark into errors of delayline, without the stack trace of Java."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from delayline.spark.options import FORMAT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The last line of a Python traceback, wherever Java has put it.
+#: The last line of a Python traceback inside an error of Java.
 OURS: Final = re.compile(r"delayline\.errors\.(\w+): (.+)")
-#: What Spark says where the Python beside it does not see delayline.
+#: The condition of Spark when its Python cannot import delayline.
 UNKNOWN: Final = "DATA_SOURCE_NOT_FOUND"
 MISSING: Final = re.compile(r"No module named '(delayline|pyspark_delayline|pyarrow|sqlalchemy|psycopg|pymysql)")
-#: Spark's names of failures.
+#: An error condition of Spark.
 CONDITION: Final = re.compile(r"\[[A-Z][A-Z0-9_.]+\] .+")
-#: Some of Java's errors PySpark passes on as they are; it has Py4J, sessions of Spark Connect need not.
+#: The class of Java errors that PySpark does not convert; compared by name, as Spark Connect works without Py4J.
 OF_JAVA: Final = "Py4JJavaError"
 LONGEST: Final = 500
-#: PySpark's loggers that write the whole of an error, with Java's stack, to stderr.
+#: Loggers of PySpark that write errors with the stack trace of Java to stderr.
 STACKS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 
 @contextlib.contextmanager
 def translated_errors() -> Iterator[None]:
-    """Raise what delayline has raised in a task or in a commit; ConfigurationError for other failures of a job."""
+    """Raise the error that delayline raised in a task or a commit; ConfigurationError for other failures of a job."""
     loggers = [PySparkLogger.getLogger(name) for name in STACKS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
@@ -49,11 +49,11 @@ def translated_errors() -> Iterator[None]:
 
 
 def translate_error(error: Exception) -> DelaylineError:
-    """Return the delayline error that is inside Spark's, or one that says in a line what Spark has said."""
+    """Return the delayline error inside an error of Spark, or a ConfigurationError with its most telling line."""
     text = str(error)
     for name, said in reversed(OURS.findall(text)):
         if name == errors.MissingExtra.__name__:
-            return ConfigurationError(f"on the executors {said.strip()} there, for the Python that PYSPARK_PYTHON is")
+            return ConfigurationError(f"on the executors, in the Python that PYSPARK_PYTHON names: {said.strip()}")
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, DelaylineError):
             found = kind.__new__(kind)
@@ -67,7 +67,7 @@ def translate_error(error: Exception) -> DelaylineError:
         )
     if UNKNOWN in text and FORMAT in text:
         return ConfigurationError(
-            f"Spark finds no data source {FORMAT!r}: install 'delayline[spark]' for the Python that Spark's driver "
+            f"Spark finds no data source {FORMAT!r}: install 'delayline[spark]' in the Python that Spark's driver "
             "starts, which PYSPARK_PYTHON names"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]

