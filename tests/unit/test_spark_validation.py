@@ -113,7 +113,7 @@ def test_no_rows_have_no_faults() -> None:
         ("due", types.StringType(), "column 'due' is string, not timestamp"),
         ("due", None, "no column 'due', only id, destination"),
         ("id", types.IntegerType(), r"use CAST\(id AS STRING\)"),
-        ("x", types.IntegerType(), "column 'x' is none of a message's: drop it"),
+        ("x", types.IntegerType(), "column 'x' is not a column of a message: drop it"),
         ("headers", types.MapType(types.StringType(), types.StringType()), r"use to_json\(headers\)"),
         ("body", types.StringType(), r"use CAST\(body AS BINARY\)"),
     ],
@@ -129,7 +129,7 @@ def test_columns_of_other_names_and_types_are_refused(column: str, kind: types.D
     ("options", "said"),
     [
         ({"endpoint": "sales"}, "needs the store"),
-        ({"url": "sqlite:///x.db"}, "needs whose messages"),
+        ({"url": "sqlite:///x.db"}, "needs the endpoint"),
     ],
 )
 def test_options_that_are_missing_are_named(options: dict[str, str], said: str) -> None:
