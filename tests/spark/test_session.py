@@ -94,7 +94,7 @@ def test_without_any_java_both_ways_to_one_are_named(monkeypatch: pytest.MonkeyP
 
 def test_a_cache_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="Set XDG_CACHE_HOME to a folder"):
+    with pytest.raises(ConfigurationError, match="Set XDG_CACHE_HOME to a writable folder"):
         find_java({**NONE, "XDG_CACHE_HOME": str(tmp_path / "file")})
 
 
