@@ -34,9 +34,8 @@ from delayline.errors import (
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
 from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
-from delayline.pipeline import Handler, Pipeline
+from delayline.pipeline import Handler, Pipeline, open_satellite
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
-from delayline.satellites import open_satellite
 from delayline.transaction import (
     WAITING_TASK,
     Guarantee,

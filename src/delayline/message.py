@@ -19,9 +19,7 @@ from delayline.errors import CorruptBody, CorruptHeaders, InvalidDueTime, Invali
 from delayline.header_xml import from_xml, is_xml
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from delayline.header_template import HeaderTemplate
+    from collections.abc import Mapping, Sequence
 
 #: A body before encoding: bytes as they are, str as UTF-8, anything else as JSON.
 Body = bytes | str | dict[str, Any] | list[Any] | int | float | bool | None
@@ -224,6 +222,32 @@ class Message:
 
     def __repr__(self) -> str:
         return f"Message(id={self.id!r}, body={len(self.body)} bytes)"
+
+
+class HeaderTemplate:
+    """Makes headers from the values that differ: as a mapping, or as stores keep them, whichever is wanted first.
+
+    JSON's encoder would take as long as all the rest of a send, and its decoder half of that.
+    varying: the names of those values, in their order. fixed: the other headers.
+    """
+
+    def __init__(self, varying: Sequence[str], fixed: Mapping[str, str]) -> None:
+        self._varying = tuple(varying)
+        self._fixed = dict(fixed)
+        places = encode_headers(dict.fromkeys(varying, "%s")).decode()
+        self._json = f"{places[:-1]},{encode_headers(fixed).decode()[1:].replace('%', '%%')}"
+
+    def message(self, id: str, values: tuple[str, ...], body: bytes) -> Message:
+        """Return a message with these values, which JSON writes as they are: no quotes, backslashes, controls."""
+        return Message.from_template(id, self, values, body)
+
+    def headers(self, values: tuple[str, ...]) -> dict[str, str]:
+        """Return all headers."""
+        return dict(zip(self._varying, values, strict=True)) | self._fixed
+
+    def encoded(self, values: tuple[str, ...]) -> bytes:
+        """Return all headers as `encode_headers` does."""
+        return (self._json % values).encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.clock import latest_of
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
-from delayline.header_template import HeaderTemplate
 from delayline.message import (
     MAXIMUM_DESTINATION_LENGTH,
     MAXIMUM_ID_LENGTH,
     Body,
     Headers,
+    HeaderTemplate,
     Message,
     encode_body,
     from_time_span,

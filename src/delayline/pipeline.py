@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
@@ -17,6 +17,7 @@ from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
 from delayline.recoverability import (
     DELAYED_DELIVERIES,
+    Decision,
     GiveBack,
     MoveToError,
     Recoverability,
@@ -29,17 +30,17 @@ from delayline.recoverability import (
     may_fit_smaller,
 )
 from delayline.transaction import TransactionMode
-from delayline.transport import SupportsServerTimeout, SupportsTransportTransactions
+from delayline.transport import SupportsServerTimeout, SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from datetime import datetime
 
-    from delayline.delayed.host import DeliveryHost
+    from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
     from delayline.destinations import Destinations
     from delayline.message import Body
     from delayline.transaction import Transaction
-    from delayline.transport import ReceivedMessage, Receiver, TransportOperation
+    from delayline.transport import ReceivedMessage, Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ RECOVERED_AFTER: Final = timedelta(seconds=5)
 MOST_APART: Final = 500
 MOST_BYTES_APART: Final = 64 << 20
 MOST_COUNTED: Final = 10_000
+#: A satellite attempts a message 5 times at once, as NServiceBus does.
+SATELLITE_RETRIES: Final = 4
 
 
 class Recorded(Coroutine[Any, Any, Result_co]):
@@ -530,3 +533,50 @@ async def _run(handler: Handler, message: Message, context: MessageContext) -> N
             raise
         # Something the handler waited for was cancelled, not the handler: a failure like any other.
         raise RuntimeError("the handler ended with a CancelledError without being cancelled") from error
+
+
+async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:
+    """Return a pipeline on the satellite's queue, not started yet. Raises QueueNotFound."""
+    work = _SatelliteHandler(satellite.work, satellite.queue, host)
+    return Pipeline(
+        host=replace(host, mode=satellite.mode),
+        queue=satellite.queue,
+        receiver=await host.transport.receiver(satellite.queue),
+        handlers=[work.handle],
+        delivery=work,
+        composer=Composer(host.endpoint_name, host.clock, reply_to=None),
+        recoverability=SatelliteRecoverability(
+            immediate_retries=SATELLITE_RETRIES, immediate_pause=timedelta(0), delayed_retries=0
+        ),
+        concurrency=satellite.concurrency,
+    )
+
+
+class SatelliteRecoverability(Recoverability):
+    """Five attempts at once, then the error queue; while a back end is out of reach messages stay where they are."""
+
+    __slots__ = ()
+
+    def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
+        """Return what to do after the `attempt`-th failure."""
+        del headers, now
+        if isinstance(error, BackendUnavailable):
+            return GiveBack()
+        return RetryNow() if attempt <= self.immediate_retries else MoveToError()
+
+
+@dataclass(frozen=True, slots=True)
+class _SatelliteHandler:
+    """Dispatches a satellite's operations in the transaction of the receive."""
+
+    of_satellite: SatelliteWork
+    queue: str
+    host: DeliveryHost
+
+    async def handle(self, message: Message, context: MessageContext) -> None:
+        await self.of_satellite.prepare(message, context.attempt)
+        context.outgoing.append(Outgoing(TransportOperation(message, self.queue), self.host.clock.now()))
+
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        del due
+        await self.of_satellite.work(operation.message, transaction)
