@@ -9,12 +9,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 from delayline import setting_values
-from delayline.checks import full_scheme
+from delayline.backends import AZURE, BROKERS, MEMORY, SQL, BackendOptions, backend_of, is_third_party, scheme_of
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.host import satellite_queues
 from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoint
 from delayline.errors import ConfigurationError
-from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.setting_sources import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags
 from delayline.setting_values import masked
 from delayline.timeouts.draining import draining_delivery, persister_at
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
     from delayline.sql import TwoPhaseCommit
     from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
-
-MEMORY: Final = "memory"
-BROKERS: Final = ("amqp", "amqps")
-AZURE: Final = "azure"
 
 
 def _setting(default: Any, read: setting_values.Read, text: str, example: str) -> Any:  # noqa: ANN401 - typed where it is assigned
@@ -237,20 +232,8 @@ def transport_from(
     On RabbitMQ messages that cannot be read go to `error_queue`, and `name` begins the names of connections. schema
     and two_phase are of SQL databases, and of no concern to others.
     """
-    if in_memory(url):
-        return MemoryTransport()
-    if on_rabbitmq(url):
-        from delayline.rabbitmq import RabbitMQTransport
-
-        return RabbitMQTransport(url, error_queue=error_queue, name=name)
-    if _scheme_of(url) == AZURE:
-        from delayline.azure import AzureStorageQueueTransport
-
-        return AzureStorageQueueTransport(url)
-    _must_be_sql(url, "transport", BROKERS)
-    from delayline.sql import SqlTransport
-
-    return SqlTransport(url, schema=schema, two_phase=two_phase)
+    options = BackendOptions(error_queue=error_queue, name=name, schema=schema, two_phase=two_phase)
+    return backend_of(url, kind="transport").transport(url, options)
 
 
 def transport_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> Transport:
@@ -286,10 +269,6 @@ def store_from(
     two_phase: TwoPhaseCommit | None = None,
 ) -> DelayedMessageStore:
     """Return a new delayed message store at `url`; raises ConfigurationError naming the supported schemes."""
-    if journal and _scheme_of(url) in {MEMORY, AZURE}:
-        raise ConfigurationError(
-            f"journal = true needs a store in a SQL database, not at {masked(url)!r}: leave it out"
-        )
     if cold_tier is not None:
         _must_be_sql(url, "store with a cold tier")
         from delayline.bulk.two_tier_store import TwoTierStore
@@ -299,21 +278,8 @@ def store_from(
                 "a store with a cold tier takes part in no two-phase commit: leave out one of them"
             )
         return TwoTierStore(url, table_name=table_name, schema=schema, journal=journal, cold_tier=cold_tier)
-    if in_memory(url):
-        return MemoryDelayedMessageStore()
-    if on_rabbitmq(url):
-        raise ConfigurationError(
-            "messages in RabbitMQ's delay levels can be counted, not listed, cancelled or rescheduled. Count it "
-            "with: delayline rabbitmq pending. For the rest keep delayed messages in a database: store_url"
-        )
-    if _scheme_of(url) == AZURE:
-        from delayline.azure import AzureDelayedTable
-
-        return AzureDelayedTable(url, table_name=table_name)
-    _must_be_sql(url, "delayed message store")
-    from delayline.sql import SqlDelayedMessageStore
-
-    return SqlDelayedMessageStore(url, table_name=table_name, schema=schema, journal=journal, two_phase=two_phase)
+    options = BackendOptions(table_name=table_name, schema=schema, journal=journal, two_phase=two_phase)
+    return backend_of(url, kind="delayed message store").store(url, options)
 
 
 def persister_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> SqlTimeoutPersister:
@@ -338,9 +304,7 @@ def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
     if not settings.two_phase:
         return None
     queues, waiting = settings.resolved_transport_url, settings.resolved_store_url
-    from delayline.sql.urls import SCHEMES
-
-    if queues == waiting or not {_scheme_of(queues), _scheme_of(waiting)} <= set(SCHEMES):
+    if queues == waiting or not {scheme_of(queues), scheme_of(waiting)} <= set(SQL):
         raise ConfigurationError(
             "two_phase = true needs queues and delayed messages in two SQL databases: give transport_url and "
             f"store_url, which are {masked(queues)!r} and {masked(waiting)!r}, or leave it out"
@@ -352,7 +316,7 @@ def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
 
 def must_exist(url: str) -> None:
     """Raise BackendUnusable if there is nothing at `url` and opening it would create an empty back end."""
-    if on_rabbitmq(url) or _scheme_of(url) == AZURE:
+    if on_rabbitmq(url) or scheme_of(url) == AZURE or is_third_party(url):
         return
     _must_be_sql(url, "database")
     from delayline.sql import urls
@@ -368,10 +332,12 @@ async def examine(
         from delayline.rabbitmq.admin.doctor import examine as examine_broker
 
         return await examine_broker(url, delay_levels=delay_levels, endpoint=endpoint)
-    if _scheme_of(url) == AZURE:
+    if scheme_of(url) == AZURE:
         from delayline.azure.examination import examine as examine_account
 
         return await examine_account(url)
+    if is_third_party(url):
+        return [("back end", True, f"{scheme_of(url)}: is installed; it has no own checks")]
     _must_be_sql(url, "database")
     from delayline.sql import urls
 
@@ -398,7 +364,7 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
     """
     if on_rabbitmq(settings.resolved_transport_url):
         raise ConfigurationError("a dry run shows SQL, and RabbitMQ has none. See: delayline rabbitmq verify")
-    if AZURE in {_scheme_of(settings.resolved_transport_url), _scheme_of(settings.resolved_store_url)}:
+    if AZURE in {scheme_of(settings.resolved_transport_url), scheme_of(settings.resolved_store_url)}:
         raise ConfigurationError(
             "--dry-run prints SQL, which Azure Storage does not use: run delayline setup without it"
         )
@@ -429,26 +395,19 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
 
 def in_memory(url: str) -> bool:
     """Return whether the messages at `url` are lost with the process."""
-    return _scheme_of(url) == MEMORY
+    return scheme_of(url) == MEMORY
 
 
 def on_rabbitmq(url: str) -> bool:
     """Tell whether `url` leads to RabbitMQ."""
-    return _scheme_of(url) in BROKERS
+    return scheme_of(url) in BROKERS
 
 
-def _must_be_sql(url: str, what: str, besides: tuple[str, ...] = ()) -> None:
-    """Raise ConfigurationError for a scheme of no room; only here and below it SQLAlchemy is loaded, which is slow."""
-    from delayline.sql.urls import SCHEMES
-
-    if _scheme_of(url) not in SCHEMES:
-        known = ", ".join(f"{name}:" for name in sorted((MEMORY, AZURE, *SCHEMES, *besides)))
+def _must_be_sql(url: str, what: str) -> None:
+    """Raise ConfigurationError unless the scheme is a SQL database's."""
+    if scheme_of(url) not in SQL:
+        known = ", ".join(f"{name}:" for name in sorted(SQL))
         raise ConfigurationError(f"no {what} for the URL {masked(url)!r}. The supported schemes are {known}")
-
-
-def _scheme_of(url: str) -> str:
-    """Return the URL's technology: `postgresql` of `postgresql+psycopg://...`."""
-    return full_scheme(url).partition(":")[0].partition("+")[0].lower()
 
 
 def delivery_from(

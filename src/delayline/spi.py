@@ -4,6 +4,7 @@ A store is a class with the six methods of `DelayedMessageStore`; every other pr
 endpoint finds with `isinstance` at its start and does without where it is missing.
 """
 
+from delayline.backends import Backend, BackendOptions
 from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery
 from delayline.delayed.host import DeliveryHost
@@ -37,6 +38,8 @@ from delayline.transport import (
 )
 
 __all__ = [
+    "Backend",
+    "BackendOptions",
     "Clock",
     "DelayedDelivery",
     "DelayedMessage",

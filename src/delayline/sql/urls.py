@@ -1,8 +1,8 @@
-"""SQL URLs: the known schemes, whether the database exists, and its health."""
+"""SQL URLs: whether the database exists, and its health."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from delayline.sql.database import Database
 from delayline.sql.schema import queue_tables
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Finding
     from delayline.sql.schema import QueueTables
-
-#: URL schemes, without a driver's name: `postgresql+psycopg` is `postgresql`.
-SCHEMES: Final = ("sqlite", "postgresql", "mariadb", "mysql", "mssql")
 
 
 def must_exist(url: str) -> None:
