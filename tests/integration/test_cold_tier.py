@@ -12,7 +12,7 @@ from tests.integration.cold_rows import hold, rows
 
 from delayline import BackendUnusable, ConfigurationError, DelayedMessage, Message, TransactionMode
 from delayline.bulk import TwoTierStore
-from delayline.bulk.cold_catalog import ColdFile, State, hour_of
+from delayline.bulk.cold_catalog import ColdFile, FileState, hour_of
 from delayline.bulk.cold_folder import ColdFolder, HourWriter
 from delayline.clock import to_microseconds
 from delayline.spi import DueCount, Outcome
@@ -136,7 +136,7 @@ async def test_a_message_that_is_promoted_while_it_is_looked_for_is_cancelled_in
 
     async def promote() -> None:
         async with store.transaction() as transaction:
-            retire = partial(store._catalog.retire, names=[file.name], state=State.PROMOTED)
+            retire = partial(store._catalog.retire, names=[file.name], state=FileState.PROMOTED)
             await store._database.write(retire, transaction)
             await store.store(DelayedMessage(Message("a", {}, b""), "billing", NOON), transaction)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayline import BackendUnavailable, DelayedMessage, Message, TransactionMode
-from delayline.bulk.stream_claims import Taking
+from delayline.bulk.stream_claims import StreamClaims
 from delayline.sql import SqlDelayedMessageStore
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ async def test_a_stream_takes_what_is_due_and_finds_it_again_until_it_is_done(ur
     await put(store, "held")
     [held] = await store.fetch_due(datetime.now(UTC), 1, max_bytes=1000)
     await put(store, "a", "b", "c")
-    first = Taking(url, TABLE, None, "invoices")
+    first = StreamClaims(url, TABLE, None, "invoices")
     await first.open()
     assert await first.first() == 0
     # When a stream takes two, and then the rest
@@ -92,7 +92,7 @@ async def test_a_stream_takes_what_is_due_and_finds_it_again_until_it_is_done(ur
     assert sorted(rows) == [["a", b"a"], ["b", b"b"], ["c", b"c"]]
     assert await store.next_due() is None
     # And what it is not done with is found by the next one of that name, which the first one has to leave it to
-    second = Taking(url, TABLE, None, "invoices")
+    second = StreamClaims(url, TABLE, None, "invoices")
     await second.open()
     assert await second.first() == 0
     with pytest.raises(BackendUnavailable, match="another stream has begun to read as 'invoices'"):
@@ -108,7 +108,7 @@ async def test_a_stream_takes_what_is_due_and_finds_it_again_until_it_is_done(ur
 async def test_streams_of_other_names_share_what_is_due(url: str) -> None:
     store = await opened(url)
     await put(store, *(f"m{number}" for number in range(10)))
-    left, right = Taking(url, TABLE, None, "left"), Taking(url, TABLE, None, "right")
+    left, right = StreamClaims(url, TABLE, None, "left"), StreamClaims(url, TABLE, None, "right")
     for one in (left, right):
         await one.open()
     assert (await left.take(0, 4), await right.take(0, None)) == (4, 6)
@@ -123,7 +123,7 @@ async def test_nothing_is_taken_before_it_is_due(url: str) -> None:
     soon = datetime.now(UTC) + timedelta(hours=1)
     await store.store(DelayedMessage(Message("soon", {}, b""), "billing", soon))
     await put(store, "past")
-    taking = Taking(url, TABLE, None, "invoices")
+    taking = StreamClaims(url, TABLE, None, "invoices")
     await taking.open()
     assert await taking.take(0, None, PAST - timedelta(days=1)) == 0
     assert await taking.take(0, None) == 1

@@ -18,7 +18,7 @@ import pytest
 
 from delayline.delayed.poller import Poller
 from delayline.events import Event
-from delayline.sql.dialects.sqlite_wake_ups import READ_SIZE, RECORD, WakeUps
+from delayline.sql.dialects.sqlite_wake_ups import READ_SIZE, RECORD, PipeNotifications
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def pipes(folder: Path) -> list[Path]:
 class Heard:
     """What a listener in this process was told."""
 
-    def __init__(self, wake_ups: WakeUps, channel: str = "channel") -> None:
+    def __init__(self, wake_ups: PipeNotifications, channel: str = "channel") -> None:
         self.at: list[int] = []
         self._news = asyncio.Event()
         self.stop = wake_ups.subscribe(channel, self._note)
@@ -140,7 +140,7 @@ async def test_a_poller_is_woken_by_another_process(file: Path, make_endpoint: C
 
 async def test_another_process_is_told(folder: Path) -> None:
     with listener(folder) as process:
-        WakeUps(folder).notify("channel", 42)
+        PipeNotifications(folder).notify("channel", 42)
         assert process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), PATIENCE)
         assert line == "told 42\n"
@@ -151,7 +151,7 @@ async def test_pipes_of_killed_processes_are_swept(folder: Path) -> None:
     with listener(folder):
         pass
     assert len(pipes(folder)) == 1
-    teller = WakeUps(folder)
+    teller = PipeNotifications(folder)
     with listener(folder):
         teller.notify("channel")
         assert len(pipes(folder)) == 1, "the first was swept, the second is alive"
@@ -166,7 +166,7 @@ async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given somebody who looks for dead pipes just when a listener has made its own and does not read it yet
-    teller, wake_ups, make = WakeUps(folder), WakeUps(folder), os.mkfifo
+    teller, wake_ups, make = PipeNotifications(folder), PipeNotifications(folder), os.mkfifo
 
     def making(path: Path) -> None:
         make(path)
@@ -186,7 +186,7 @@ async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
 
 async def test_many_listeners_come_and_go_while_others_tell(folder: Path) -> None:
     # Given somebody who tells things without pause
-    teller, enough = WakeUps(folder), threading.Event()
+    teller, enough = PipeNotifications(folder), threading.Event()
 
     def tell() -> None:
         while not enough.is_set():
@@ -198,7 +198,7 @@ async def test_many_listeners_come_and_go_while_others_tell(folder: Path) -> Non
     try:
         for _ in range(40):
             # When others begin to listen meanwhile
-            wake_ups, other = WakeUps(folder), WakeUps(folder)
+            wake_ups, other = PipeNotifications(folder), PipeNotifications(folder)
             heard = Heard(wake_ups)
             # Then they are told
             other.notify("channel", 7)
@@ -217,7 +217,7 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, trouble: int
 ) -> None:
     # Given a listener, and a teller that is out of descriptors, or another user
-    wake_ups, teller = WakeUps(folder), WakeUps(folder)
+    wake_ups, teller = PipeNotifications(folder), PipeNotifications(folder)
     heard = Heard(wake_ups)
 
     def failing(*arguments: Any, **settings: Any) -> int:  # noqa: ANN401
@@ -239,7 +239,7 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
 async def test_nobody_waits_for_a_full_pipe(folder: Path) -> None:
     # Given a process that listens and stands still
     with listener(folder) as process:
-        teller = WakeUps(folder)
+        teller = PipeNotifications(folder)
         process.send_signal(signal.SIGSTOP)
         # When more is told than its pipe holds
         started = time.monotonic()
@@ -263,7 +263,7 @@ def test_a_full_pipe_is_seen_as_full_even_where_pipes_are_small() -> None:
 
 async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> None:
     for _ in range(20):
-        wake_ups = WakeUps(folder)
+        wake_ups = PipeNotifications(folder)
         wake_ups.open()
         heard = Heard(wake_ups)
         wake_ups.notify("channel", 1)
@@ -276,7 +276,7 @@ async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> Non
 
 async def test_a_listener_whose_loop_is_closed_disturbs_nobody(folder: Path) -> None:
     # Given a listener on a loop that has ended, and one that lives
-    wake_ups = WakeUps(folder)
+    wake_ups = PipeNotifications(folder)
 
     async def listen() -> None:
         Heard(wake_ups)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from delayline.migration.target import Attempted, Delivered, Session, Staged, Target, Wave
+    from delayline.migration.target import Attempted, Delivered, DeliveryRound, DeliverySession, Staged, Target
 
 
 class Killed(BaseException):
@@ -56,7 +56,7 @@ class Mortal:
 
 
 class MortalWave:
-    def __init__(self, wave: Wave, deaths: Deaths) -> None:
+    def __init__(self, wave: DeliveryRound, deaths: Deaths) -> None:
         self.wave = wave
         self.deaths = deaths
         self.largest_message = wave.largest_message
@@ -73,7 +73,7 @@ class MortalWave:
 
 
 class MortalSession:
-    def __init__(self, session: Session, deaths: Deaths) -> None:
+    def __init__(self, session: DeliverySession, deaths: Deaths) -> None:
         self._session = session
         self._deaths = deaths
 

@@ -18,7 +18,7 @@ from tests.spark.broker import on_broker
 from tests.spark.stores import ENDPOINT, PAST, StoreAt
 
 from delayline import BackendUnusable, ConfigurationError, SqlTransport
-from delayline.bulk.dispatchers import ShardMetrics, Wave
+from delayline.bulk.dispatchers import Generation, ShardMetrics
 from delayline.config import Settings, endpoint_from
 from delayline.spark import Dispatcher
 
@@ -78,9 +78,9 @@ def shards(dispatcher: Dispatcher) -> Sequence[ShardMetrics]:
         return []
 
 
-def _wave(dispatcher: Dispatcher) -> Wave:
+def _wave(dispatcher: Dispatcher) -> Generation:
     found = shards(dispatcher)
-    return Wave(dispatcher.name, dispatcher._owner, found[0].wave if found else -1)
+    return Generation(dispatcher.name, dispatcher._owner, found[0].wave if found else -1)
 
 
 def test_shards_share_what_is_due_and_stop_when_told(spark: SparkSession, store: StoreAt) -> None:

@@ -12,7 +12,7 @@ from tests.spark.stores import StoreAt
 
 from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.migration import Migration, Plan, preview, target_at
-from delayline.migration.run import Outcome
+from delayline.migration.run import MigrationResult
 from delayline.migration.verify import run_named, verify
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def target(store: StoreAt) -> Target:
     return found
 
 
-def move(spark: SparkSession, legacy: Legacy, target: Target | None, **how: object) -> Outcome:
+def move(spark: SparkSession, legacy: Legacy, target: Target | None, **how: object) -> MigrationResult:
     return Migration(Plan(legacy.source, target, **{"endpoints": [ENDPOINT], **how})).run(spark)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.message import Headers, Message, to_wire_time
 from delayline.migration import Migration, Plan, preview, source_at, target_at
 from delayline.migration.sources import rabbitmq_levels
-from delayline.migration.sources.rabbitmq_levels import RabbitmqLevels
+from delayline.migration.sources.rabbitmq_levels import RabbitmqLevelsSource
 from delayline.migration.verify import verify
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.properties import unchanged
@@ -155,9 +155,9 @@ def test_a_driver_that_dies_while_it_takes_loses_and_doubles_nothing(
     target = target_at(rabbitmq_url)
     assert target is not None
     plan = Plan(source, target, [ENDPOINT], batch_size=4)
-    acknowledge, calls = RabbitmqLevels._acknowledge, []
+    acknowledge, calls = RabbitmqLevelsSource._acknowledge, []
 
-    async def die(self: RabbitmqLevels, *arguments: Any) -> None:  # noqa: ANN401 - its own
+    async def die(self: RabbitmqLevelsSource, *arguments: Any) -> None:  # noqa: ANN401 - its own
         calls.append(arguments)
         if len(calls) == 4:
             await acknowledge(self, *arguments)
@@ -165,7 +165,7 @@ def test_a_driver_that_dies_while_it_takes_loses_and_doubles_nothing(
             raise Killed
         await acknowledge(self, *arguments)
 
-    monkeypatch.setattr(RabbitmqLevels, "_acknowledge", die)
+    monkeypatch.setattr(RabbitmqLevelsSource, "_acknowledge", die)
     for _ in range(2):
         with pytest.raises(Killed):
             Migration(plan).run(spark)

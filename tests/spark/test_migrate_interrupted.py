@@ -24,10 +24,10 @@ from delayline.bulk.runs import CLOSED
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration import Migration, Plan, source_at, target_at
 from delayline.migration.holding import make_room, remove_room
-from delayline.migration.journal import HeldPart, Journal, Run, RunState, batch_name
+from delayline.migration.journal import HeldPartition, MigrationJournal, MigrationRun, RunState, batch_name
 from delayline.migration.rows import record_batch
-from delayline.migration.run import Outcome
-from delayline.migration.source import BATCH, NUMBER, Part
+from delayline.migration.run import MigrationResult
+from delayline.migration.source import BATCH, NUMBER, SourcePartition
 from delayline.migration.targets.sql_store import SqlStore
 from delayline.migration.verify import run_named, runs_of, verify
 
@@ -244,7 +244,7 @@ def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(
     legacy.add(ENDPOINT, *some(10))
     hold = Migration._hold
 
-    def hold_and_lose(self: Migration, connection: Any, **named: Any) -> HeldPart:  # noqa: ANN401 - as they are
+    def hold_and_lose(self: Migration, connection: Any, **named: Any) -> HeldPartition:  # noqa: ANN401 - as they are
         held = hold(self, connection, **named)
         quote = legacy.source.dialect.sql.identifier_preparer.quote
         connection.execute(text(f"DELETE FROM {quote(held.held)} WHERE delayline_number = 3"))  # noqa: S608 - ours
@@ -259,8 +259,8 @@ def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(
 def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batch(tmp_path: Path) -> None:
     # Given a batch that a task was cut off from, and another one has begun
     source = source_at("delayline", f"sqlite:///{tmp_path / 'old.db'}")
-    journal = Journal(source.dialect, source.schema)
-    held = HeldPart(0, Part(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
+    journal = MigrationJournal(source.dialect, source.schema)
+    held = HeldPartition(0, SourcePartition(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
 
     async def work() -> None:
         write = source.database.write
@@ -290,7 +290,7 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
 def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: Path) -> None:
     # Given two attempts at a batch, each of which has set something aside
     source = source_at("delayline", f"sqlite:///{tmp_path / 'old.db'}")
-    journal = Journal(source.dialect, source.schema)
+    journal = MigrationJournal(source.dialect, source.schema)
 
     async def work() -> list[tuple[str, str]]:
         write = source.database.write
@@ -298,7 +298,7 @@ def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: P
         try:
             await write(journal.set_up)
             await write(partial(journal.begin, name="r", parameters={}))
-            held = HeldPart(0, Part(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
+            held = HeldPartition(0, SourcePartition(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
             await write(partial(journal.add_part, run="r", held=held, batches={0: 4}))
             for number in (1, 2):
                 begun = await write(partial(journal.deliver, run="r", part=0, batches=[0]))
@@ -324,7 +324,7 @@ def test_a_driver_that_has_lost_its_turn_neither_goes_on_nor_ends_a_run_that_is_
     legacy.add(ENDPOINT, *some(10))
     ids, deliver = legacy.ids(ENDPOINT), Migration._deliver
 
-    def abort_and_deliver(self: Migration, run: Run, *arguments: Any) -> None:  # noqa: ANN401 - as they are
+    def abort_and_deliver(self: Migration, run: MigrationRun, *arguments: Any) -> None:  # noqa: ANN401 - as they are
         self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
         deliver(self, run, *arguments)
 
@@ -381,7 +381,7 @@ def test_a_migration_to_rabbitmq_that_is_killed_loses_nothing_and_names_what_may
     # And it is resumed
     found = target_at(rabbitmq_url)
     assert found is not None
-    outcome: Outcome = Migration(Plan(legacy.source, found, [ENDPOINT], batch_size=size)).resume(spark)
+    outcome: MigrationResult = Migration(Plan(legacy.source, found, [ENDPOINT], batch_size=size)).resume(spark)
 
     # Then everything is there, and what is there twice is among what verify names
     assert outcome.complete

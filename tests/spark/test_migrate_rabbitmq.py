@@ -17,7 +17,7 @@ from tests.spark.legacy import Legacy, Timeout, some
 from delayline import Endpoint, Message, MessageContext
 from delayline.errors import DelaylineError
 from delayline.migration import Migration, Plan, preview, target_at
-from delayline.migration.targets.rabbitmq_levels import LevelsWave, RabbitmqLevels
+from delayline.migration.targets.rabbitmq_levels import LevelsWave, RabbitmqLevelsTarget
 from delayline.migration.verify import verify
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, parse
@@ -143,7 +143,7 @@ def test_a_batch_in_doubt_is_given_back_by_an_abort_and_named(
             return session
 
     with monkeypatch.context() as patched:
-        patched.setattr(RabbitmqLevels, "begin", lambda self, endpoint: Failing(self))
+        patched.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Failing(self))
         with pytest.raises(DelaylineError, match="fails on purpose"):
             Migration(plan(legacy, rabbitmq_url, batch_size=3)).run(spark)
 
@@ -185,7 +185,7 @@ def test_an_executor_that_is_killed_is_replaced(
             session.deliver = publish_and_die  # type: ignore[method-assign]
             return session
 
-    monkeypatch.setattr(RabbitmqLevels, "begin", lambda self, endpoint: Dying(self))
+    monkeypatch.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Dying(self))
     outcome = Migration(plan(legacy, rabbitmq_url, batch_size=5)).run(spark)
 
     assert outcome.complete
@@ -208,15 +208,15 @@ def test_a_broker_that_dies_stops_the_run_which_goes_on_with_it(
     crashing_rabbitmq.settle()
     legacy.add(ENDPOINT, *some(20))
     monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 10)
-    begin, waves = RabbitmqLevels.begin, []
+    begin, waves = RabbitmqLevelsTarget.begin, []
 
-    def stop_at_second(self: RabbitmqLevels, endpoint: str) -> LevelsWave:
+    def stop_at_second(self: RabbitmqLevelsTarget, endpoint: str) -> LevelsWave:
         waves.append(endpoint)
         if len(waves) == 2:
             crashing_rabbitmq.stop()
         return begin(self, endpoint)
 
-    monkeypatch.setattr(RabbitmqLevels, "begin", stop_at_second)
+    monkeypatch.setattr(RabbitmqLevelsTarget, "begin", stop_at_second)
     with pytest.raises(DelaylineError):
         Migration(plan(legacy, url, batch_size=5)).run(spark)
 

@@ -13,7 +13,7 @@ from tests.spark.stores import StoreAt
 
 from delayline.errors import BackendUnavailable
 from delayline.migration import Migration, Plan, source_at, target_at
-from delayline.migration.journal import HeldPart
+from delayline.migration.journal import HeldPartition
 from delayline.migration.verify import verify
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def legacy(request: pytest.FixtureRequest) -> Legacy:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[HeldPart]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[HeldPartition]:
     """Have slices of 2, 8 and then 9 rows, and return what is taken aside."""
     monkeypatch.setattr("delayline.migration.slices.FIRST_ROWS", 2)
     monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 9)
     take, parts = Migration._take_aside, []
 
-    def noted(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
+    def noted(self: Migration, *arguments: Any) -> HeldPartition:  # noqa: ANN401 - as they are
         parts.append(take(self, *arguments))
         return parts[-1]
 
@@ -58,7 +58,7 @@ def test_what_is_not_taken_aside_yet_is_where_it_was(
     legacy.add(ENDPOINT, *rows)
     ids, take, calls = legacy.ids(ENDPOINT), Migration._take_aside, []
 
-    def die_at_third(self: Migration, *arguments: Any) -> HeldPart:  # noqa: ANN401 - as they are
+    def die_at_third(self: Migration, *arguments: Any) -> HeldPartition:  # noqa: ANN401 - as they are
         calls.append(arguments)
         if len(calls) == 3:
             raise Killed
@@ -83,7 +83,7 @@ def test_what_is_not_taken_aside_yet_is_where_it_was(
 
 
 def test_the_first_slice_is_small_and_the_others_grow(
-    spark: SparkSession, legacy: Legacy, store: StoreAt, taken: list[HeldPart]
+    spark: SparkSession, legacy: Legacy, store: StoreAt, taken: list[HeldPartition]
 ) -> None:
     # Given more rows than two slices of any size take, written latest first
     legacy.add(ENDPOINT, *(replace(one, time=LATER - timedelta(seconds=one.number)) for one in some(20)))
@@ -97,7 +97,7 @@ def test_the_first_slice_is_small_and_the_others_grow(
 
 @pytest.mark.parametrize(("first", "slices"), [(6, [10, 9, 1]), (20, [20])])
 def test_what_is_due_first_is_in_the_first_slice_however_much_it_is(
-    spark: SparkSession, legacy: Legacy, store: StoreAt, taken: list[HeldPart], first: int, slices: list[int]
+    spark: SparkSession, legacy: Legacy, store: StoreAt, taken: list[HeldPartition], first: int, slices: list[int]
 ) -> None:
     # Given more rows than the first slice takes, all due at the earliest time
     legacy.add(ENDPOINT, *(replace(one, time=LATER + timedelta(seconds=max(first, one.number))) for one in some(20)))
@@ -141,7 +141,7 @@ def test_a_slice_that_fails_leaves_a_run_to_resume(
     legacy.add(ENDPOINT, *some(10))
     hold, calls = Migration._hold, []
 
-    def fail_at_second(self: Migration, *arguments: Any, **named: Any) -> HeldPart:  # noqa: ANN401 - as they are
+    def fail_at_second(self: Migration, *arguments: Any, **named: Any) -> HeldPartition:  # noqa: ANN401 - as they are
         calls.append(named)
         if len(calls) == 2:
             raise BackendUnavailable("on purpose")

@@ -14,7 +14,7 @@ from tests.spark.stores import DUE, ENDPOINT, StoreAt
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.migration import Migration, Plan, preview, source_at, target_at
-from delayline.migration.journal import Journal
+from delayline.migration.journal import MigrationJournal
 from delayline.migration.verify import verify
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_a_batch_of_large_messages_has_fewer_of_them(
 
     # Then a batch has ten bytes besides its first row's, and four rows, at most
     assert after.ids() == ids
-    batches = Journal(source.dialect, source.schema).batches
+    batches = MigrationJournal(source.dialect, source.schema).batches
     query = select(batches.c.rows, batches.c.state).order_by(batches.c.batch)
     kept = blocking(source.database.look(lambda connection: connection.execute(query).fetchall()))
     assert [tuple(row) for row in kept] == [(2, "marked")] * 5

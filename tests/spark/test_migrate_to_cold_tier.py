@@ -20,7 +20,7 @@ from delayline import SqlTransport
 from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration import Migration, Plan, preview, target_at
-from delayline.migration.journal import Journal
+from delayline.migration.journal import MigrationJournal
 from delayline.migration.targets.cold_tier import TiersWave
 from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore
@@ -112,7 +112,12 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
 
 @pytest.mark.parametrize(
     ("where", "step", "after"),
-    [(TiersWave, "commit", False), (TiersWave, "commit", True), (Journal, "mark", False), (Migration, "_end", False)],
+    [
+        (TiersWave, "commit", False),
+        (TiersWave, "commit", True),
+        (MigrationJournal, "mark", False),
+        (Migration, "_end", False),
+    ],
 )
 @pytest.mark.parametrize("then", ["resume", "abort"])
 @pytest.mark.sample(1)

@@ -14,7 +14,7 @@ from delayline.migration import source_at
 from delayline.migration.sources.celery_tasks import NoMessage, task_of
 from delayline.migration.sources.ravendb import _taken
 from delayline.migration.sources.ravendb_file import documents
-from delayline.migration.taken import KEY, Taken, Which, key_of
+from delayline.migration.taken import KEY, CollectedMessage, Selection, key_of
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_the_commands_take_a_journal(tmp_path: object) -> None:
 
 
 def test_a_message_is_kept_under_names_that_databases_take() -> None:
-    one = Taken("key", "sales\0\ud800", "id\ud800", "Größe", NOW, None, b"")
+    one = CollectedMessage("key", "sales\0\ud800", "id\ud800", "Größe", NOW, None, b"")
     assert (one.endpoint, one.id, one.destination) == ("sales??", "id?", "Größe")
     keys = {key_of("a" * KEY), key_of("a" * (KEY + 1)), key_of("\0"), key_of("\ud800"), key_of("\ud801")}
     assert len(keys) == 5
@@ -55,11 +55,13 @@ def test_a_message_is_kept_under_names_that_databases_take() -> None:
 
 def test_looks_in_several_tasks_add_up() -> None:
     # Given messages of two endpoints, in two looks
-    def message(name: str, endpoint: str, due: datetime | None, destination: str | None = "billing") -> Taken:
-        return Taken(name, endpoint, name, destination, due, "{}", b"")
+    def message(
+        name: str, endpoint: str, due: datetime | None, destination: str | None = "billing"
+    ) -> CollectedMessage:
+        return CollectedMessage(name, endpoint, name, destination, due, "{}", b"")
 
     day = timedelta(days=1)
-    which, bounds = Which(("sales",), NOW - day), Bounds(NOW, NOW + 10 * day, 1 << 20, bodies=True)
+    which, bounds = Selection(("sales",), NOW - day), Bounds(NOW, NOW + 10 * day, 1 << 20, bodies=True)
     first, second = Tally(), Tally()
     first.add([message("a", "sales", NOW + 11 * day), message("b", "sales", NOW - 2 * day)], which, bounds)
     second.add([message("c", "sales", NOW, None), message("d", "sales", None), message("e", "x", NOW)], which, bounds)

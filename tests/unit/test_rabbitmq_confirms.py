@@ -7,15 +7,15 @@ import asyncio
 import pytest
 
 from delayline import BackendUnavailable, Message, MessageRejected
-from delayline.rabbitmq.amqp.confirms import Batch, Confirms, Unroutable
+from delayline.rabbitmq.amqp.confirms import Confirms, PublishBatch, Unroutable
 from delayline.rabbitmq.amqp.wire import Publication
 
 
-def batch_of(number: int, *, prefix: str = "m") -> Batch:
-    return Batch([Publication(Message(f"{prefix}-{n}", {}, b""), "", "q") for n in range(number)])
+def batch_of(number: int, *, prefix: str = "m") -> PublishBatch:
+    return PublishBatch([Publication(Message(f"{prefix}-{n}", {}, b""), "", "q") for n in range(number)])
 
 
-def wrote(confirms: Confirms, number: int, *, prefix: str = "m") -> Batch:
+def wrote(confirms: Confirms, number: int, *, prefix: str = "m") -> PublishBatch:
     batch = batch_of(number, prefix=prefix)
     confirms.wrote(batch, range(number))
     return batch
@@ -72,7 +72,7 @@ async def test_an_answer_to_nothing_is_ignored() -> None:
 async def test_returns_find_copies_of_one_message_one_after_the_other() -> None:
     """Given the same message three times, when it comes back twice, then two of its positions fail."""
     confirms, same = Confirms(), Publication(Message("same", {}, b""), "", "q")
-    batch = Batch([same] * 3)
+    batch = PublishBatch([same] * 3)
     confirms.wrote(batch, range(3))
     assert confirms.returned("", "q", "same", "312 NO_ROUTE")
     assert confirms.returned("", "q", "same", "312 NO_ROUTE")

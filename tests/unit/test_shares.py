@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from delayline.bulk.journal_export import Run
+from delayline.bulk.journal_export import EntryRange
 from delayline.errors import ConfigurationError
 from delayline.spark.journal import LONGEST_RANGE, _checked, _shares
 
@@ -14,9 +14,13 @@ from delayline.spark.journal import LONGEST_RANGE, _checked, _shares
 @pytest.mark.parametrize("partitions", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     "runs",
-    [[Run(1, 1)], [Run(1, 10), Run(12, 12), Run(14, 500_000)], [Run(number, number) for number in range(1, 99, 2)]],
+    [
+        [EntryRange(1, 1)],
+        [EntryRange(1, 10), EntryRange(12, 12), EntryRange(14, 500_000)],
+        [EntryRange(number, number) for number in range(1, 99, 2)],
+    ],
 )
-def test_every_entry_is_in_one_share(runs: list[Run], partitions: int) -> None:
+def test_every_entry_is_in_one_share(runs: list[EntryRange], partitions: int) -> None:
     shares = _shares(runs, partitions)
     numbers = [number for share in shares for run in share for number in range(run.first, run.last + 1)]
     assert numbers == [number for run in runs for number in range(run.first, run.last + 1)]

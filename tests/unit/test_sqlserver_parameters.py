@@ -19,7 +19,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.message import Message
 from delayline.sql.dialects.sqlserver import SqlServer
 from delayline.sql.dialects.sqlserver_leases import LeaseTable
-from delayline.sql.dialects.sqlserver_pymssql import BinaryConnection
+from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.journal import Journal
 from delayline.sql.locked_rows import LockStatements
 from delayline.sql.prepared import Prepared
@@ -327,7 +327,7 @@ def test_pymssql_is_given_bytes_that_are_no_text() -> None:
             pass
 
     tried = 0
-    connection = BinaryConnection(SimpleNamespace(cursor=Driver))
+    connection = VarbinaryConnection(SimpleNamespace(cursor=Driver))
     for name, one, parameters in statements(server("mssql+pymssql://sa:s3cret@host/db")):
         if one.lists or not parameters:
             continue

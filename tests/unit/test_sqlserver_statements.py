@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.engine import make_url
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from delayline.bulk.scan import Condition, Span, Waiting
+from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import ConfigurationError
 from delayline.sql.dialects.sqlserver import SqlServer
 from delayline.sql.dialects.sqlserver_leases import LeaseTable
@@ -187,7 +187,7 @@ def test_the_lookout_waits_for_nobody() -> None:
 
 
 def test_a_migration_asks_which_ids_wait() -> None:
-    there = Waiting("mssql://sa:s3cret@host/db", "sales.timeouts", None, [Condition("id", "in", ["a", "b"])])
+    there = PendingScan("mssql://sa:s3cret@host/db", "sales.timeouts", None, [Condition("id", "in", ["a", "b"])])
     query = there.query(("id", "destination", "due"), Span(None, None)).compile(dialect=dialect().sql)
     asked = re.sub(r"__\[POSTCOMPILE_\w+\]", "@ids", str(query))
     assert plain(asked) == (

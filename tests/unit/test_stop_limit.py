@@ -10,7 +10,7 @@ import time
 import pytest
 
 from delayline.errors import BackendUnavailable
-from delayline.sql.silence import STOPPING, STOPPING_EACH, StopLimit, Watch
+from delayline.sql.silence import STOPPING, STOPPING_EACH, AnswerDeadline, StopLimit
 from delayline.sql.workers import Workers
 
 SILENT = BackendUnavailable("silent")
@@ -38,7 +38,7 @@ def test_a_stop_limits_waits_under_way_together_and_later_ones_each() -> None:
 
 def test_a_connection_is_overdue_earlier_during_a_stop() -> None:
     stops = StopLimit()
-    watch = Watch(None, 60, stops)
+    watch = AnswerDeadline(None, 60, stops)
     watch.begin(60)
     soon = time.monotonic() + STOPPING + 1
     assert not watch.is_overdue(soon)

@@ -18,8 +18,8 @@ from delayline.azure.envelope import check_size
 from delayline.azure.faults import Requests
 from delayline.azure.lease import ContainerLease
 from delayline.azure.names import Key, checked_table_name, delays_name, due_of, id_key
-from delayline.azure.places import Places
-from delayline.azure.rows import RETRIES, ForeignRow, Row, from_entity, row_of, to_entity
+from delayline.azure.places import MessageIndex
+from delayline.azure.rows import RETRIES, ForeignRow, TableRow, from_entity, row_of, to_entity
 from delayline.azure.table import Table
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH, SystemClock
@@ -82,10 +82,10 @@ class AzureDelayedTable(SingleMessageVerbs):
         self._poll_interval = time_span("poll_interval", poll_interval).total_seconds()
         self._clock = clock or SystemClock()
         self._table: Table | None = None
-        self._places: Places | None = None
+        self._places: MessageIndex | None = None
         self._lease: ContainerLease | None = None
         self._turn = asyncio.Lock()
-        self._held: dict[tuple[str, datetime], Row] = {}
+        self._held: dict[tuple[str, datetime], TableRow] = {}
         self._drained = True
         self._reported: set[Key] = set()
         self._listeners: list[Callable[[datetime], None]] = []
@@ -112,7 +112,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         self._requests.begin()
         await self._account.open()
         self._table, self._lease = self._parts(endpoint_name)
-        self._places = Places(self._table)
+        self._places = MessageIndex(self._table)
         try:
             await self.next_due()
         except BaseException:
@@ -145,7 +145,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         """Keep the messages; of several some may be kept when this fails. Raises InvalidMessage for one too large."""
         _refuse(transaction)
         table = self._open
-        rows: dict[str, Row] = {}
+        rows: dict[str, TableRow] = {}
         for message in messages:
             check_size(message.message)
             rows.setdefault(id_key(message.id), row_of(message))
@@ -272,7 +272,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         return self._table
 
     @property
-    def _where(self) -> Places:
+    def _where(self) -> MessageIndex:
         if self._places is None:
             raise NotStarted(NOT_OPEN)
         return self._places
@@ -290,8 +290,8 @@ class AzureDelayedTable(SingleMessageVerbs):
             ContainerLease(clients.blobs.get_container_client(name), self._held.clear, self._requests),
         )
 
-    async def _due(self, at: datetime, limit: int, max_bytes: int) -> list[Row]:
-        found: list[Row] = []
+    async def _due(self, at: datetime, limit: int, max_bytes: int) -> list[TableRow]:
+        found: list[TableRow] = []
         size = 0
         self._drained = False
         reading = self._open.due(at, at_least=limit + len(self._held) + len(self._reported))
@@ -306,7 +306,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         self._drained = True
         return found
 
-    async def _rows(self, entities: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[Row]:
+    async def _rows(self, entities: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[TableRow]:
         """Yield the messages; a row that is not a message stays in the table and is logged once."""
         async with contextlib.aclosing(entities) as reading:  # type: ignore[type-var]
             async for entity in reading:
@@ -319,11 +319,11 @@ class AzureDelayedTable(SingleMessageVerbs):
                         text = "Row %s of table %s is not a delayed message and stays there: %s"
                         emit(logger, logging.ERROR, Event.FOREIGN_ROW, text, key.row, self._open.name, error)
 
-    def _row(self, message: DelayedMessage) -> Row:
+    def _row(self, message: DelayedMessage) -> TableRow:
         held = self._held.get((message.id, message.due))
         return row_of(message) if held is None else replace(held, message=message)
 
-    async def _move(self, old: Row, new: Row) -> bool:
+    async def _move(self, old: TableRow, new: TableRow) -> bool:
         """Re-insert under the new due time, then delete the old row; False if it was gone.
 
         A crash in between duplicates.
@@ -343,7 +343,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         await self._where.put(new)
         return True
 
-    async def _outcome(self, row: Row | None) -> Outcome:
+    async def _outcome(self, row: TableRow | None) -> Outcome:
         """Return whether a message can still be cancelled: not once a poller may be dispatching it."""
         if row is None:
             return Outcome.NOT_PENDING

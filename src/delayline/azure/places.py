@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from delayline.azure.names import Key
-    from delayline.azure.rows import Row
+    from delayline.azure.rows import TableRow
     from delayline.azure.table import Table
 
 ATTEMPTS: Final = 5
 SWEPT_AT_ONCE: Final = 400
 
 
-class Places:
+class MessageIndex:
     """The rows of one table that tell where messages are."""
 
     def __init__(self, table: Table) -> None:
@@ -51,7 +51,7 @@ class Places:
         if self._sweeping is not None:
             await asyncio.wait([self._sweeping])
 
-    async def take(self, rows: Sequence[Row]) -> list[bool]:
+    async def take(self, rows: Sequence[TableRow]) -> list[bool]:
         """Claim the ids of messages to be stored; False for one whose id waits already."""
         for row in rows:
             self._left.pop(place_key(row.message.id), None)
@@ -62,11 +62,11 @@ class Places:
             claimed[position] = answer
         return claimed
 
-    async def put(self, row: Row) -> None:
+    async def put(self, row: TableRow) -> None:
         """Note where the message is now."""
         await self._table.put_each([place_entity(row.message.id, row.key)])
 
-    async def find(self, message_id: str) -> Row | None:
+    async def find(self, message_id: str) -> TableRow | None:
         """Return the message with that id, or None; messages stored by .NET are searched in the whole table."""
         place = await self._table.get(place_key(message_id))
         key = None if place is None else place_in(place)
@@ -90,7 +90,7 @@ class Places:
         finally:
             self._sweeping = None
 
-    async def _take_over(self, row: Row) -> bool:
+    async def _take_over(self, row: TableRow) -> bool:
         """Claim an id that was claimed before, unless its message is there; the same message twice is one."""
         for _ in range(ATTEMPTS):
             place = await self._table.get(place_key(row.message.id))

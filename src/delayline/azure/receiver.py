@@ -36,7 +36,7 @@ GONE: Final = frozenset({"MessageNotFound", "PopReceiptMismatch", "QueueNotFound
 
 
 @dataclass(slots=True)
-class Held:
+class InvisibleMessage:
     """A message that is hidden from others, and the receipt that lets its holder delete it."""
 
     id: str
@@ -68,7 +68,7 @@ class AzureReceiver:
         self._hidden_for = hidden_for
         self._news = news
         self._numbers = count()
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, InvisibleMessage] = {}
         self._stopped = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -120,7 +120,7 @@ class AzureReceiver:
     def _hold(self, message: QueueMessage) -> ReceivedMessage:
         unwrapped = unwrap(message.id, message.content)
         number = next(self._numbers)
-        self._held[number] = Held(message.id, receipt_of(message))
+        self._held[number] = InvisibleMessage(message.id, receipt_of(message))
         if isinstance(unwrapped, UnwrappedMessage):
             text = "Failed to deserialize message envelope for message with id %s: %s"
             emit(logger, logging.WARNING, Event.POISON_MESSAGE, text, message.id, unwrapped.reason, message=unwrapped)
@@ -133,7 +133,7 @@ class AzureReceiver:
             await asyncio.gather(*(self._hide_longer(number, held) for number, held in list(self._held.items())))
         self._renewing = None
 
-    async def _hide_longer(self, number: int, held: Held) -> None:
+    async def _hide_longer(self, number: int, held: InvisibleMessage) -> None:
         async with held.lock:
             if number not in self._held:
                 return

@@ -37,7 +37,7 @@ class ForeignRow(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A delayed message, and where in the table it is."""
 
     key: Key
@@ -46,13 +46,13 @@ class Row:
     """Whether delayline wrote it: then a row tells where its id is."""
 
 
-def row_of(message: DelayedMessage) -> Row:
+def row_of(message: DelayedMessage) -> TableRow:
     """Return where a message is kept, its due time rounded up to the second. Raises InvalidDueTime."""
     key = message_key(message.id, message.due)
-    return Row(key, replace(message, due=due_of(key.row) or message.due), own=True)
+    return TableRow(key, replace(message, due=due_of(key.row) or message.due), own=True)
 
 
-def to_entity(row: Row) -> Entity:
+def to_entity(row: TableRow) -> Entity:
     """Return the entity of a message; raises InvalidMessage for what no entity has room for."""
     message = row.message.message
     text, encoded = _headers(message)
@@ -68,7 +68,7 @@ def to_entity(row: Row) -> Entity:
     return entity if encoded is None else entity | {ENCODED_HEADERS: encoded}
 
 
-def from_entity(entity: Mapping[str, Any]) -> Row:
+def from_entity(entity: Mapping[str, Any]) -> TableRow:
     """Return the message of an entity; raises ForeignRow, and nothing else, for one that holds none."""
     try:
         return _row_in(entity)
@@ -78,7 +78,7 @@ def from_entity(entity: Mapping[str, Any]) -> Row:
         raise ForeignRow(f"it cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _row_in(entity: Mapping[str, Any]) -> Row:
+def _row_in(entity: Mapping[str, Any]) -> TableRow:
     key = Key(entity["PartitionKey"], entity["RowKey"])
     due = due_of(key.row)
     if due is None or not key.row.startswith(key.partition):
@@ -93,7 +93,7 @@ def _row_in(entity: Mapping[str, Any]) -> Row:
         raise ForeignRow("its Body or EncodedHeaders is not binary")
     number = retries if isinstance(retries, int) and retries >= 0 else 0
     message = Message.from_encoded(message_id, headers, body)
-    return Row(key, DelayedMessage(message, destination, due, number), own=retries is not None)
+    return TableRow(key, DelayedMessage(message, destination, due, number), own=retries is not None)
 
 
 def place_entity(message_id: str, key: Key) -> Entity:

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from delayline.bulk.runs import CLOSED, Committed, Runs
+from delayline.bulk.runs import CLOSED, Committed, JobLedger
 from delayline.bulk.staging import blocking, earliest_due, new_area
 from delayline.sql import setup
 from delayline.sql.database import Database
@@ -34,7 +34,7 @@ class IdTaken(Exception):
     """An id of a batch waits in the store already, or comes twice: nothing of the batch was stored."""
 
 
-class BatchesOnce:
+class LedgerBatchWriter:
     """The way into one delayed message store; pickled to tasks."""
 
     def __init__(self, url: str, table_name: str, *, schema: str | None = None) -> None:
@@ -113,8 +113,8 @@ class BatchesOnce:
         return self._database.dialect.stage(self.table, new_area())
 
     @cached_property
-    def _runs(self) -> Runs:
-        return Runs(self._database.dialect, self.table.schema)
+    def _runs(self) -> JobLedger:
+        return JobLedger(self._database.dialect, self.table.schema)
 
     def _create(self, connection: Connection) -> None:
         setup.check(connection, queue_tables(self.table.schema), self.table)

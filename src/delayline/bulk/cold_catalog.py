@@ -33,7 +33,7 @@ HOUR: Final = 3_600_000_000  # microseconds
 KEPT_FOR: Final = timedelta(days=1)
 
 
-class State(StrEnum):
+class FileState(StrEnum):
     """The state of a file."""
 
     HELD = "held"
@@ -140,7 +140,7 @@ class ColdFiles:
             {
                 "name": one.name,
                 "store": self._store,
-                "state": State.HELD.value,
+                "state": FileState.HELD.value,
                 "due_hour": one.due_hour,
                 "messages": one.messages,
                 "min_due": one.min_due,
@@ -161,7 +161,7 @@ class ColdFiles:
         """Return the files with messages due not after `until`, all where None; earliest first."""
         columns = self.tables.files.c
         query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
-        query = query.where(columns.store == self._store, columns.state == State.HELD.value)
+        query = query.where(columns.store == self._store, columns.state == FileState.HELD.value)
         if until is not None:
             query = query.where(columns.min_due <= until)
         found = connection.execute(query.order_by(columns.min_due, columns.name))
@@ -182,11 +182,11 @@ class ColdFiles:
         columns = self.tables.files.c
         locked: set[str] = set()
         for some in _parts(sorted(names)):  # in one order in all processes, so that they cannot deadlock
-            query = select(columns.name).where(columns.name.in_(some), columns.state == State.HELD.value)
+            query = select(columns.name).where(columns.name.in_(some), columns.state == FileState.HELD.value)
             locked |= set(connection.execute(query.order_by(columns.name).with_for_update()).scalars())
         return locked
 
-    def retire(self, connection: Connection, names: Sequence[str], state: State) -> None:
+    def retire(self, connection: Connection, names: Sequence[str], state: FileState) -> None:
         """Say that the messages of files, which are locked, are elsewhere now."""
         tables = self.tables
         changes = {"state": state.value, "changed": self._dialect.in_seconds(0)}
@@ -228,7 +228,7 @@ class ColdFiles:
         columns = self.tables.files.c
         query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
         long_ago = self._dialect.in_seconds(-int(KEPT_FOR.total_seconds()))
-        mine = columns.store == self._store, columns.state != State.HELD.value, columns.changed < long_ago
+        mine = columns.store == self._store, columns.state != FileState.HELD.value, columns.changed < long_ago
         return [ColdFile(*row, {}) for row in connection.execute(query.where(*mine))]
 
     def forget(self, connection: Connection, names: Sequence[str]) -> None:
@@ -244,7 +244,7 @@ class ColdFiles:
     def _by_hour(self, table: Table, number: Any) -> Select[Any]:  # noqa: ANN401 - an aggregate
         files = self.tables.files
         query = select(files.c.due_hour, table.c.destination, number).join(table, table.c.file == files.c.name)
-        query = query.where(files.c.store == self._store, files.c.state == State.HELD.value)
+        query = query.where(files.c.store == self._store, files.c.state == FileState.HELD.value)
         return query.group_by(files.c.due_hour, table.c.destination)
 
 

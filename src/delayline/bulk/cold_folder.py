@@ -45,7 +45,7 @@ class ColdRow(NamedTuple):
     body: bytes
 
 
-class Lying(NamedTuple):
+class FoundFile(NamedTuple):
     """A file on disk, registered or orphaned."""
 
     name: str
@@ -147,7 +147,7 @@ class ColdFolder:
                 for address in names.unique().to_pylist()
             }
 
-    def lying(self) -> Iterator[Lying]:
+    def lying(self) -> Iterator[FoundFile]:
         """Yield this tier's files that are there, by looking through the whole folder."""
         from pyarrow.fs import FileSelector
 
@@ -157,7 +157,7 @@ class ColdFolder:
         for info in infos:
             name, hour = info.base_name.removesuffix(SUFFIX), Path(info.path).parent.name.removeprefix("due_hour=")
             if info.base_name.startswith(f"{self.tier}-") and info.mtime is not None:
-                yield Lying(name, hour, info.mtime)
+                yield FoundFile(name, hour, info.mtime)
 
     def delete(self, name: str, due_hour: str) -> None:
         """Delete a file, and its folder where it was the last; nothing where it is gone."""

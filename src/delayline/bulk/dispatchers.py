@@ -44,7 +44,7 @@ class ShardMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
+class Generation:
     """One job of a dispatcher: its tasks end when it does."""
 
     dispatcher: str
@@ -106,12 +106,12 @@ class DispatcherControl:
         """Take the dispatcher over: its former owner ends the generation and starts no other."""
         self._write(partial(self._begin, name=name, owner=owner))
 
-    def next_wave(self, name: str, owner: str, lease: timedelta) -> Wave | None:
+    def next_wave(self, name: str, owner: str, lease: timedelta) -> Generation | None:
         """Begin the next wave, which lasts as long as the lease; None when told to stop, or taken over."""
-        wave: Wave | None = self._write(partial(self._next_wave, name=name, owner=owner, lease=lease))
+        wave: Generation | None = self._write(partial(self._next_wave, name=name, owner=owner, lease=lease))
         return wave
 
-    def goes_on(self, wave: Wave) -> bool:
+    def goes_on(self, wave: Generation) -> bool:
         """Tell whether the wave's tasks are to go on."""
         columns = self._tables.dispatchers.c
         query = select(columns.stopping, columns.wave, columns.owner, columns.until > self._dialect.in_seconds(0))
@@ -155,7 +155,7 @@ class DispatcherControl:
         connection.execute(self._dialect.insert_new(table, "name").values(nothing))
         connection.execute(update(table).where(table.c.name == name).values(owner=owner, stopping=0))
 
-    def _next_wave(self, connection: Connection, *, name: str, owner: str, lease: timedelta) -> Wave | None:
+    def _next_wave(self, connection: Connection, *, name: str, owner: str, lease: timedelta) -> Generation | None:
         table, seconds = self._tables.dispatchers, -(-lease // ONE_SECOND)
         query = select(table.c.wave, table.c.owner, table.c.stopping).where(table.c.name == name).with_for_update()
         row = connection.execute(query).first()
@@ -163,7 +163,7 @@ class DispatcherControl:
             return None
         until = self._dialect.in_seconds(seconds)
         connection.execute(update(table).where(table.c.name == name).values(wave=row.wave + 1, until=until))
-        return Wave(name, owner, row.wave + 1)
+        return Generation(name, owner, row.wave + 1)
 
     def _tell(self, connection: Connection, *, dispatcher: str, metrics: ShardMetrics) -> None:
         table, now = self._tables.shards, self._dialect.in_seconds(0)

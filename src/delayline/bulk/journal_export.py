@@ -26,7 +26,7 @@ AT_ONCE: Final = 10_000
 COLUMNS: Final = ("seq", "store", "event", "id", "destination", "due", "at", "retries")
 
 
-class Run(NamedTuple):
+class EntryRange(NamedTuple):
     """The entries with numbers from `first` to `last`, none of which is missing."""
 
     first: int
@@ -46,15 +46,15 @@ class JournalExport:
         self._dialect = self._database.dialect
         self._tables = journal_tables(self._dialect.schema_of(schema))
 
-    def runs(self, limit: int) -> list[Run]:
+    def runs(self, limit: int) -> list[EntryRange]:
         """Return the runs of the first `limit` entries. Raises BackendUnusable where no journal is kept."""
         number = self._tables.entries.c.seq
         island = (number - func.row_number().over(order_by=number)).label("island")
         some = select(number, island).order_by(number).limit(limit).subquery().c
         query = select(func.min(some.seq), func.max(some.seq)).group_by(some.island).order_by(func.min(some.seq))
-        return [Run(*row) for row in self._read(partial(_all, query=query))]
+        return [EntryRange(*row) for row in self._read(partial(_all, query=query))]
 
-    def entries(self, run: Run) -> Iterator[list[tuple[Any, ...]]]:
+    def entries(self, run: EntryRange) -> Iterator[list[tuple[Any, ...]]]:
         """Yield some entries of a run at a time, their columns in the order of COLUMNS, times in UTC."""
         columns = self._tables.entries.c
         chosen, moment = select(*(columns[name] for name in COLUMNS)).order_by(columns.seq), self._dialect.from_due
@@ -63,7 +63,7 @@ class JournalExport:
             rows = self._read(partial(_all, query=query))
             yield [(*row[:5], moment(row[5]), moment(row[6]), row[7]) for row in rows]
 
-    def finish(self, path: str, directory: str, runs: Sequence[Run]) -> None:
+    def finish(self, path: str, directory: str, runs: Sequence[EntryRange]) -> None:
         """Remove the exported entries and record the directory as complete, in one transaction.
 
         Raises BackendUnavailable if another process has exported one of the entries; the directory then does not count.
@@ -77,14 +77,14 @@ class JournalExport:
         return list(self._read(lambda connection: connection.execute(query).scalars().all()))
 
     @job_work
-    async def _opened_write(self, path: str, directory: str, runs: Sequence[Run]) -> None:
+    async def _opened_write(self, path: str, directory: str, runs: Sequence[EntryRange]) -> None:
         await self._database.open()
         try:
             await self._database.write(lambda connection: self._finish(connection, path, directory, runs))
         finally:
             await self._database.close()
 
-    def _finish(self, connection: Connection, path: str, directory: str, runs: Sequence[Run]) -> None:
+    def _finish(self, connection: Connection, path: str, directory: str, runs: Sequence[EntryRange]) -> None:
         entries, number = sum(run.entries for run in runs), self._tables.entries.c.seq
         removed = sum(
             connection.execute(delete(self._tables.entries).where(number.between(*run))).rowcount for run in runs

@@ -56,7 +56,7 @@ def runs_table(schema: str | None = None) -> Table:
     )
 
 
-class Runs:
+class JobLedger:
     """The ledger in one database; every call is part of the caller's transaction."""
 
     def __init__(self, dialect: Dialect, schema: str | None = None) -> None:

@@ -43,7 +43,7 @@ class Span(NamedTuple):
     end: datetime | None
 
 
-class Waiting:
+class PendingScan:
     """The pending messages of one store's table that meet all conditions."""
 
     def __init__(self, url: str, table_name: str, schema: str | None, conditions: Sequence[Condition]) -> None:

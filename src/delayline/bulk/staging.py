@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import Table, select
 
-from delayline.bulk.runs import Committed, Runs, check_run
+from delayline.bulk.runs import Committed, JobLedger, check_run
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql import setup
 from delayline.sql.database import Database
@@ -177,8 +177,8 @@ class Staging:
         return dialect.timeouts_table(dialect.kept_name(self.table_name), dialect.schema_of(self.schema))
 
     @property
-    def _runs(self) -> Runs:
-        return Runs(self._database.dialect, self._database.dialect.schema_of(self.schema))
+    def _runs(self) -> JobLedger:
+        return JobLedger(self._database.dialect, self._database.dialect.schema_of(self.schema))
 
     @job_work
     async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:

@@ -63,7 +63,7 @@ def tables(schema: str | None = None) -> tuple[Table, Table]:
     return readers, taken
 
 
-class Taking:
+class StreamClaims:
     """One stream's way of taking messages out of a store; of two with one name, the later one goes on."""
 
     def __init__(self, url: str, table_name: str, schema: str | None, app: str) -> None:

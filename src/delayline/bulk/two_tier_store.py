@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Held(NamedTuple):
+class CatalogSnapshot(NamedTuple):
     """The catalog's contents at one moment."""
 
     files: list[ColdFile]
@@ -162,19 +162,19 @@ class TwoTierStore(SqlDelayedMessageStore):
         """Write in the journal, where one is kept."""
         return await self._database.write(note, transaction) if self._kept_journal.kept else None
 
-    def _first(self, held: Held, destination: str | None, number: int) -> list[DelayedMessage]:
+    def _first(self, held: CatalogSnapshot, destination: str | None, number: int) -> list[DelayedMessage]:
         rows = self._folder.rows(held.files, held.dead, destination)
         return [_message_of(row) for row in islice(rows, number)]
 
-    async def _held(self) -> Held:
+    async def _held(self) -> CatalogSnapshot:
         catalog = self._catalog
 
-        def read(connection: Connection) -> Held:
+        def read(connection: Connection) -> CatalogSnapshot:
             if not catalog.exist(connection):
-                return Held([], {})
+                return CatalogSnapshot([], {})
             files = catalog.held(connection)
             buried = catalog.buried(connection, [one.name for one in files])
-            return Held(files, {name: list(dead) for name, dead in buried.items()})
+            return CatalogSnapshot(files, {name: list(dead) for name, dead in buried.items()})
 
         return await self._database.read(read)
 

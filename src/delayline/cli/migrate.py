@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayline.cli.screen import Screen
-    from delayline.migration import EndpointPreview, Outcome, Plan
-    from delayline.migration.journal import Run
+    from delayline.migration import EndpointPreview, MigrationResult, Plan
+    from delayline.migration.journal import MigrationRun
     from delayline.migration.source import TableSource
     from delayline.migration.target import Target
     from delayline.migration.verify import Verified
@@ -266,14 +266,14 @@ def _described(one: EndpointPreview) -> Mapping[str, object]:
     }  # fmt: skip
 
 
-def _run_document(run: Run) -> dict[str, object]:
+def _run_document(run: MigrationRun) -> dict[str, object]:
     return {
         "run": run.name, "state": str(run.state), "parameters": dict(run.parameters), "started": run.started,
         "finished": run.finished,
     }  # fmt: skip
 
 
-def _tell(screen: Screen, plan: Plan, outcome: Outcome, report: Path | None) -> None:
+def _tell(screen: Screen, plan: Plan, outcome: MigrationResult, report: Path | None) -> None:
     progress = outcome.progress
     rows, aside = (0, 0) if progress is None else (progress.rows, progress.aside)
     moved = 0 if progress is None or plan.target is None else progress.moved
@@ -309,7 +309,7 @@ def _tell_reasons(screen: Screen, reasons: Sequence[tuple[str, int]], examples: 
         screen.table(("id", "reason"), examples[:SHOWN])
 
 
-def _tell_left(screen: Screen, plan: Plan, outcome: Outcome) -> None:
+def _tell_left(screen: Screen, plan: Plan, outcome: MigrationResult) -> None:
     if outcome.left:
         screen.tell(f"✗ {outcome.left} could not go back to {plan.source}: abort again when it is well", "red")
         click.get_current_context().exit(FAILED)

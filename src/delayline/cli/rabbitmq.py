@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from delayline.config import Settings
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.admin.move import Levels, Report
-    from delayline.rabbitmq.admin.operations import HeldUp, Window
+    from delayline.rabbitmq.admin.operations import BlockedMessages, Window
     from delayline.rabbitmq.admin.verification import Check
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
@@ -242,14 +242,14 @@ def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
     )
 
 
-def _tell_held_up(screen: Screen, held_up: HeldUp) -> None:
+def _tell_held_up(screen: Screen, held_up: BlockedMessages) -> None:
     if held_up.places:
         screen.tell(f"✗ {held_up}", "red")
     if held_up.unseen is not None:
         screen.tell(held_up.unseen, "yellow")
 
 
-def _document(held_up: HeldUp | None) -> Mapping[str, object]:
+def _document(held_up: BlockedMessages | None) -> Mapping[str, object]:
     return {} if held_up is None else {"held_up": dict(held_up.places), "unseen": held_up.unseen}
 
 

@@ -38,7 +38,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class InputLine:
     """One line as the file has it: its fields, or, where they cannot be read, why."""
 
     number: int
@@ -49,10 +49,10 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InputRow:
     """A message to be stored."""
 
-    line: Line
+    line: InputLine
     id: str
     destination: str
     body: Any
@@ -73,7 +73,7 @@ class RowFile:
         self.columns: list[str] = []
         self._ids: dict[str, int] = {}
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[InputLine]:
         """Yield the lines. Raises ConfigurationError for a file that cannot be read, or with unknown columns."""
         try:
             with self.path.open("rb") as file:
@@ -81,7 +81,7 @@ class RowFile:
         except OSError as error:
             raise ConfigurationError(f"{self.path} cannot be read: {error.strerror}") from error
 
-    def row(self, line: Line, now: datetime) -> Row:
+    def row(self, line: InputLine, now: datetime) -> InputRow:
         """Parse the line. Raises InvalidMessage with the reason."""
         if line.problem is not None:
             raise InvalidMessage(line.problem)
@@ -91,7 +91,7 @@ class RowFile:
             raise InvalidMessage(_unknown("key", min(unknown), given))
         if "destination" not in given:
             raise InvalidMessage("destination is missing")
-        return Row(
+        return InputRow(
             line,
             id=self._id(line, given),
             destination=_text(given, "destination"),
@@ -106,7 +106,7 @@ class RowFile:
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def _id(self, line: Line, given: Fields) -> str:
+    def _id(self, line: InputLine, given: Fields) -> str:
         if "id" not in given:
             return str(uuid.uuid5(uuid.NAMESPACE_OID, f"delayline {self.fingerprint} {line.number}"))
         message_id = str(given["id"]) if isinstance(given["id"], int) else _text(given, "id")
@@ -126,10 +126,10 @@ class RowFile:
                 end = len(rest) < LONGEST_LINE or rest.endswith(b"\n")
             yield raw, whole
 
-    def _json_lines(self, file: IO[bytes]) -> Iterator[Line]:
+    def _json_lines(self, file: IO[bytes]) -> Iterator[InputLine]:
         for number, (raw, whole) in enumerate(self._counted(file), 1):
             if not whole:
-                yield Line(number, {}, TOO_LONG)
+                yield InputLine(number, {}, TOO_LONG)
                 continue
             if not raw.strip():
                 continue
@@ -137,14 +137,14 @@ class RowFile:
             try:
                 fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
-                yield Line(number, {"line": text}, f"not JSON: {error}")
+                yield InputLine(number, {"line": text}, f"not JSON: {error}")
                 continue
             if isinstance(fields, dict):
-                yield Line(number, fields, text=text)
+                yield InputLine(number, fields, text=text)
             else:
-                yield Line(number, {"line": text}, "not a JSON object")
+                yield InputLine(number, {"line": text}, "not a JSON object")
 
-    def _csv_lines(self, file: IO[bytes]) -> Iterator[Line]:
+    def _csv_lines(self, file: IO[bytes]) -> Iterator[InputLine]:
         csv.field_size_limit(LONGEST_LINE)
         text = (
             # A cell that is longer than the limit is refused by the reader, and with it the line.
@@ -173,18 +173,18 @@ class RowFile:
             raise ConfigurationError(f"{self.path} has no column destination. The first line names: {', '.join(KEYS)}")
         return columns
 
-    def _csv_line(self, number: int, cells: list[str] | csv.Error) -> Line:
+    def _csv_line(self, number: int, cells: list[str] | csv.Error) -> InputLine:
         if isinstance(cells, csv.Error):
-            return Line(number, {}, f"not CSV: {cells}")
+            return InputLine(number, {}, f"not CSV: {cells}")
         fields: Fields = dict(zip(self.columns, cells, strict=False))
         try:
             "".join(cells).encode()
         except UnicodeEncodeError:
             fields = {name: cell.encode(errors="replace").decode() for name, cell in fields.items()}
-            return Line(number, fields, "not UTF-8")
+            return InputLine(number, fields, "not UTF-8")
         if len(cells) != len(self.columns):
-            return Line(number, fields, f"{len(cells)} cells under {len(self.columns)} columns: quote the commas")
-        return Line(number, fields)
+            return InputLine(number, fields, f"{len(cells)} cells under {len(self.columns)} columns: quote the commas")
+        return InputLine(number, fields)
 
 
 class RejectedFile:
@@ -195,9 +195,9 @@ class RejectedFile:
         self.count = 0
         self._rows = rows
         self._file: IO[str] | None = None
-        self._write: Callable[[Line, Fields], object]
+        self._write: Callable[[InputLine, Fields], object]
 
-    def add(self, line: Line, reason: str) -> None:
+    def add(self, line: InputLine, reason: str) -> None:
         """Write a line and why it was rejected."""
         if self._file is None:
             self._open()
@@ -238,7 +238,7 @@ class RejectedFile:
         )
 
 
-def _json_line(line: Line, added: Fields) -> str:
+def _json_line(line: InputLine, added: Fields) -> str:
     try:
         return json.dumps(line.fields | added, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # not finite, or nested too deep

@@ -14,7 +14,7 @@ import click
 from delayline.cli.connection import sending_endpoint, start_of_delay
 from delayline.cli.due import due_options, in_the_future, local, relative
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
-from delayline.cli.rows import Line, RejectedFile, Row, RowFile, reason_of
+from delayline.cli.rows import InputLine, InputRow, RejectedFile, RowFile, reason_of
 from delayline.errors import DelaylineError, InvalidMessage, QueueNotFound
 from delayline.outgoing import due_time
 
@@ -186,7 +186,7 @@ class Bulk:
             lines = self._rows.lines()
             while chunk := list(islice(lines, AT_ONCE)):
                 now = _start(endpoint)
-                good: list[Row] = []
+                good: list[InputRow] = []
                 for line in chunk:
                     try:
                         good.append(self._rows.row(line, now))
@@ -195,7 +195,7 @@ class Bulk:
                 await self._store(endpoint, good)
                 step()
 
-    async def _store(self, endpoint: Endpoint, rows: list[Row]) -> None:
+    async def _store(self, endpoint: Endpoint, rows: list[InputRow]) -> None:
         results = await asyncio.gather(*(self._store_row(endpoint, row) for row in rows), return_exceptions=True)
         for row, result in zip(rows, results, strict=True):
             if result is None:
@@ -206,7 +206,7 @@ class Bulk:
             if result is not None and not isinstance(result, InvalidMessage | QueueNotFound):
                 raise result
 
-    async def _store_row(self, endpoint: Endpoint, row: Row) -> None:
+    async def _store_row(self, endpoint: Endpoint, row: InputRow) -> None:
         await endpoint.send(
             row.destination,
             row.body,
@@ -216,7 +216,7 @@ class Bulk:
             check_destination=self._check_destination,
         )
 
-    def _reject(self, line: Line, error: Exception) -> None:
+    def _reject(self, line: InputLine, error: Exception) -> None:
         reason = reason_of(error)
         self._rejected.add(line, reason)
         if len(self._told) < TOLD:

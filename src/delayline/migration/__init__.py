@@ -8,8 +8,8 @@ if any(find_spec(name) is None for name in ("pyspark", "pyarrow", "pandas")):
     raise MissingExtra("spark", "moving messages between systems")
 
 from delayline.migration.plan import EndpointPreview, Plan, preview
-from delayline.migration.run import Migration, Outcome
+from delayline.migration.run import Migration, MigrationResult
 from delayline.migration.sources import source_at
 from delayline.migration.targets import target_at
 
-__all__ = ["EndpointPreview", "Migration", "Outcome", "Plan", "preview", "source_at", "target_at"]
+__all__ = ["EndpointPreview", "Migration", "MigrationResult", "Plan", "preview", "source_at", "target_at"]

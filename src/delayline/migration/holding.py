@@ -9,7 +9,7 @@ from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnavailable
 from delayline.migration.bulk import for_bulk
-from delayline.migration.journal import UNFINISHED, BatchState, HeldPart
+from delayline.migration.journal import UNFINISHED, BatchState, HeldPartition
 from delayline.migration.source import BATCH, NUMBER
 from delayline.sql.dialects.server import run as run_sql
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, Insert, Table
 
-    from delayline.migration.journal import Journal
+    from delayline.migration.journal import MigrationJournal
     from delayline.migration.slices import Slice
     from delayline.migration.source import TableSource
 
@@ -89,7 +89,9 @@ def _rows_of_batches(connection: Connection, held: Table) -> dict[int, int]:
     return {int(number): int(rows) for number, rows in counted}
 
 
-def give_back(connection: Connection, source: TableSource, journal: Journal, run: str, held_part: HeldPart) -> int:
+def give_back(
+    connection: Connection, source: TableSource, journal: MigrationJournal, run: str, held_part: HeldPartition
+) -> int:
     """Move undelivered and rejected rows back to the source's table; return the number of rows.
 
     Rejected rows are deleted from the holding table, unless `verify` needs them to find rows that were delivered all
@@ -110,7 +112,7 @@ def give_back(connection: Connection, source: TableSource, journal: Journal, run
 
 
 def _put_back(
-    connection: Connection, source: TableSource, held_part: HeldPart, held: Table, condition: ColumnElement[bool]
+    connection: Connection, source: TableSource, held_part: HeldPartition, held: Table, condition: ColumnElement[bool]
 ) -> int:
     columns = [one.name for one in source.columns()]
     rows: Any = select(*(held.c[one] for one in columns)).where(condition)

@@ -32,7 +32,7 @@ from sqlalchemy.schema import CreateTable
 
 from delayline.errors import BackendUnavailable
 from delayline.migration.bulk import pieces
-from delayline.migration.source import Part
+from delayline.migration.source import SourcePartition
 from delayline.sql.schema import CONTENT, DUE, text
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ UNFINISHED: Final = (BatchState.STAGED.value, BatchState.DELIVERED.value)
 
 
 @dataclass(frozen=True)
-class Run:
+class MigrationRun:
     """One run, as it is kept."""
 
     name: str
@@ -84,11 +84,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class HeldPartition:
     """One endpoint's rows of a run."""
 
     number: int
-    part: Part
+    part: SourcePartition
     target: str
     """The endpoint's name at the target."""
     held: str
@@ -97,7 +97,7 @@ class HeldPart:
     batches: int
 
 
-class Begun(NamedTuple):
+class StartedRun(NamedTuple):
     """An attempt at a batch that has begun."""
 
     number: int
@@ -118,7 +118,7 @@ class Progress:
     """Those marked that were not set aside: what the target has."""
 
 
-class Journal:
+class MigrationJournal:
     """The tables of one database; every call is part of the caller's transaction."""
 
     def __init__(self, dialect: Dialect, schema: str | None) -> None:
@@ -177,14 +177,14 @@ class Journal:
                 if not inspect(connection).has_table(table.name, schema=table.schema):
                     self._dialect.make(connection, CreateTable(table))
 
-    def list_runs(self, connection: Connection) -> list[Run]:
+    def list_runs(self, connection: Connection) -> list[MigrationRun]:
         """Return all runs, the last one first."""
         if not self.there(connection):
             return []
         columns = self.runs.c
         rows = connection.execute(select(self.runs).order_by(desc(columns.started), desc(columns.run)))
         return [
-            Run(row.run, RunState(row.state), json.loads(bytes(row.parameters)), self._time(row.started),
+            MigrationRun(row.run, RunState(row.state), json.loads(bytes(row.parameters)), self._time(row.started),
                 None if row.finished is None else self._time(row.finished))
             for row in rows
         ]  # fmt: skip
@@ -207,7 +207,7 @@ class Journal:
         if state not in (RunState.PREPARING, RunState.RUNNING):
             raise BackendUnavailable(f"migration {name} was {state} by another process: this one stops")
 
-    def add_part(self, connection: Connection, run: str, held: HeldPart, batches: Mapping[int, int]) -> None:
+    def add_part(self, connection: Connection, run: str, held: HeldPartition, batches: Mapping[int, int]) -> None:
         """Record the held rows of one endpoint, and the sizes of its batches."""
         row = {
             "run": run, "part": held.number, "endpoint": held.part.endpoint, "source_table": held.part.table,
@@ -223,12 +223,18 @@ class Journal:
             ]  # fmt: skip
             connection.execute(insert(self.batches), staged)
 
-    def list_parts(self, connection: Connection, run: str) -> list[HeldPart]:
+    def list_parts(self, connection: Connection, run: str) -> list[HeldPartition]:
         """Return the parts of a run."""
         rows = connection.execute(select(self.parts).where(self.parts.c.run == run).order_by(self.parts.c.part))
         return [
-            HeldPart(row.part, Part(row.endpoint, row.source_table, row.owner), row.target, row.held, row.rows,
-                     row.batches)
+            HeldPartition(
+                row.part,
+                SourcePartition(row.endpoint, row.source_table, row.owner),
+                row.target,
+                row.held,
+                row.rows,
+                row.batches,
+            )
             for row in rows
         ]  # fmt: skip
 
@@ -238,7 +244,7 @@ class Journal:
         query = select(columns.batch).where(self._of(run, part), columns.state.in_(UNFINISHED))
         return list(connection.execute(query.order_by(columns.batch)).scalars())
 
-    def deliver(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> dict[int, Begun]:
+    def deliver(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> dict[int, StartedRun]:
         """Begin an attempt at each of the batches that is not done.
 
         Raises BackendUnavailable where the run was aborted meanwhile.
@@ -248,10 +254,10 @@ class Journal:
         begun = update(self.batches).where(mine, columns.state.in_(UNFINISHED))
         connection.execute(begun.values(state=BatchState.DELIVERED.value, attempts=columns.attempts + 1))
         query = select(columns.batch, columns.state, columns.attempts, columns.rows).where(mine).order_by(columns.batch)
-        found: dict[int, Begun] = {}
+        found: dict[int, StartedRun] = {}
         for row in connection.execute(query):
             if row.state == BatchState.DELIVERED:
-                found[row.batch] = Begun(int(row.attempts), int(row.rows))
+                found[row.batch] = StartedRun(int(row.attempts), int(row.rows))
             else:
                 self._must_be_marked(row.state, run)
         return found

@@ -16,10 +16,10 @@ from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
 from delayline.migration.bulk import for_bulk
 from delayline.migration.source import LATEST, NO_ENDPOINT, chosen, not_taken
-from delayline.migration.taken import TakenSource, Which
+from delayline.migration.taken import CollectedSource, Selection
 from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
-from delayline.migration.work import LOOKED, Look
+from delayline.migration.work import LOOKED, PreviewWork
 from delayline.spark.errors import translated_errors
 from delayline.spark.session import parallelism
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from sqlalchemy import ColumnElement, Connection
 
-    from delayline.migration.source import NotTaken, Part, TableSource
+    from delayline.migration.source import SkippedMessage, SourcePartition, TableSource
     from delayline.migration.target import Target
 
 BATCH_ROWS: Final = 1000
@@ -130,7 +130,7 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
 
     bodies: read everything, as a run does. Raises DelaylineError where source or target cannot be looked at.
     """
-    if isinstance(plan.source, TakenSource):
+    if isinstance(plan.source, CollectedSource):
         return preview_taken(plan, plan.source, spark, bodies=bodies)
     plan.source.must_exist()
     parts = parts_of(plan)
@@ -141,13 +141,13 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
     return found
 
 
-def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodies: bool) -> list[EndpointPreview]:
+def preview_taken(plan: Plan, source: CollectedSource, spark: SparkSession, *, bodies: bool) -> list[EndpointPreview]:
     """Return the pending messages of a source that is not a table, as `preview` does."""
     target, now = plan.target, datetime.now(UTC)
     longest = None if target is None else target.longest
     largest = ANY_SIZE if target is None else target.largest_message
     bounds = Bounds(now, None if longest is None else now + longest, largest, bodies)
-    tally = source.looked_at(Which(plan.endpoints, plan.cutoff), bounds, spark)
+    tally = source.looked_at(Selection(plan.endpoints, plan.cutoff), bounds, spark)
     found: list[EndpointPreview] = []
     for endpoint, counts in sorted(tally.endpoints.items()):
         shown = EndpointPreview(
@@ -163,14 +163,14 @@ def preview_taken(plan: Plan, source: TakenSource, spark: SparkSession, *, bodie
     return found
 
 
-def parts_of(plan: Plan, *, each: bool = True) -> list[Part]:
+def parts_of(plan: Plan, *, each: bool = True) -> list[SourcePartition]:
     """Return the selected messages. Raises BackendUnusable for tables of an unknown shape.
 
     each: raise ConfigurationError for an endpoint without messages.
     """
     source = plan.source
 
-    def look(connection: Connection) -> list[Part]:
+    def look(connection: Connection) -> list[SourcePartition]:
         parts = chosen(source, source.parts(connection), plan.endpoints, each=each)
         for part in parts:
             source.check_columns(connection, part.table)
@@ -179,20 +179,26 @@ def parts_of(plan: Plan, *, each: bool = True) -> list[Part]:
     return blocking(source.database.look(look))
 
 
-def waits(plan: Plan, part: Part) -> bool:
+def waits(plan: Plan, part: SourcePartition) -> bool:
     """Tell whether the part has a row to move."""
     some = select(plan.source.table(part.table).c[plan.source.key]).where(plan.source.movable(part, plan.cutoff))
     return bool(blocking(plan.source.database.look(lambda connection: connection.execute(some.limit(1)).first())))
 
 
 def looked_through(
-    plan: Plan, part: Part, spark: SparkSession, *, bodies: bool, first: datetime | None, last: datetime | None
+    plan: Plan,
+    part: SourcePartition,
+    spark: SparkSession,
+    *,
+    bodies: bool,
+    first: datetime | None,
+    last: datetime | None,
 ) -> tuple[int, list[tuple[str, int, str | None]]]:
     """Read every row of the part; return how many are sound, and the reason, number and an id of the others."""
     number = max(1, SPANS * parallelism(spark)) if first != last else 1
     cuts = [] if first is None or last is None else [first + (last - first) / number * one for one in range(1, number)]
     largest = ANY_SIZE if plan.target is None else plan.target.largest_message
-    look = Look(plan.source, part, plan.cutoff, cuts, bodies, largest)
+    look = PreviewWork(plan.source, part, plan.cutoff, cuts, bodies, largest)
     with translated_errors():
         spans = spark.range(0, len(cuts) + 1, 1, len(cuts) + 1)
         found = spans.mapInArrow(look.through, LOOKED).toArrow().to_pylist()
@@ -205,12 +211,12 @@ def looked_through(
     return sound, [(reason or "", rows, examples[reason]) for reason, rows in counts.most_common()]
 
 
-def _of_no_endpoint(left: NotTaken) -> EndpointPreview:
+def _of_no_endpoint(left: SkippedMessage) -> EndpointPreview:
     unmovable: list[tuple[str, int, str | None]] = [(left.reason, left.rows, next(iter(left.names), None))]
     return EndpointPreview(NO_ENDPOINT, 0, None, None, 0, 0, [], unmovable=unmovable, not_taken=left.rows)
 
 
-def _preview(plan: Plan, part: Part, spark: SparkSession, *, bodies: bool) -> EndpointPreview:
+def _preview(plan: Plan, part: SourcePartition, spark: SparkSession, *, bodies: bool) -> EndpointPreview:
     found = blocking(plan.source.database.look(lambda connection: _counted(connection, plan, part)))
     shown, too_far = found
     table, name = plan.source.table(part.table), partial(_name_of_one, plan, part)
@@ -233,7 +239,7 @@ def _latest(plan: Plan, now: datetime) -> datetime:
     return LATEST if longest is None or longest > LATEST - now else now + longest
 
 
-def _name_of_one(plan: Plan, part: Part, condition: ColumnElement[bool]) -> str | None:
+def _name_of_one(plan: Plan, part: SourcePartition, condition: ColumnElement[bool]) -> str | None:
     """Return the name of one of the part's rows for which the condition holds, None for none."""
     source = plan.source
     table = source.table(part.table)
@@ -242,7 +248,7 @@ def _name_of_one(plan: Plan, part: Part, condition: ColumnElement[bool]) -> str 
     return None if found is None else source.shown_name(found[0])
 
 
-def _counted(connection: Connection, plan: Plan, part: Part) -> tuple[EndpointPreview, int]:
+def _counted(connection: Connection, plan: Plan, part: SourcePartition) -> tuple[EndpointPreview, int]:
     """Return what there is of the part, and how many rows the target cannot hold so long."""
     source, now = plan.source, datetime.now(UTC)
     table = source.table(part.table)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from delayline.migration.plan import Plan
-    from delayline.migration.run import Outcome
+    from delayline.migration.run import MigrationResult
 
 PAGE: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Migration {run}</title>
@@ -22,7 +22,7 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums }}</style></h
 """
 
 
-def page(plan: Plan, outcome: Outcome) -> str:
+def page(plan: Plan, outcome: MigrationResult) -> str:
     """Return the page as HTML, whole, without secrets."""
     progress = outcome.progress
     counts: list[tuple[str, str]] = []

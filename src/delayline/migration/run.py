@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.holding import give_back, hold, make_room, remove_room
-from delayline.migration.journal import TURN, HeldPart, Journal, Progress, Run, RunState, batch_name
+from delayline.migration.journal import (
+    TURN,
+    HeldPartition,
+    MigrationJournal,
+    MigrationRun,
+    Progress,
+    RunState,
+    batch_name,
+)
 from delayline.migration.plan import WAVE_ROWS, parts_of, preview, waits
 from delayline.migration.slices import slices_of
 from delayline.migration.source import not_taken
-from delayline.migration.taken import TakenSource
+from delayline.migration.taken import CollectedSource
 from delayline.migration.target import Staged
-from delayline.migration.work import DONE, Delivery
+from delayline.migration.work import DONE, BatchDelivery
 from delayline.spark.errors import translated_errors
 from delayline.spark.session import parallelism
 
@@ -46,7 +54,7 @@ TOLD_EVERY: Final = 0.5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MigrationResult:
     """What became of a run."""
 
     run: str
@@ -78,11 +86,11 @@ class Migration:
         self.plan = plan
         self._source = plan.source
         self._database = plan.source.database
-        self._journal = Journal(self._database.dialect, plan.source.schema)
+        self._journal = MigrationJournal(self._database.dialect, plan.source.schema)
         self._progress = progress
         self._rows = 0
 
-    def run(self, spark: SparkSession) -> Outcome:
+    def run(self, spark: SparkSession) -> MigrationResult:
         """Take everything aside and move it; what cannot move goes back, with its reason in the journal.
 
         Raises ConfigurationError where a migration is not finished, BackendUnusable for a target that is not ready:
@@ -97,12 +105,12 @@ class Migration:
         with self._turn():
             self._nothing_else_open()
             self._source.take_in(self.plan.endpoints, self.plan.cutoff, spark)
-            run = Run(_new_name(), RunState.PREPARING, self.plan.parameters, datetime.now(UTC), None)
+            run = MigrationRun(_new_name(), RunState.PREPARING, self.plan.parameters, datetime.now(UTC), None)
             try:
                 slices = self._slices(target)
                 if not slices:
                     self._source.put_back()
-                    nothing = Outcome("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
+                    nothing = MigrationResult("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
                     return self._with_not_taken(nothing)
                 self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
                 return self._move(run, target, slices, spark)
@@ -112,7 +120,7 @@ class Migration:
                         self._give_up(run)
                 raise
 
-    def resume(self, spark: SparkSession) -> Outcome:
+    def resume(self, spark: SparkSession) -> MigrationResult:
         """Go on with the run that is not finished. Raises ConfigurationError for none, or for other parameters."""
         with self._turn():
             run = self._open_run()
@@ -125,7 +133,7 @@ class Migration:
             left = self._slices(self.plan.target, each=False)
             return self._move(run, self.plan.target, left, spark)
 
-    def abort(self) -> Outcome:
+    def abort(self) -> MigrationResult:
         """Return undelivered rows to the source unchanged. Raises ConfigurationError if there is no run."""
         with self._turn():
             try:
@@ -133,7 +141,7 @@ class Migration:
             except ConfigurationError:
                 if not self._read(self._source.number_kept):
                     raise
-                return Outcome("", RunState.ABORTED, None, [], left=self._source.put_back())  # no run had begun
+                return MigrationResult("", RunState.ABORTED, None, [], left=self._source.put_back())  # no run had begun
             self.plan.must_match(run.parameters)
             if run.state is RunState.PREPARING:
                 return self._give_up(run)
@@ -142,7 +150,7 @@ class Migration:
             return self._ended(run, RunState.ABORTED)
 
     def _endpoints_to_move(self) -> Sequence[str]:
-        if isinstance(self._source, TakenSource):  # which is emptied before its endpoints are known
+        if isinstance(self._source, CollectedSource):  # which is emptied before its endpoints are known
             return self.plan.endpoints or ()
         return [part.endpoint for part in parts_of(self.plan) if waits(self.plan, part)]
 
@@ -158,14 +166,16 @@ class Migration:
                 found += [(one, name) for one in slices]
         return found
 
-    def _move(self, run: Run, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession) -> Outcome:
+    def _move(
+        self, run: MigrationRun, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession
+    ) -> MigrationResult:
         """Deliver held rows, and each slice while the next one is being held, if the source supports both at once."""
         began, parts, waiting = datetime.now(UTC), self._parts(run), iter(slices)
         self._rows += sum(part.rows for part in parts)
         numbers = count(len(parts))
         with ThreadPoolExecutor(1, "delayline migrate") as ahead, self._telling(run):
 
-            def take_next() -> Future[HeldPart] | None:
+            def take_next() -> Future[HeldPartition] | None:
                 some = next(waiting, None)
                 return None if some is None else ahead.submit(self._take_aside, run, next(numbers), *some)
 
@@ -179,19 +189,19 @@ class Migration:
                 self._deliver_part(run, target, part, spark)
         return self._ended(run, RunState.COMPLETED, (datetime.now(UTC) - began).total_seconds())
 
-    def _deliver_part(self, run: Run, target: Target, part: HeldPart, spark: SparkSession) -> None:
+    def _deliver_part(self, run: MigrationRun, target: Target, part: HeldPartition, spark: SparkSession) -> None:
         at_once = max(1, WAVE_ROWS // self.plan.batch_rows)
         unfinished = self._unfinished(run, part)
         for first in range(0, len(unfinished), at_once):
             self._deliver(run, target, part, unfinished[first : first + at_once], spark)
 
-    def _parts(self, run: Run) -> list[HeldPart]:
+    def _parts(self, run: MigrationRun) -> list[HeldPartition]:
         return self._read(partial(self._journal.list_parts, run=run.name))
 
-    def _unfinished(self, run: Run, part: HeldPart) -> list[int]:
+    def _unfinished(self, run: MigrationRun, part: HeldPartition) -> list[int]:
         return self._read(partial(self._journal.unfinished, run=run.name, part=part.number))
 
-    def _settle(self, run: Run, part: HeldPart, *, close: bool = False) -> None:
+    def _settle(self, run: MigrationRun, part: HeldPartition, *, close: bool = False) -> None:
         """Mark batches that the target has committed and the source has not recorded yet.
 
         close: also prevent later commits, for example by a task that outlived its driver.
@@ -207,9 +217,11 @@ class Migration:
             attempts = {names[name]: attempt for name, attempt in there.items()}
             self._write(partial(self._journal.mark, run=run.name, part=part.number, attempts=attempts))
 
-    def _deliver(self, run: Run, target: Target, part: HeldPart, batches: Sequence[int], spark: SparkSession) -> None:
+    def _deliver(
+        self, run: MigrationRun, target: Target, part: HeldPartition, batches: Sequence[int], spark: SparkSession
+    ) -> None:
         wave = target.begin(part.target)
-        delivery = Delivery(self._source, wave, run.name, part, target.exactly_once)
+        delivery = BatchDelivery(self._source, wave, run.name, part, target.exactly_once)
         try:
             with translated_errors():
                 partitions = min(len(batches), parallelism(spark))
@@ -227,7 +239,9 @@ class Migration:
                 wave.discard()
             raise
 
-    def _must_add_up(self, run: Run, part: HeldPart, attempts: Mapping[int, int], staged: Sequence[Staged]) -> None:
+    def _must_add_up(
+        self, run: MigrationRun, part: HeldPartition, attempts: Mapping[int, int], staged: Sequence[Staged]
+    ) -> None:
         expected = self._read(partial(self._journal.expected, run=run.name, part=part.number, attempts=attempts))
         rows = sum(one.rows for one in staged)
         if rows != expected:
@@ -236,28 +250,30 @@ class Migration:
                 "counts; resume the migration"
             )
 
-    def _take_aside(self, run: Run, number: int, some: Slice, target: str) -> HeldPart:
+    def _take_aside(self, run: MigrationRun, number: int, some: Slice, target: str) -> HeldPartition:
         room = f"{_rooms(run)}{number}_{secrets.token_hex(3)}"
         self._write(partial(make_room, source=self._source, name=room))
         return self._write(partial(self._hold, run=run, number=number, some=some, target=target, room=room))
 
-    def _hold(self, connection: Connection, run: Run, number: int, some: Slice, target: str, room: str) -> HeldPart:
+    def _hold(
+        self, connection: Connection, run: MigrationRun, number: int, some: Slice, target: str, room: str
+    ) -> HeldPartition:
         """Take the rows of a slice aside, and write down that they are, in one transaction."""
         self._journal.must_be_open(connection, run.name)
         plan = self.plan
         batches = hold(connection, self._source, some, room, cutoff=plan.cutoff, size=plan.batch_rows)
-        part = HeldPart(number, some.part, target, room, sum(batches.values()), len(batches))
+        part = HeldPartition(number, some.part, target, room, sum(batches.values()), len(batches))
         self._journal.add_part(connection, run.name, part, batches)
         self._journal.set_state(connection, run.name, RunState.RUNNING)
         return part
 
-    def _ended(self, run: Run, state: RunState, seconds: float = 0.0) -> Outcome:
+    def _ended(self, run: MigrationRun, state: RunState, seconds: float = 0.0) -> MigrationResult:
         self._write(lambda connection: self._end(connection, run, state))
         self._remove_rooms(run)
         ended = self._outcome(run.name, state, seconds, left=self._source.put_back())
         return self._with_not_taken(ended) if state is RunState.COMPLETED else ended
 
-    def _end(self, connection: Connection, run: Run, state: RunState) -> None:
+    def _end(self, connection: Connection, run: MigrationRun, state: RunState) -> None:
         """Return unmoved rows and record the end of the run, in one transaction."""
         self._journal.must_be_open(connection, run.name)
         for part in self._journal.list_parts(connection, run.name):
@@ -266,13 +282,13 @@ class Migration:
             self._journal.restore(connection, run.name)
         self._journal.set_state(connection, run.name, state)
 
-    def _give_up(self, run: Run) -> Outcome:
+    def _give_up(self, run: MigrationRun) -> MigrationResult:
         """End a run that died before it held anything."""
         self._remove_rooms(run)
         self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
         return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
 
-    def _remove_rooms(self, run: Run) -> None:
+    def _remove_rooms(self, run: MigrationRun) -> None:
         """Drop the tables that were made to hold something and hold nothing, or nothing any more."""
         for room in self._read(self._source.table_names):
             if room.startswith(_rooms(run)):
@@ -287,13 +303,13 @@ class Migration:
                     f"migration {run.name} of {self._source} is not finished: resume it, or abort it first"
                 )
 
-    def _open_run(self) -> Run:
+    def _open_run(self) -> MigrationRun:
         for run in self._read(self._journal.list_runs):
             if run.state in (RunState.PREPARING, RunState.RUNNING):
                 return run
         raise ConfigurationError(f"there is no unfinished migration in {self._source}")
 
-    def _read_only(self, spark: SparkSession) -> Outcome:
+    def _read_only(self, spark: SparkSession) -> MigrationResult:
         """Read everything as a run would, and leave everything as it is."""
         looked = preview(self.plan, spark, bodies=True)
         reasons = [(reason, number) for shown in looked for reason, number, _ in shown.unmovable]
@@ -301,9 +317,11 @@ class Migration:
         not_taken = sum(shown.not_taken for shown in looked)
         rows, aside = sum(shown.rows for shown in looked), sum(number for _, number in reasons) - not_taken
         progress = Progress(rows, 0, 0, 0, 0, aside)
-        return Outcome("", RunState.COMPLETED, progress, reasons, examples=examples[:EXAMPLES], not_taken=not_taken)
+        return MigrationResult(
+            "", RunState.COMPLETED, progress, reasons, examples=examples[:EXAMPLES], not_taken=not_taken
+        )
 
-    def _with_not_taken(self, outcome: Outcome) -> Outcome:
+    def _with_not_taken(self, outcome: MigrationResult) -> MigrationResult:
         """Return the outcome, with the rows that the run left in the source, and the reasons."""
         left = self._read(partial(not_taken, source=self._source, endpoints=self.plan.endpoints))
         reasons = [*outcome.reasons, *((one.reason, one.rows) for one in left)]
@@ -330,14 +348,14 @@ class Migration:
         finally:
             blocking(self._database.close())
 
-    def _outcome(self, run: str, state: RunState, seconds: float = 0.0, left: int = 0) -> Outcome:
+    def _outcome(self, run: str, state: RunState, seconds: float = 0.0, left: int = 0) -> MigrationResult:
         progress = self._read(partial(self._journal.progress, run=run))
         reasons = self._read(partial(self._journal.reasons, run=run))
         examples = self._read(partial(self._journal.set_aside, run=run, limit=EXAMPLES))
-        return Outcome(run, state, progress, reasons, seconds, left, examples)
+        return MigrationResult(run, state, progress, reasons, seconds, left, examples)
 
     @contextlib.contextmanager
-    def _telling(self, run: Run) -> Iterator[None]:
+    def _telling(self, run: MigrationRun) -> Iterator[None]:
         """Tell now and then, and at the end, how far the run is."""
         told, over = self._progress, threading.Event()
         if told is None:
@@ -369,7 +387,7 @@ class Migration:
         return blocking(self._database.write(work))
 
 
-def _rooms(run: Run) -> str:
+def _rooms(run: MigrationRun) -> str:
     """Return the prefix of the names of the holding tables."""
     return f"delayline_held_{run.name}_"
 

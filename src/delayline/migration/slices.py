@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection
 
-    from delayline.migration.source import Part, TableSource
+    from delayline.migration.source import SourcePartition, TableSource
 
 #: Approximate rows of the first slice; small, so that the earliest messages are held and delivered soon.
 FIRST_ROWS: Final = 25_000
@@ -29,7 +29,7 @@ MOST: Final = 50
 class Slice(NamedTuple):
     """What of a part is due in a span; rows without a due time are in the first."""
 
-    part: Part
+    part: SourcePartition
     since: Any = None
     """What the due column keeps of the first instant, None for no bound."""
     until: Any = None
@@ -47,7 +47,7 @@ class Slice(NamedTuple):
 
 
 def slices_of(
-    connection: Connection, source: TableSource, part: Part, cutoff: datetime | None
+    connection: Connection, source: TableSource, part: SourcePartition, cutoff: datetime | None
 ) -> tuple[list[Slice], int]:
     """Return the slices of the part, the earliest due first, and how many rows there are."""
     table, movable = source.table(part.table), source.movable(part, cutoff)

@@ -35,7 +35,7 @@ LATEST: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePartition:
     """The pending messages of one endpoint in a source."""
 
     endpoint: str
@@ -131,7 +131,7 @@ class TableSource(ABC):
         """Return new columns, all that such a table has, in their order."""
 
     @abstractmethod
-    def parts(self, connection: Connection) -> list[Part]:
+    def parts(self, connection: Connection) -> list[SourcePartition]:
         """Return what there is, in the order of the names; raises BackendUnusable for tables of an unknown shape."""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class TableSource(ABC):
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return id, destination, due, headers and body of each row, null where it has none."""
 
-    def names(self, part: Part, endpoint: str) -> bool:
+    def names(self, part: SourcePartition, endpoint: str) -> bool:
         """Return whether the user's name denotes this partition."""
         return part.endpoint.casefold() == endpoint.casefold()
 
@@ -169,29 +169,29 @@ class TableSource(ABC):
         batch, number = (Column(one, BigInteger, primary_key=True, autoincrement=False) for one in (BATCH, NUMBER))
         return self._made(name, [batch, number, *own])
 
-    def movable(self, part: Part, cutoff: datetime | None) -> ColumnElement[bool]:
+    def movable(self, part: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
         """Return which rows of the part are due at the cutoff or later, all of them without one."""
         columns = self.table(part.table).c
         first = EARLIEST if cutoff is None else max(cutoff, EARLIEST)
         times = and_(columns[self.due] >= self.kept_due(first), columns[self.due] <= self.kept_due(LATEST))
         return and_(times, self.owned(part))
 
-    def unmovable(self, part: Part) -> ColumnElement[bool]:
+    def unmovable(self, part: SourcePartition) -> ColumnElement[bool]:
         """Return which rows of the part no run takes, whatever its cutoff: `outside` says why."""
         if self.belongs_to_none(part):
             return self.owned(part)
         return and_(self.owned(part), case((self.movable(part, None), 1), else_=0) == 0)
 
-    def belongs_to_none(self, part: Part) -> bool:
+    def belongs_to_none(self, part: SourcePartition) -> bool:
         """Tell whether the part is the rows of a shared table that name no endpoint."""
         return self.owner is not None and part.owner is None
 
-    def without_endpoint(self, connection: Connection) -> Part | None:
+    def without_endpoint(self, connection: Connection) -> SourcePartition | None:
         """Return the rows of a shared table that name no endpoint as a part; None where there can be none."""
         del connection
         return None
 
-    def owned(self, part: Part) -> ColumnElement[bool]:
+    def owned(self, part: SourcePartition) -> ColumnElement[bool]:
         """Return which rows of the table are the part's."""
         table = self.table(part.table)
         return and_(True, *([] if self.owner is None else [table.c[self.owner] == part.owner]))  # IS NULL for None
@@ -230,25 +230,25 @@ class TableSource(ABC):
 
 
 def chosen(
-    source: TableSource, parts: Sequence[Part], endpoints: Sequence[str] | None, *, each: bool = True
-) -> list[Part]:
+    source: TableSource, parts: Sequence[SourcePartition], endpoints: Sequence[str] | None, *, each: bool = True
+) -> list[SourcePartition]:
     """Return the parts of these endpoints, called as the user calls them; all parts for None.
 
     each: raise ConfigurationError naming an endpoint that has none.
     """
     if endpoints is None:
         return list(parts)
-    found: list[Part] = []
+    found: list[SourcePartition] = []
     for endpoint in dict.fromkeys(endpoints):
         mine = [part for part in parts if source.names(part, endpoint)]
         if each and not mine:
             known = ", ".join(repr(part.endpoint) for part in parts) or "none at all"
             raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source}; there are: {known}")
-        found += [Part(endpoint, part.table, part.owner) for part in mine]
+        found += [SourcePartition(endpoint, part.table, part.owner) for part in mine]
     return found
 
 
-class NotTaken(NamedTuple):
+class SkippedMessage(NamedTuple):
     """Rows that no run takes, for one reason."""
 
     reason: str
@@ -257,11 +257,11 @@ class NotTaken(NamedTuple):
     """Of some of them."""
 
 
-def not_taken(connection: Connection, source: TableSource, endpoints: Sequence[str] | None) -> list[NotTaken]:
+def not_taken(connection: Connection, source: TableSource, endpoints: Sequence[str] | None) -> list[SkippedMessage]:
     """Return the rows of these endpoints that no run takes, by reason; for None of all, and those of none."""
     parts = chosen(source, source.parts(connection), endpoints, each=False)
     ownerless = source.without_endpoint(connection) if endpoints is None else None
-    found: list[NotTaken] = []
+    found: list[SkippedMessage] = []
     for reason, those in ((source.outside, parts), (source.ownerless, [] if ownerless is None else [ownerless])):
         rows, names = 0, list[str]()
         for part in those:
@@ -270,5 +270,5 @@ def not_taken(connection: Connection, source: TableSource, endpoints: Sequence[s
             some = connection.execute(select(source.name_column(table)).where(mine).limit(SHOWN)).scalars()
             names += [source.shown_name(one) for one in some]
         if rows:
-            found.append(NotTaken(reason, rows, names[:SHOWN]))
+            found.append(SkippedMessage(reason, rows, names[:SHOWN]))
     return found

@@ -18,7 +18,7 @@ from sqlalchemy.schema import CreateTable
 from delayline.bulk.staging import blocking
 from delayline.migration.bulk import pieces
 from delayline.migration.rows import record_batch
-from delayline.migration.source import Part, TableSource
+from delayline.migration.source import SourcePartition, TableSource
 from delayline.sql.schema import CONTENT, DUE, text
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ PAGE: Final = 200
 
 
 @dataclass(frozen=True)
-class Taken:
+class CollectedMessage:
     """A message as it is kept beside the journal."""
 
     key: str
@@ -67,7 +67,7 @@ class Taken:
         object.__setattr__(self, "endpoint", self.endpoint.replace("\0", "?"))
 
 
-class Which(NamedTuple):
+class Selection(NamedTuple):
     """The selection of messages to collect."""
 
     endpoints: Sequence[str] | None
@@ -84,7 +84,7 @@ class Which(NamedTuple):
         return self.cutoff is None or due is None or due >= self.cutoff
 
 
-class TakenSource(TableSource):
+class CollectedSource(TableSource):
     """A source that is not a database. journal: URL of the database for collected messages and the journal.
 
     Migrations of it run one at a time.
@@ -104,18 +104,18 @@ class TakenSource(TableSource):
         """Return the source's kind and address, without secrets."""
 
     @abstractmethod
-    async def take(self, which: Which, spark: SparkSession) -> None:
+    async def take(self, which: Selection, spark: SparkSession) -> None:
         """Take everything that is asked for, each message kept before it leaves its place. The journal is open.
 
         Called again after whatever stopped it, it goes on.
         """
 
     @abstractmethod
-    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Put messages back to their place; return why some could not go, by their keys."""
 
     @abstractmethod
-    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+    def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
         """Return the messages that a run would collect; changes nothing."""
 
     def take_in(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
@@ -123,7 +123,7 @@ class TakenSource(TableSource):
 
         async def run() -> None:
             await self.database.write(self._make)
-            await self.take(Which(endpoints, cutoff), spark)
+            await self.take(Selection(endpoints, cutoff), spark)
 
         self._opened(run)
 
@@ -158,24 +158,24 @@ class TakenSource(TableSource):
         """Tell whether anything was ever taken."""
         return inspect(connection).has_table(self.kept.name, schema=self.schema)
 
-    def parts(self, connection: Connection) -> list[Part]:
+    def parts(self, connection: Connection) -> list[SourcePartition]:
         """Return a part for each endpoint whose messages were taken."""
         if not self.there(connection):
             return []
         endpoint = self.kept.c.endpoint
         names = connection.execute(select(endpoint).distinct()).scalars()
-        return [Part(name, self.kept.name, name) for name in sorted(names)]
+        return [SourcePartition(name, self.kept.name, name) for name in sorted(names)]
 
     def check_columns(self, connection: Connection, name: str) -> None:
         """Do nothing: the table is delayline's own."""
 
-    def movable(self, part: Part, cutoff: datetime | None) -> ColumnElement[bool]:
+    def movable(self, part: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
         """Return the part's rows, those without a time too: they are named with their reason, and go back."""
         due = self.kept.c.due
         later = and_(True) if cutoff is None else or_(due.is_(None), due >= self.kept_due(cutoff))
         return and_(self.owned(part), later)
 
-    def unmovable(self, part: Part) -> ColumnElement[bool]:
+    def unmovable(self, part: SourcePartition) -> ColumnElement[bool]:
         """Return that there are none."""
         del part
         return false()
@@ -203,7 +203,7 @@ class TakenSource(TableSource):
             for row in rows
         )  # fmt: skip
 
-    def keep(self, connection: Connection, rows: Sequence[Taken]) -> None:
+    def keep(self, connection: Connection, rows: Sequence[CollectedMessage]) -> None:
         """Keep messages; one whose key is kept already stays as it is."""
         if rows:
             connection.execute(self.dialect.insert_new(self.kept, self.key), [self._row(one) for one in rows])
@@ -257,12 +257,12 @@ class TakenSource(TableSource):
             await self.database.write(partial(self.forget, keys=gone))
         return failed
 
-    def _kept_rows(self, connection: Connection, after: str) -> list[Taken]:
+    def _kept_rows(self, connection: Connection, after: str) -> list[CollectedMessage]:
         columns = self.kept.c
         query = select(self.kept).where(columns[self.key] > after).order_by(columns[self.key]).limit(PAGE)
         return [self._taken(tuple(row)) for row in connection.execute(query)]
 
-    def _row(self, one: Taken) -> dict[str, Any]:
+    def _row(self, one: CollectedMessage) -> dict[str, Any]:
         due = None if one.due is None else self.kept_due(one.due)
         contents = {name: _bytes(getattr(one, name)) for name in ("id", "destination", "headers", "why")}
         return {
@@ -270,10 +270,10 @@ class TakenSource(TableSource):
             "state": one.state, **contents,
         }  # fmt: skip
 
-    def _taken(self, row: tuple[Any, ...]) -> Taken:
+    def _taken(self, row: tuple[Any, ...]) -> CollectedMessage:
         key, endpoint, *texts = row
         one, destination, due, headers, body, why, original, state = texts
-        return Taken(
+        return CollectedMessage(
             key, endpoint, _text(one), _text(destination), None if due is None else self.read_due(due), _text(headers),
             None if body is None else bytes(body), _text(why), None if original is None else bytes(original), state,
         )  # fmt: skip

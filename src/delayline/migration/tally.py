@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from datetime import datetime
 
-    from delayline.migration.taken import Taken, Which
+    from delayline.migration.taken import CollectedMessage, Selection
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Tally:
         """Return an endpoint's counts."""
         return self.endpoints.setdefault(endpoint, Counts())
 
-    def add(self, rows: Iterable[Taken], which: Which, bounds: Bounds) -> None:
+    def add(self, rows: Iterable[CollectedMessage], which: Selection, bounds: Bounds) -> None:
         """Count messages in that are asked for, and how many are due before."""
-        mine: dict[str, list[Taken]] = {}
+        mine: dict[str, list[CollectedMessage]] = {}
         for one in rows:
             if which.includes(one.due):
                 mine.setdefault(one.endpoint, []).append(one)
@@ -86,7 +86,7 @@ class Tally:
             counts.examples = theirs.examples | counts.examples
 
 
-def _count(counts: Counts, rows: Sequence[Taken], bounds: Bounds) -> None:
+def _count(counts: Counts, rows: Sequence[CollectedMessage], bounds: Bounds) -> None:
     times = [one.due for one in rows if one.due is not None]
     counts.rows += len(rows)
     counts.overdue += sum(due < bounds.now for due in times)

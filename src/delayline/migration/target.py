@@ -62,7 +62,7 @@ class Delivered(NamedTuple):
     """Why some messages were not taken, by position, as far as that was not foretold."""
 
 
-class Session(Protocol):
+class DeliverySession(Protocol):
     """One task's way to the target."""
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
@@ -74,7 +74,7 @@ class Session(Protocol):
         ...
 
 
-class Wave(Protocol):
+class DeliveryRound(Protocol):
     """Some batches of one endpoint that go together; pickled to tasks."""
 
     largest_message: int
@@ -82,7 +82,7 @@ class Wave(Protocol):
     confirms: bool
     """Whether what a session has delivered is there for good, so that its batch can be marked at once."""
 
-    async def session(self, stack: AsyncExitStack) -> Session:
+    async def session(self, stack: AsyncExitStack) -> DeliverySession:
         """Return an open session that closes with the stack."""
         ...
 
@@ -127,7 +127,7 @@ class Target(Protocol):
         """Return id, destination and due time of the endpoint's pending messages; None if they cannot be listed."""
         ...
 
-    def begin(self, endpoint: str) -> Wave:
+    def begin(self, endpoint: str) -> DeliveryRound:
         """Return a new wave for that endpoint, under the target's name for it."""
         ...
 
@@ -152,7 +152,7 @@ class WithoutLedger:
         """Do nothing."""
 
 
-class ConfirmingWave:
+class ConfirmingRound:
     """Batches that are at the target for good when a session has delivered them."""
 
     confirms = True

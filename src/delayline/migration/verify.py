@@ -15,10 +15,10 @@ from sqlalchemy import select
 from delayline.bulk.staging import blocking
 from delayline.errors import ConfigurationError
 from delayline.migration.holding import read_batch
-from delayline.migration.journal import BatchState, HeldPart, Journal, Run
+from delayline.migration.journal import BatchState, HeldPartition, MigrationJournal, MigrationRun
 from delayline.migration.plan import ALL
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.source import BATCH, NUMBER, NotTaken, not_taken
+from delayline.migration.source import BATCH, NUMBER, SkippedMessage, not_taken
 from delayline.spark.errors import translated_errors
 from delayline.sql.store import MICROSECOND
 
@@ -40,7 +40,7 @@ BATCHES_A_TASK: Final = 50
 class Verified:
     """The findings about one run."""
 
-    run: Run
+    run: MigrationRun
     rows: int
     """Taken aside when it began."""
     moved: int
@@ -71,21 +71,21 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Sent:
+class DeliveredBatches:
     """Reads the messages of one partition's marked batches; pickled to tasks."""
 
     source: TableSource
     run: str
-    part: HeldPart
+    part: HeldPartition
 
     def rows(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield id, destination and due time of the messages in these batches, without rejected rows."""
-        journal = Journal(self.source.dialect, self.source.schema)
+        journal = MigrationJournal(self.source.dialect, self.source.schema)
         for some in numbers:
             for batch in some.column(0).to_pylist():
                 yield blocking(self.source.database.look(partial(self._of, journal=journal, batch=batch)))
 
-    def _of(self, connection: Connection, journal: Journal, batch: int) -> pa.RecordBatch:
+    def _of(self, connection: Connection, journal: MigrationJournal, batch: int) -> pa.RecordBatch:
         aside = select(journal.aside.c.number).where(
             journal.asides_of(self.run, self.part.number), journal.aside.c.batch == batch
         )
@@ -95,14 +95,14 @@ class Sent:
         return messages.select(WAITING_SCHEMA.names)
 
 
-def runs_of(source: TableSource) -> list[Run]:
+def runs_of(source: TableSource) -> list[MigrationRun]:
     """Return all migrations of a source, the last one first; changes nothing."""
     source.must_exist()
-    journal = Journal(source.dialect, source.schema)
+    journal = MigrationJournal(source.dialect, source.schema)
     return blocking(source.database.look(journal.list_runs))
 
 
-def run_named(source: TableSource, name: str | None) -> Run:
+def run_named(source: TableSource, name: str | None) -> MigrationRun:
     """Return that run, the last one for None. Raises ConfigurationError for none."""
     runs = runs_of(source)
     for run in runs:
@@ -122,7 +122,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
         raise ConfigurationError(
             f"migration {found.name} went to {found.parameters.get('target')}, not to {target}: give that target"
         )
-    journal = Journal(source.dialect, source.schema)
+    journal = MigrationJournal(source.dialect, source.schema)
     parts = blocking(source.database.look(partial(journal.list_parts, run=found.name)))
     progress = blocking(source.database.look(partial(journal.progress, run=found.name)))
     waiting, gone = None, 0
@@ -156,14 +156,16 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
     )  # fmt: skip
 
 
-def _sent(source: TableSource, run: Run, part: HeldPart, spark: SparkSession, journal: Journal) -> DataFrame:
+def _sent(
+    source: TableSource, run: MigrationRun, part: HeldPartition, spark: SparkSession, journal: MigrationJournal
+) -> DataFrame:
     column = journal.batches.c.batch
     query = select(column).where(journal.batches_in(run.name, part.number, [BatchState.MARKED.value]))
     marked = blocking(source.database.look(lambda connection: list(connection.execute(query).scalars())))
     table = pa.table({"id": pa.array(marked, pa.int64())})
     pieces = max(1, -(-len(marked) // BATCHES_A_TASK))
     numbers = spark.createDataFrame(table).repartition(pieces) if marked else spark.range(0)
-    return numbers.mapInArrow(Sent(source, run.name, part).rows, WAITING)
+    return numbers.mapInArrow(DeliveredBatches(source, run.name, part).rows, WAITING)
 
 
 def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
@@ -190,7 +192,9 @@ def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int,
     return counts[0], counts[1], ids[0], ids[1]
 
 
-def _in_source(connection: Connection, *, source: TableSource, journal: Journal, run: Run, part: HeldPart) -> list[str]:
+def _in_source(
+    connection: Connection, *, source: TableSource, journal: MigrationJournal, run: MigrationRun, part: HeldPartition
+) -> list[str]:
     """Return ids that were moved, and are in the source's table as well."""
     held, table = source.held(part.held), source.table(part.part.table)
     marked = select(journal.batches.c.batch).where(journal.batches_in(run.name, part.number, [BatchState.MARKED.value]))
@@ -200,7 +204,7 @@ def _in_source(connection: Connection, *, source: TableSource, journal: Journal,
     return [source.shown_name(one) for one in connection.execute(query).scalars()]
 
 
-def _ids(source: TableSource, journal: Journal, run: Run, part: HeldPart) -> list[str]:
+def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, part: HeldPartition) -> list[str]:
     """Return the ids of batches that may have reached the target more often than once."""
     held = source.held(part.held)
 
@@ -214,7 +218,7 @@ def _ids(source: TableSource, journal: Journal, run: Run, part: HeldPart) -> lis
     return blocking(source.database.look(look))
 
 
-def left_in(source: TableSource, run: Run) -> list[NotTaken]:
+def left_in(source: TableSource, run: MigrationRun) -> list[SkippedMessage]:
     """Return the rows of the run's endpoints that no run takes."""
     endpoints = run.parameters.get("endpoints", ALL)
     chosen = None if endpoints == ALL else endpoints.split(", ")
@@ -222,10 +226,10 @@ def left_in(source: TableSource, run: Run) -> list[NotTaken]:
 
 
 def details(
-    source: TableSource, run: Run, limit: int
+    source: TableSource, run: MigrationRun, limit: int
 ) -> tuple[Progress, Sequence[tuple[str, int]], Sequence[tuple[str, str]]]:
     """Return how far a run is, why rows were set aside, and ids of such rows with their reasons."""
-    journal = Journal(source.dialect, source.schema)
+    journal = MigrationJournal(source.dialect, source.schema)
 
     def look(
         connection: Connection,

@@ -16,7 +16,7 @@ from sqlalchemy import and_, select
 
 from delayline.errors import BackendUnavailable
 from delayline.migration.holding import read_batch
-from delayline.migration.journal import Journal, batch_name
+from delayline.migration.journal import MigrationJournal, batch_name
 from delayline.migration.rows import reasons_of, sound
 from delayline.migration.target import Attempted
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from delayline.migration.journal import Begun, HeldPart
-    from delayline.migration.source import Part, TableSource
-    from delayline.migration.target import Session, Staged, Wave
+    from delayline.migration.journal import HeldPartition, StartedRun
+    from delayline.migration.source import SourcePartition, TableSource
+    from delayline.migration.target import DeliveryRound, DeliverySession, Staged
 
 DONE: Final = "staged STRING, batch BIGINT, attempt BIGINT"
 DONE_SCHEMA: Final = pa.schema([("staged", pa.string()), ("batch", pa.int64()), ("attempt", pa.int64())])
@@ -50,13 +50,13 @@ def rows_only() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Delivery:
+class BatchDelivery:
     """The batches of one part that a job delivers; pickled to its tasks."""
 
     source: TableSource
-    wave: Wave
+    wave: DeliveryRound
     run: str
-    part: HeldPart
+    part: HeldPartition
     once: bool
     """Whether a batch that is delivered again leaves no second copy at the target."""
 
@@ -71,7 +71,7 @@ class Delivery:
 
     async def _deliver(self, batches: Sequence[int]) -> tuple[Sequence[Staged], Mapping[int, int]]:
         database = self.source.database
-        journal = Journal(database.dialect, self.source.schema)
+        journal = MigrationJournal(database.dialect, self.source.schema)
         await database.open()
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -84,7 +84,9 @@ class Delivery:
         finally:
             await database.close()
 
-    async def _some(self, journal: Journal, session: Session, batches: Sequence[int]) -> Mapping[int, int]:
+    async def _some(
+        self, journal: MigrationJournal, session: DeliverySession, batches: Sequence[int]
+    ) -> Mapping[int, int]:
         """Deliver batches and return the attempts that count; those that are done are left out."""
         write, run, part = self.source.database.write, self.run, self.part.number
         begun = await write(partial(journal.deliver, run=run, part=part, batches=batches))
@@ -98,8 +100,8 @@ class Delivery:
 
     async def _one(
         self,
-        journal: Journal,
-        session: Session,
+        journal: MigrationJournal,
+        session: DeliverySession,
         batch: int,
         number: int,
         numbers: Sequence[int],
@@ -127,7 +129,7 @@ class Delivery:
         return counts
 
     async def _read_ahead(
-        self, begun: Mapping[int, Begun]
+        self, begun: Mapping[int, StartedRun]
     ) -> AsyncGenerator[tuple[int, Sequence[int], pa.RecordBatch]]:
         """Yield each batch, its rows' numbers and its messages, while the next one is read."""
         following: asyncio.Task[Sequence[Sequence[Any]]] | None = None
@@ -143,7 +145,7 @@ class Delivery:
             if following is not None:
                 await asyncio.wait([following])
 
-    async def _read(self, batch: int, begun: Begun) -> Sequence[Sequence[Any]]:
+    async def _read(self, batch: int, begun: StartedRun) -> Sequence[Sequence[Any]]:
         read = partial(read_batch, source=self.source, name=self.part.held, batch=batch)
         found = await self.source.database.read(read)
         if len(found) != begun.rows:
@@ -154,11 +156,11 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class Look:
+class PreviewWork:
     """Rows that stay where they are, read as messages: what would be wrong with them. Pickled to tasks."""
 
     source: TableSource
-    part: Part
+    part: SourcePartition
     cutoff: datetime | None
     cuts: Sequence[datetime]
     """Where the due times are cut into spans."""

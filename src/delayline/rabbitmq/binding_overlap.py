@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from delayline.errors import DelaylineError
 from delayline.events import Event, emit
 from delayline.rabbitmq.levels import crossings, endings
-from delayline.rabbitmq.routability import Reach
+from delayline.rabbitmq.routability import Routability
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,11 +35,11 @@ async def receivers(connection: BrokerConnection, levels: DelayInfrastructure, n
 
     The other way round, names that end in this one, only the management API can tell.
     """
-    reach = Reach(connection, levels.delivery, only_look=True)
+    reach = Routability(connection, levels.delivery, only_look=True)
     return [ending for ending in endings(name) if await reach.includes(ending)]
 
 
-class CrossingNames:
+class OverlappingNames:
     """Warns of names that cross one of this process', each pair once."""
 
     def __init__(self, transport: RabbitMQTransport, levels: DelayInfrastructure) -> None:

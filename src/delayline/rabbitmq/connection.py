@@ -231,11 +231,11 @@ def _cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class NothingThere(LookupError):
+class NotFound(LookupError):
     """The broker says that an exchange or a queue does not exist."""
 
 
-class Differs(BackendUnusable):
+class PreconditionFailed(BackendUnusable):
     """The broker has it already, with other arguments."""
 
 
@@ -251,9 +251,9 @@ def explained(address: BrokerAddress) -> Iterator[None]:
 def _explained(error: BaseException, address: BrokerAddress) -> Exception:
     text = _text(error)
     if isinstance(error, pika.ChannelNotFoundEntity):
-        return NothingThere(text)
+        return NotFound(text)
     if isinstance(error, pika.ChannelPreconditionFailed):
-        return Differs(text)
+        return PreconditionFailed(text)
     if isinstance(error, pika.ChannelClosed) and "ACCESS_REFUSED" in text:
         return _refused(text, address, error.permission if isinstance(error, PermissionMissing) else "sufficient")
     if isinstance(error, pika.ProbableAuthenticationError | pika.AuthenticationError):

@@ -17,8 +17,8 @@ from delayline.errors import BackendUnusable, ConfigurationError, NotStarted, Qu
 from delayline.events import Event, emit
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.amqp.publisher import Publication, Unroutable
-from delayline.rabbitmq.binding_overlap import CrossingNames
-from delayline.rabbitmq.connection import NothingThere
+from delayline.rabbitmq.binding_overlap import OverlappingNames
+from delayline.rabbitmq.connection import NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import (
     MAXIMUM_DELAY,
@@ -26,7 +26,7 @@ from delayline.rabbitmq.levels import (
     checked_until,
     seconds_until,
 )
-from delayline.rabbitmq.overflow_store import LevelsBehind, held
+from delayline.rabbitmq.overflow_store import OverflowTransport, held
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DelayLevelDelivery:
         self._binding = asyncio.Lock()
         self._started = False
         self._looking: asyncio.Task[None] | None = None
-        self._crossings: CrossingNames | None = None
+        self._crossings: OverlappingNames | None = None
 
     @property
     def transaction_domain(self) -> None:
@@ -115,7 +115,7 @@ class DelayLevelDelivery:
         self._host, self._transport = host, transport
         self._levels = DelayInfrastructure.named(transport.address.delays)
         if self.stored is not None:
-            behind = LevelsBehind(transport, host.error_queue, self._defer_all)
+            behind = OverflowTransport(transport, host.error_queue, self._defer_all)
             self.stored.bind(replace(host, transport=behind))
 
     async def setup_infrastructure(self) -> None:
@@ -144,12 +144,12 @@ class DelayLevelDelivery:
             await transport.connection.run(
                 lambda channel: channel.rpc(ExchangeDeclare(exchange=self._levels.delivery, passive=True))
             )
-        except NothingThere as error:
+        except NotFound as error:
             raise self._not_set_up() from error
         if self.stored is not None:
             await self.stored.start()
         self._started = True
-        self._crossings = CrossingNames(transport, self._levels)
+        self._crossings = OverlappingNames(transport, self._levels)
         self._looking = asyncio.create_task(self._crossings.look(host.endpoint_name))
 
     async def stop(self) -> None:

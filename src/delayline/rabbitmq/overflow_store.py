@@ -51,7 +51,7 @@ def released(operation: TransportOperation) -> Deferred | None:
     return TransportOperation(operation.message, found[2]), due
 
 
-class LevelsBehind:
+class OverflowTransport:
     """The overflow store's transport: stored messages go to the levels, others straight to the real transport."""
 
     def __init__(

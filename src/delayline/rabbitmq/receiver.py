@@ -16,9 +16,9 @@ from delayline.errors import QueueNotFound
 from delayline.events import Event, emit
 from delayline.rabbitmq.amqp.methods import Consume, ask
 from delayline.rabbitmq.amqp.properties import message_from
-from delayline.rabbitmq.connection import LOST, NothingThere
+from delayline.rabbitmq.connection import LOST, NotFound
 from delayline.rabbitmq.levels import parse
-from delayline.rabbitmq.routability import Reach
+from delayline.rabbitmq.routability import Routability
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def meant_for_another(delivered: DeliveredMessage, queue: str) -> str | None:
     return parsed[1] if parsed is not None and parsed[1].endswith(f".{queue}") else None
 
 
-class Delivery(NamedTuple):
+class DeliveryTag(NamedTuple):
     """A delivery's tag on its channel."""
 
     channel: int
@@ -173,7 +173,7 @@ class RabbitMQReceiver:
 
     def _tag(self, received: ReceivedMessage) -> int | None:
         delivery = received.receipt
-        if not isinstance(delivery, Delivery):
+        if not isinstance(delivery, DeliveryTag):
             raise TypeError(f"receipt {delivery!r} was not given by this receiver")
         return delivery.tag if delivery.channel == self._number and delivery.tag in self._held else None
 
@@ -212,7 +212,7 @@ class RabbitMQReceiver:
                     await self._set_aside(tag, delivered, error)
                 return batch
             self._pop()
-            batch.append(ReceivedMessage(message, Delivery(self._number, tag)))
+            batch.append(ReceivedMessage(message, DeliveryTag(self._number, tag)))
         return batch
 
     async def _leave_to(self, other: str, tag: int, delivered: DeliveredMessage) -> None:
@@ -237,7 +237,7 @@ class RabbitMQReceiver:
         if known is None or known[1] < now:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            there = await Reach(self._connection, "", only_look=True).includes(destination)
+            there = await Routability(self._connection, "", only_look=True).includes(destination)
             known = self._known[destination] = there, now + KNOWN_FOR
         return known[0]
 
@@ -291,7 +291,7 @@ class RabbitMQReceiver:
             try:
                 with self._connection.explained():
                     await self._grow(wanted)
-            except NothingThere as error:
+            except NotFound as error:
                 self._forget()
                 self._lost = None
                 if not await self._restore(self._queue):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import NothingThere
+from delayline.rabbitmq.connection import NotFound
 from delayline.rabbitmq.topology import ConventionalTopology, DirectTopology
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ CONVENTIONAL: Final = ConventionalTopology()
 DIRECT: Final = DirectTopology()
 
 
-class Reach:
+class Routability:
     """The destinations of one broker; each is asked for once.
 
     only_look: bind nothing, for a dry run.
@@ -52,7 +52,7 @@ class Reach:
         for way in ways:
             try:
                 await self._connection.run(way)
-            except NothingThere:
+            except NotFound:
                 continue
             return True
         return False

@@ -19,7 +19,7 @@ from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
 from delayline.rabbitmq.amqp.properties import unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
-from delayline.rabbitmq.connection import BrokerConnection, Differs, NothingThere
+from delayline.rabbitmq.connection import BrokerConnection, NotFound, PreconditionFailed
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES
 from delayline.transaction import TransactionMode
@@ -175,7 +175,7 @@ class RabbitMQTransport:
             await self.connection.run(
                 partial(self.topology.bind_delivery, destination=destination, delivery_exchange=exchange)
             )
-        except NothingThere as error:
+        except NotFound as error:
             raise QueueNotFound(destination) from error
         if destination in self._declared:
             self._declared[destination].add(exchange)
@@ -195,7 +195,7 @@ class RabbitMQTransport:
                 await self.connection.run(partial(self.topology.check, destination=exchange))
             else:
                 await self.count(queue)
-        except (NothingThere, QueueNotFound):
+        except (NotFound, QueueNotFound):
             return False
         return True
 
@@ -225,14 +225,14 @@ class RabbitMQTransport:
         _check_length(queue)
         try:
             return await self.connection.run(partial(work, queue=queue))
-        except NothingThere as error:
+        except NotFound as error:
             raise QueueNotFound(queue) from error
 
     async def _declare(self, queue: str) -> None:
         declare = partial(self.topology.declare, queue=queue, queue_type=self.address.queue_type)
         try:
             await self.connection.run(declare)
-        except Differs as error:
+        except PreconditionFailed as error:
             raise BackendUnusable(
                 f"queue {queue!r} is there already, but not as a {self.address.queue_type} queue: {error}. Give "
                 "RabbitMQTransport the queue_type= and topology= it has, or delete it"

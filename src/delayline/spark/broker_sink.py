@@ -13,10 +13,10 @@ from delayline.message import Headers, Message, to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
-from delayline.rabbitmq.connection import BrokerConnection, NothingThere
+from delayline.rabbitmq.connection import BrokerConnection, NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until
-from delayline.rabbitmq.routability import Reach
+from delayline.rabbitmq.routability import Routability
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ class BrokerSink:
                     await connection.run(
                         lambda channel, name=exchange: channel.rpc(ExchangeDeclare(exchange=name, passive=True))  # type: ignore[misc]
                     )
-            except NothingThere as error:
+            except NotFound as error:
                 raise BackendUnusable(
                     f"there are no complete delay levels {self}. Create them with: delayline rabbitmq create"
                 ) from error
@@ -66,7 +66,7 @@ class BrokerSink:
         """Return the destinations that cannot be reached, with the reason. Creates no binding. Blocks."""
 
         async def look(connection: BrokerConnection) -> Mapping[str, str]:
-            reach = Reach(connection, self.levels.delivery, only_look=True)
+            reach = Routability(connection, self.levels.delivery, only_look=True)
             found = {one: await _refusal(reach, one) for one in destinations}
             return {one: reason for one, reason in found.items() if reason is not None}
 
@@ -79,7 +79,7 @@ class BrokerSink:
         stack.push_async_callback(connection.close)
         stack.push_async_callback(publisher.close)
         await publisher.open()
-        return BrokerWriter(publisher, Reach(connection, self.levels.delivery, only_look=False), self.levels)
+        return BrokerWriter(publisher, Routability(connection, self.levels.delivery, only_look=False), self.levels)
 
     def _connected(self, work: Callable[[BrokerConnection], Awaitable[Result]]) -> Result:
         async def run() -> Result:
@@ -95,7 +95,7 @@ class BrokerSink:
 class BrokerWriter:
     """The connection of one task."""
 
-    def __init__(self, publisher: Publisher, reach: Reach, levels: DelayInfrastructure) -> None:
+    def __init__(self, publisher: Publisher, reach: Routability, levels: DelayInfrastructure) -> None:
         self._publisher = publisher
         self._reach = reach
         self._levels = levels
@@ -139,7 +139,7 @@ class BrokerWriter:
         return Publication(message, exchange, key, delay)
 
 
-async def _refusal(reach: Reach, destination: str) -> str | None:
+async def _refusal(reach: Routability, destination: str) -> str | None:
     try:
         check_destination(destination)
     except InvalidMessage as error:

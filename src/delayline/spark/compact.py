@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from delayline.bulk.cold_catalog import KEPT_FOR, State
+from delayline.bulk.cold_catalog import KEPT_FOR, FileState
 from delayline.bulk.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter, schema
 from delayline.spark.cold_tier import (
     ColdTier,
@@ -157,7 +157,7 @@ def _register(
     done = [merge for merge in merges if all(file.name in locked for file in merge.sources)]
     names = [file.name for merge in done for file in merge.sources]
     buried = catalog.buried(connection, names)
-    catalog.retire(connection, names, State.COMPACTED)
+    catalog.retire(connection, names, FileState.COMPACTED)
     catalog.register(connection, [merge.into for merge in done if merge.into is not None])
     for merge in done:
         late = {

@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from delayline.bulk.dispatchers import DispatcherControl, ShardMetrics, Wave
+from delayline.bulk.dispatchers import DispatcherControl, Generation, ShardMetrics
 from delayline.checks import time_span, whole_number
 from delayline.config import endpoint_from, in_memory
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DelaylineError
@@ -151,7 +151,7 @@ def dispatcher_status(settings: Settings, name: str | None = None) -> Sequence[S
     return DispatcherControl(settings.resolved_store_url).shards(name or settings.named_endpoint)
 
 
-def _run_wave(spark: SparkSession, settings: Settings, wave: Wave, shards: int) -> None:
+def _run_wave(spark: SparkSession, settings: Settings, wave: Generation, shards: int) -> None:
     tasks = spark.range(0, shards, 1, shards).mapInArrow(partial(run_shards, settings=settings, wave=wave), SHARD)
     tasks.toArrow()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import pyarrow as pa
 from sqlalchemy import delete
 
-from delayline.bulk.cold_catalog import State
+from delayline.bulk.cold_catalog import FileState
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.bulk.staging import Attempt, new_area
 from delayline.checks import time_span, whole_number
@@ -214,7 +214,7 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
                 raise _Overtaken
             late = tier.catalog.buried(connection, names)  # complete only now: the lock stops further cancellations
             cancelled = _remove(connection, staged, late, dead)
-            tier.catalog.retire(connection, names, State.PROMOTED)
+            tier.catalog.retire(connection, names, FileState.PROMOTED)
 
         committed = staging.commit(
             attempts, on_conflict=OnConflict.IGNORE, pre_commit=flip, arrival=JournalEvent.PROMOTED

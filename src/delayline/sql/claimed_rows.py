@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.message import DelayedMessage
-    from delayline.sql.dialects.sqlite_claims import Claims
+    from delayline.sql.dialects.sqlite_claims import FileClaims
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
@@ -47,14 +47,14 @@ class NumberStatements:
         self.number = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
 
 
-class ClaimedRows:
+class FileRowClaims:
     """The rows of one store's table in an SQLite file."""
 
     def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
         self._statements = statements
         self._numbers = NumberStatements(statements)
-        self._claims: Claims = database.claims(statements.table.name)
+        self._claims: FileClaims = database.claims(statements.table.name)
         self._claimed: dict[str, int] = {}
         self._forwarding = FileForwarding(statements.table, tables, database.dialect)
 

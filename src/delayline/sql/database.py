@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.external import ExternalTransaction
-    from delayline.sql.dialect import Claims, Dialect, Place, WakeUps
+    from delayline.sql.dialect import Claims, Dialect, Notifications, TableIdentity
     from delayline.sql.prepared import Prepared
-    from delayline.sql.rows import Rows
+    from delayline.sql.rows import RowClaims
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
-    from delayline.sql.transactions import Hold
+    from delayline.sql.transactions import Checkout
     from delayline.transaction import Transaction
 
 Result = TypeVar("Result")
@@ -250,7 +250,7 @@ class Database(ABC):
         """Notify the listeners once the external transaction has committed."""
 
     @abstractmethod
-    async def hold(self) -> Hold:
+    async def hold(self) -> Checkout:
         """Wait for a connection of one's own, on which to begin a transaction."""
 
     @property
@@ -260,7 +260,7 @@ class Database(ABC):
 
     @property
     @abstractmethod
-    def wake_ups(self) -> WakeUps:
+    def wake_ups(self) -> Notifications:
         """The notifications of this database."""
 
     @abstractmethod
@@ -268,7 +268,7 @@ class Database(ABC):
         """Return this process's claims on one table's rows."""
 
     @abstractmethod
-    def rows(self, statements: StoreStatements, tables: QueueTables) -> Rows:
+    def rows(self, statements: StoreStatements, tables: QueueTables) -> RowClaims:
         """Return the row claims of a store's table."""
 
     @abstractmethod
@@ -292,7 +292,7 @@ class Database(ABC):
     @abstractmethod
     def _disconnect(self) -> None: ...
 
-    def _theirs(self, connection: Connection, table: Table) -> Place:
+    def _theirs(self, connection: Connection, table: Table) -> TableIdentity:
         product = getattr(connection, "product", "")
         # Applications name MariaDB's servers mysql:// too; `place` says whether it is the same server.
         if product != self.dialect.sql.name and not {product, self.dialect.sql.name} <= {"mysql", "mariadb"}:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Finding = tuple[str, bool, str]
 
 
-class Place(NamedTuple):
+class TableIdentity(NamedTuple):
     """Identity of a table on one connection."""
 
     name: str
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     """Which of the database's tables it is; None for none."""
 
 
-class WakeUps(Protocol):
+class Notifications(Protocol):
     """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
 
     reach_others: bool
@@ -74,7 +74,7 @@ class Claims(Protocol):
         ...
 
 
-class Decides(Protocol):
+class DecisionReader(Protocol):
     """How one database is asked for a decision that may be being taken."""
 
     def wait_briefly(self, connection: Connection) -> None:
@@ -86,7 +86,7 @@ class Decides(Protocol):
         ...
 
 
-class TwoPhase(Protocol):
+class PreparedTransactions(Protocol):
     """Prepared transactions of one database, which any process can finish later."""
 
     def check(self, connection: Connection) -> str:
@@ -131,12 +131,12 @@ class Dialect(Protocol):
         ...
 
     @property
-    def decides(self) -> Decides | None:
+    def decides(self) -> DecisionReader | None:
         """How a decision about transactions prepared elsewhere is kept here; None where it cannot be."""
         ...
 
     @property
-    def two_phase(self) -> TwoPhase | None:
+    def two_phase(self) -> PreparedTransactions | None:
         """How transactions are prepared; None where they cannot be."""
         ...
 
@@ -190,7 +190,7 @@ class Dialect(Protocol):
         """Return the database's time so many seconds from now, as the due column keeps times."""
         ...
 
-    def place(self, connection: Connection, table: Table) -> Place:
+    def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return where the table is, seen from any connection to this product; uses cursors only."""
         ...
 

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 LEGACY_AUTOCOMMIT: Final = getattr(sqlite3, "LEGACY_TRANSACTION_CONTROL", -1)
 
 
-class Hold(Protocol):
+class ConnectionAdapter(Protocol):
     """A user's connection, with the transaction that is open on it, or that its first statement begins."""
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
@@ -35,7 +35,7 @@ class Hold(Protocol):
         ...
 
 
-class Borrowed:
+class BorrowedConnection:
     """The part of a user's connection that statements need: cursors that return tuples, and the product's name."""
 
     def __init__(self, product: str, cursor: Callable[[], object]) -> None:
@@ -43,21 +43,21 @@ class Borrowed:
         self.cursor = cursor
 
     @property
-    def connection(self) -> Borrowed:
+    def connection(self) -> BorrowedConnection:
         """Where SQLAlchemy's connections keep the driver's."""
         return self
 
 
-async def hold_of(external: ExternalTransaction) -> Hold:
+async def hold_of(external: ExternalTransaction) -> ConnectionAdapter:
     """Return the connection that `external` names, ready for statements. Raises ConfigurationError."""
     given: Any = external.connection
     if isinstance(given, str) or any(_is(given, module, name) for module, name in OF_DJANGO):
-        return SyncHold(external, given, borrow_django, bound=True)
+        return SyncConnectionAdapter(external, given, borrow_django, bound=True)
     if _is(given, "sqlalchemy.orm", "scoped_session") or _is(given, "sqlalchemy.ext.asyncio", "async_scoped_session"):
         given = given() if external.thread is None else await external.thread.run(given)
     for module, name, borrow in SYNCHRONOUS:
         if _is(given, module, name):
-            return SyncHold(external, given, borrow)
+            return SyncConnectionAdapter(external, given, borrow)
     for module, name, kind in ASYNCHRONOUS:
         if _is(given, module, name):
             if external.thread is not None:
@@ -78,7 +78,7 @@ async def hold_of(external: ExternalTransaction) -> Hold:
     )
 
 
-class SyncHold:
+class SyncConnectionAdapter:
     """A blocking connection: used on its caller's waiting thread, or else on a dedicated thread.
 
     An SQLite connection bound to the event loop's thread is used on that thread, and so is one of Django's.
@@ -88,7 +88,7 @@ class SyncHold:
         self,
         external: ExternalTransaction,
         connection: object,
-        borrow: Callable[[Any], AbstractContextManager[Borrowed]],
+        borrow: Callable[[Any], AbstractContextManager[BorrowedConnection]],
         *,
         bound: bool = False,
     ) -> None:
@@ -115,7 +115,7 @@ class SyncHold:
             return work(cast("Connection", borrowed))  # of a connection, work uses the cursors only
 
 
-class SqlAlchemyAsyncHold:
+class SqlAlchemyAsyncAdapter:
     """An AsyncConnection or AsyncSession, on its event loop."""
 
     def __init__(self, connection: Any) -> None:  # noqa: ANN401 - either of two
@@ -133,7 +133,7 @@ class SqlAlchemyAsyncHold:
             return work(cast("Connection", borrowed))
 
 
-class PsycopgAsyncHold:
+class PsycopgAsyncAdapter:
     """A psycopg AsyncConnection: work waits on a dedicated thread while statements run on the event loop."""
 
     def __init__(self, connection: AsyncConnection[Any]) -> None:
@@ -146,7 +146,9 @@ class PsycopgAsyncHold:
 
         _refuse_psycopg_autocommit(self._connection)
         loop, connection = asyncio.get_running_loop(), self._connection
-        borrowed = Borrowed("postgresql", lambda: LoopCursor(AsyncCursor(connection, row_factory=tuple_row), loop))
+        borrowed = BorrowedConnection(
+            "postgresql", lambda: LoopCursor(AsyncCursor(connection, row_factory=tuple_row), loop)
+        )
         return await in_thread(lambda: work(cast("Connection", borrowed)))
 
 
@@ -211,7 +213,7 @@ class NumberedCursor:
 
 
 @contextlib.contextmanager
-def borrow_sqlite(connection: sqlite3.Connection) -> Iterator[Borrowed]:
+def borrow_sqlite(connection: sqlite3.Connection) -> Iterator[BorrowedConnection]:
     """Borrow a sqlite3 connection, whatever its rows and texts look like."""
     if not connection.in_transaction and not _begins_by_itself(connection):
         raise _autocommit("open it without isolation_level=None and autocommit=True, or execute BEGIN first")
@@ -223,23 +225,23 @@ def borrow_sqlite(connection: sqlite3.Connection) -> Iterator[Borrowed]:
 
     texts, connection.text_factory = connection.text_factory, str
     try:
-        yield Borrowed("sqlite", cursor)
+        yield BorrowedConnection("sqlite", cursor)
     finally:
         connection.text_factory = texts
 
 
 @contextlib.contextmanager
-def borrow_psycopg(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - psycopg is an extra
+def borrow_psycopg(connection: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - psycopg is an extra
     """Borrow a psycopg connection, whatever its rows look like."""
     from psycopg import Cursor
     from psycopg.rows import tuple_row
 
     _refuse_psycopg_autocommit(connection)
-    yield Borrowed("postgresql", lambda: Cursor(connection, row_factory=tuple_row))
+    yield BorrowedConnection("postgresql", lambda: Cursor(connection, row_factory=tuple_row))
 
 
 @contextlib.contextmanager
-def borrow_psycopg2(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - psycopg2 belongs to its user
+def borrow_psycopg2(connection: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - psycopg2 belongs to its user
     """Borrow a psycopg2 connection, whatever its rows look like; its errors become SQLAlchemy's."""
     import psycopg2
     from psycopg2.extensions import TRANSACTION_STATUS_IDLE, cursor
@@ -249,24 +251,24 @@ def borrow_psycopg2(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - ps
     if connection.status == psycopg2.extensions.STATUS_PREPARED:
         raise ConfigurationError("transaction= is a two-phase transaction that is prepared: send before you prepare it")
     try:
-        yield Borrowed("postgresql", lambda: PlainCursor(connection.cursor(cursor_factory=cursor)))
+        yield BorrowedConnection("postgresql", lambda: PlainCursor(connection.cursor(cursor_factory=cursor)))
     except psycopg2.Error as error:
         raise DBAPIError(None, None, error) from error
 
 
 @contextlib.contextmanager
-def borrow_pymysql(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - pymysql is an extra
+def borrow_pymysql(connection: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - pymysql is an extra
     """Borrow a PyMySQL connection, whatever its rows look like."""
     from pymysql.constants.SERVER_STATUS import SERVER_STATUS_IN_TRANS
     from pymysql.cursors import Cursor
 
     if connection.get_autocommit() and not connection.server_status & SERVER_STATUS_IN_TRANS:
         raise _autocommit("connect with autocommit=False, or call connection.begin() first")
-    yield Borrowed(_product_of_mysql(connection.get_server_info()), lambda: connection.cursor(Cursor))
+    yield BorrowedConnection(_product_of_mysql(connection.get_server_info()), lambda: connection.cursor(Cursor))
 
 
 @contextlib.contextmanager
-def borrow_mysqlclient(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - mysqlclient belongs to its user
+def borrow_mysqlclient(connection: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - mysqlclient belongs to its user
     """Borrow a connection of mysqlclient, as Django uses; its errors become SQLAlchemy's."""
     import MySQLdb
     from MySQLdb.cursors import Cursor
@@ -274,13 +276,13 @@ def borrow_mysqlclient(connection: Any) -> Iterator[Borrowed]:  # noqa: ANN401 -
     if connection.get_autocommit():
         raise _autocommit("call connection.autocommit(False) first")
     try:
-        yield Borrowed(_product_of_mysql(connection.get_server_info()), lambda: connection.cursor(Cursor))
+        yield BorrowedConnection(_product_of_mysql(connection.get_server_info()), lambda: connection.cursor(Cursor))
     except MySQLdb.Error as error:
         raise DBAPIError(None, None, error) from error
 
 
 @contextlib.contextmanager
-def borrow_django(given: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - Django belongs to its user
+def borrow_django(given: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - Django belongs to its user
     """Borrow the driver's connection of Django's `connection`, of one of `connections`, or of an alias of DATABASES."""
     wrapper = _wrapper_of(given)
     if wrapper.connection is None:
@@ -359,14 +361,14 @@ class PlainCursor:
 
 
 @contextlib.contextmanager
-def borrow_session(session: Any) -> Iterator[Borrowed]:  # noqa: ANN401 - sqlalchemy.orm is loaded by those who use it
+def borrow_session(session: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - sqlalchemy.orm is loaded by those who use it
     """Borrow the connection of a SQLAlchemy session, which begins where it has not."""
     with borrow_connection(session.connection()) as borrowed:
         yield borrowed
 
 
 @contextlib.contextmanager
-def borrow_connection(connection: Connection) -> Iterator[Borrowed]:
+def borrow_connection(connection: Connection) -> Iterator[BorrowedConnection]:
     """Borrow a SQLAlchemy connection, which begins where it has not, as with its first statement."""
     begun = None if connection.in_transaction() else connection.begin()
     try:
@@ -377,11 +379,11 @@ def borrow_connection(connection: Connection) -> Iterator[Borrowed]:
         raise
     cursor: Callable[[], object] = connection.connection.cursor
     if connection.dialect.paramstyle == "numeric_dollar":
-        borrowed = Borrowed(connection.dialect.name, lambda: NumberedCursor(cursor()))
+        borrowed = BorrowedConnection(connection.dialect.name, lambda: NumberedCursor(cursor()))
     elif connection.dialect.driver == "psycopg2":
-        borrowed = Borrowed(connection.dialect.name, lambda: PlainCursor(cursor()))
+        borrowed = BorrowedConnection(connection.dialect.name, lambda: PlainCursor(cursor()))
     else:
-        borrowed = Borrowed(connection.dialect.name, cursor)
+        borrowed = BorrowedConnection(connection.dialect.name, cursor)
     try:
         yield borrowed
     except connection.dialect.loaded_dbapi.Error as error:
@@ -425,7 +427,7 @@ def _is(connection: object, module: str, name: str) -> bool:
     return loaded is not None and isinstance(connection, getattr(loaded, name))
 
 
-SYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], AbstractContextManager[Borrowed]]], ...]] = (
+SYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], AbstractContextManager[BorrowedConnection]]], ...]] = (
     ("sqlite3", "Connection", borrow_sqlite),
     ("psycopg", "Connection", borrow_psycopg),
     ("psycopg2.extensions", "connection", borrow_psycopg2),
@@ -443,8 +445,8 @@ REFUSED: Final = (
     ("asyncpg.pool", "PoolConnectionProxy", "pass SQLAlchemy's AsyncConnection on postgresql+asyncpg, or psycopg's"),
     ("aiosqlite", "Connection", "pass SQLAlchemy's AsyncConnection on sqlite+aiosqlite, or a sqlite3.Connection"),
 )
-ASYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], Hold]], ...]] = (
-    ("sqlalchemy.ext.asyncio", "AsyncConnection", SqlAlchemyAsyncHold),
-    ("sqlalchemy.ext.asyncio", "AsyncSession", SqlAlchemyAsyncHold),
-    ("psycopg", "AsyncConnection", PsycopgAsyncHold),
+ASYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], ConnectionAdapter]], ...]] = (
+    ("sqlalchemy.ext.asyncio", "AsyncConnection", SqlAlchemyAsyncAdapter),
+    ("sqlalchemy.ext.asyncio", "AsyncSession", SqlAlchemyAsyncAdapter),
+    ("psycopg", "AsyncConnection", PsycopgAsyncAdapter),
 )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
-from delayline.sql.claimed_rows import ClaimedRows
+from delayline.sql.claimed_rows import FileRowClaims
 from delayline.sql.database import Database
 from delayline.sql.dialects.sqlite import Sqlite
 from delayline.sql.dialects.sqlite_commits import CommitWatch
 from delayline.sql.group_commit import GroupCommit, Write
-from delayline.sql.lane import Lane
+from delayline.sql.lane import FairSemaphore
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection
 
-    from delayline.sql.dialects.sqlite_claims import Claims
-    from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+    from delayline.sql.dialects.sqlite_claims import FileClaims
+    from delayline.sql.dialects.sqlite_wake_ups import PipeNotifications
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
@@ -41,7 +41,7 @@ class FileDatabase(Database):
     def __init__(self, url: URL) -> None:
         super().__init__()
         self.dialect: Sqlite = Sqlite(url)
-        self.lane = Lane()
+        self.lane = FairSemaphore()
         self._group = GroupCommit(self.dialect)
         self._writer: Workers | None = None
         self._readers: Workers | None = None
@@ -57,7 +57,7 @@ class FileDatabase(Database):
         return SystemClock()
 
     @property
-    def wake_ups(self) -> WakeUps:
+    def wake_ups(self) -> PipeNotifications:
         """Pipes beside the file."""
         return self.dialect.wake_ups
 
@@ -66,13 +66,13 @@ class FileDatabase(Database):
         del transaction
         await self.read(lambda _: self._commits.expect(news))
 
-    def claims(self, table: str) -> Claims:
+    def claims(self, table: str) -> FileClaims:
         """Byte-range locks beside the file."""
         return self.dialect.claims(table)
 
-    def rows(self, statements: StoreStatements, tables: QueueTables) -> ClaimedRows:
+    def rows(self, statements: StoreStatements, tables: QueueTables) -> FileRowClaims:
         """Rows stood for by claims."""
-        return ClaimedRows(self, statements, tables)
+        return FileRowClaims(self, statements, tables)
 
     def begin_stop(self) -> None:
         """Limit the waits for other processes' transactions."""
@@ -88,12 +88,12 @@ class FileDatabase(Database):
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return await self._readers.run(lambda: self._translated(lambda: work(self._read_connection())))
 
-    async def hold(self) -> WriterHold:
+    async def hold(self) -> WriterCheckout:
         """Wait for the lane."""
         asked_at = time.monotonic()
         await self.lane.enter()
         self.dialect.asked_at = asked_at
-        return WriterHold(self)
+        return WriterCheckout(self)
 
     async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on the writing connection; the caller must have the write turn."""
@@ -181,7 +181,7 @@ class FileDatabase(Database):
             self._lost = [self._write_connection, *self._read_connections]  # for ever: closing them is not safe
         self.dialect.forked()
         self._commits = self._new_commit_watch()
-        self.lane = Lane()
+        self.lane = FairSemaphore()
         self._group = GroupCommit(self.dialect)
         self._users = 0
         self._writer = self._readers = self._write_connection = None
@@ -213,7 +213,7 @@ class FileDatabase(Database):
         return connection
 
 
-class WriterHold:
+class WriterCheckout:
     """The writing connection, for as long as one is in the lane."""
 
     def __init__(self, database: FileDatabase) -> None:

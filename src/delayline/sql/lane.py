@@ -10,7 +10,7 @@ from collections import deque
 from delayline.transaction import WAITING_TASK
 
 
-class Lane:
+class FairSemaphore:
     """Lets `width` callers in at a time, in order, from any event loop, without blocking a thread."""
 
     def __init__(self, width: int = 1) -> None:

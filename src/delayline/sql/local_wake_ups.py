@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 
-class LocalWakeUps:
+class LocalNotifications:
     """Tells listeners in this process at once. Safe to call from any thread."""
 
     reach_others = False

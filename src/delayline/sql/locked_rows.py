@@ -67,7 +67,7 @@ class LockStatements:
         self.read = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
 
 
-class LockedRows:
+class ServerRowClaims:
     """The rows of one store's table on a server."""
 
     def __init__(self, database: ServerDatabase, statements: StoreStatements, tables: QueueTables) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Look = Callable[[], Awaitable[Sequence[datetime | None]]]
 
 
-class Lookout:
+class ChangePoller:
     """Looks every `interval` seconds at the earliest due times, and tells of each that has changed."""
 
     def __init__(self, look: Look, tell: Callable[[datetime], None], interval: float) -> None:

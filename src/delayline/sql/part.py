@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 
 
-class SqlPart:
+class SqlBackend:
     """A database, alone or as one of the two of a two-phase commit."""
 
     def __init__(
@@ -85,7 +85,7 @@ class SqlPart:
         return (self._two_phase or self._database).transaction()
 
 
-class StorePart(SqlPart):
+class SqlStoreBackend(SqlBackend):
     """The database of a store or a timeout persister, alone or as the part of a two-phase commit that prepares."""
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Rows(Protocol):
+class RowClaims(Protocol):
     """The rows of one store's table."""
 
     async def fetch(

@@ -29,7 +29,7 @@ NOT_COMMITTED: Final = "delayline not committed"
 IN_SESSION: Final = "delayline session"
 
 
-class WakeUps(dialect.WakeUps, Protocol):
+class ServerNotifications(dialect.Notifications, Protocol):
     """A server's notifications."""
 
     def knows(self, channel: str, schema: str | None) -> None:
@@ -65,7 +65,7 @@ class Inserts(Protocol):
         ...
 
 
-class Claims(dialect.Claims, Protocol):
+class ServerClaims(dialect.Claims, Protocol):
     """Claims on the rows of one table, held by a connection."""
 
     def close(self) -> None:
@@ -125,11 +125,11 @@ class Server(dialect.Dialect, Protocol):
         """Insert many rows by one statement that commits by itself; False for another way, and nothing was done."""
         ...
 
-    def wake_ups(self, database: ServerDatabase) -> WakeUps:
+    def wake_ups(self, database: ServerDatabase) -> ServerNotifications:
         """Return the notifications of this server."""
         ...
 
-    def claims(self, database: ServerDatabase, table: str) -> Claims:
+    def claims(self, database: ServerDatabase, table: str) -> ServerClaims:
         """Return claims on the rows of that table."""
         ...
 

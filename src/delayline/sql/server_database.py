@@ -14,11 +14,11 @@ from sqlalchemy import select
 
 from delayline.errors import BackendUnavailable, NotStarted
 from delayline.sql.database import Database
-from delayline.sql.lane import Lane
-from delayline.sql.locked_rows import LockedRows
+from delayline.sql.lane import FairSemaphore
+from delayline.sql.locked_rows import ServerRowClaims
 from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock, steady
-from delayline.sql.sessions import Session, SessionHold
+from delayline.sql.sessions import Session, SessionCheckout
 from delayline.sql.silence import ABANDONED_AFTER, STOPPING, StopLimit, long_work
 from delayline.sql.workers import Workers
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server import Claims, Server, WakeUps
+    from delayline.sql.server import Server, ServerNotifications, ServerClaims
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
@@ -60,7 +60,7 @@ class ServerDatabase(Database):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.lane = Lane(TRANSACTIONS)
+        self.lane = FairSemaphore(TRANSACTIONS)
         self._probing = threading.Lock()
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
@@ -70,8 +70,8 @@ class ServerDatabase(Database):
         self._generation = 0
         self.silent = False
         self._silent_until = 0.0
-        self._wake_ups: WakeUps | None = None
-        self._claims: dict[str, Claims] = {}
+        self._wake_ups: ServerNotifications | None = None
+        self._claims: dict[str, ServerClaims] = {}
         self._inserts = self.dialect.inserts(self)
 
     @property
@@ -80,7 +80,7 @@ class ServerDatabase(Database):
         return self._clock
 
     @property
-    def wake_ups(self) -> WakeUps:
+    def wake_ups(self) -> ServerNotifications:
         """The server's own where it has some."""
         if self._wake_ups is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
@@ -91,16 +91,16 @@ class ServerDatabase(Database):
         for channel, at in news.items():
             await transaction.run(partial(self.wake_ups.notify_in, channel=channel, at=at))
 
-    def claims(self, table: str) -> Claims:
+    def claims(self, table: str) -> ServerClaims:
         """Locks that the server ends with the connection."""
         with self._opening:
             if table not in self._claims:
                 self._claims[table] = self.dialect.claims(self, table)
             return self._claims[table]
 
-    def rows(self, statements: StoreStatements, tables: QueueTables) -> LockedRows:
+    def rows(self, statements: StoreStatements, tables: QueueTables) -> ServerRowClaims:
         """Rows locked by transactions."""
-        return LockedRows(self, statements, tables)
+        return ServerRowClaims(self, statements, tables)
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on some connection, each of its statements by itself."""
@@ -121,7 +121,7 @@ class ServerDatabase(Database):
     async def _insert_all(self, statement: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         await self.run(partial(self._insert_many, statement, rows))
 
-    async def hold(self) -> SessionHold:
+    async def hold(self) -> SessionCheckout:
         """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
         try:
             async with asyncio.timeout(self.dialect.patience):
@@ -131,7 +131,7 @@ class ServerDatabase(Database):
                 f"all {TRANSACTIONS} transactions on {self.dialect} have been busy for {self.dialect.patience:g} s: "
                 "end them sooner, or handle fewer messages at once"
             ) from error
-        return SessionHold(self)
+        return SessionCheckout(self)
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` on a worker thread."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.silence import Watch
+    from delayline.sql.silence import AnswerDeadline
 
 Result = TypeVar("Result")
 UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
@@ -33,7 +33,7 @@ class Session:
         self._database = database
         self._dialect = database.dialect
         self._connection: Connection | None = None
-        self._watch: Watch | None = None
+        self._watch: AnswerDeadline | None = None
         self._generation = 0
         self._used = 0.0
         self._process = os.getpid()
@@ -232,7 +232,7 @@ class Session:
             raise
 
 
-class SessionHold:
+class SessionCheckout:
     """A connection for one transaction, and the transaction's place in the lane."""
 
     def __init__(self, database: ServerDatabase) -> None:

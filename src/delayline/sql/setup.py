@@ -32,7 +32,7 @@ SCHEMA_VERSION: Final = 2
 USABLE_FROM: Final = 1
 
 
-class Versions(NamedTuple):
+class SchemaVersions(NamedTuple):
     """The catalog's description of existing tables."""
 
     usable_from: int
@@ -117,7 +117,7 @@ def check_upgraded(connection: Connection, tables: QueueTables) -> None:
         _check_shapes(inspector, *(one for one in every if inspector.has_table(one.name, schema=one.schema)))
 
 
-def read_versions(connection: Connection, tables: QueueTables) -> Versions | None:
+def read_versions(connection: Connection, tables: QueueTables) -> SchemaVersions | None:
     """Return the schema's versions, None where there is none. Raises NewerSchema."""
     table, inspector = tables.versions, inspect(connection)
     if not inspector.has_table(table.name, schema=table.schema):
@@ -127,7 +127,7 @@ def read_versions(connection: Connection, tables: QueueTables) -> Versions | Non
     row = connection.execute(select(table.c.version, revision)).first()
     if row is None:
         return None
-    found = Versions(row[0], row[1] or row[0])
+    found = SchemaVersions(row[0], row[1] or row[0])
     if found.usable_from > SCHEMA_VERSION:
         raise NewerSchema(
             f"the database has schema version {found.revision}, which a delayline that knows version "

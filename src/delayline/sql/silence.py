@@ -118,7 +118,7 @@ class StopLimit:
         return self.end_of(now + seconds, now) - now
 
 
-class Watch:
+class AnswerDeadline:
     """The wait of one connection, if it waits. Begun and ended by the thread that uses the connection."""
 
     __slots__ = ("__weakref__", "_closing", "_socket", "_stops", "deadline", "limit", "missed", "since")
@@ -172,11 +172,11 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watches: set[Watch] = set()
+        self._watches: set[AnswerDeadline] = set()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, watch: Watch) -> None:
+    def add(self, watch: AnswerDeadline) -> None:
         """Look at that connection too."""
         with self._lock:
             self._watches.add(watch)
@@ -185,7 +185,7 @@ class Watchdog:
                 self._thread.start()
         self._changed.set()
 
-    def remove(self, watch: Watch) -> None:
+    def remove(self, watch: AnswerDeadline) -> None:
         """Look at it no more."""
         with self._lock:
             self._watches.discard(watch)

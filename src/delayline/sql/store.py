@@ -13,8 +13,8 @@ from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import setup
 from delayline.sql.journal import Journal
-from delayline.sql.looking import Lookout
-from delayline.sql.part import StorePart
+from delayline.sql.looking import ChangePoller
+from delayline.sql.part import SqlStoreBackend
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_PUT, TO_WRITE, in_order
 from delayline.sql.silence import long_work
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
     from delayline.sql.prepared import Prepared
-    from delayline.sql.rows import Rows
+    from delayline.sql.rows import RowClaims
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction, TransactionMode
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MICROSECOND: Final = timedelta(microseconds=1)
 
 
-class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
+class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     """Delayed message store in a table of a SQL database; `sqlite:///file.db` needs no server.
 
     A store belongs to one endpoint at a time.
@@ -77,7 +77,7 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
             )
         self._table_name = table_name
         self._open: StoreStatements | None = None
-        self._rows: Rows | None = None
+        self._rows: RowClaims | None = None
         self._journal: Journal | None = None
         self._keeps_journal = journal
         self._take_part()
@@ -241,7 +241,7 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
         if not wake_ups.reach_others:
             interval = self._poll_interval.total_seconds()
             earliest = self._statements.earliest(int(2 * interval) + 1)
-            stops.append(Lookout(partial(self._due_times, earliest), stored, interval).stop)
+            stops.append(ChangePoller(partial(self._due_times, earliest), stored, interval).stop)
 
         def stop() -> None:
             for each in stops:
@@ -301,7 +301,7 @@ class SqlDelayedMessageStore(StorePart, SingleMessageVerbs):
         return self._open
 
     @property
-    def _locking(self) -> Rows:
+    def _locking(self) -> RowClaims:
         _ = self._statements
         assert self._rows is not None  # noqa: S101 - opened together
         return self._rows

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.dialect import Dialect
-    from delayline.sql.external import Hold as CallersHold
+    from delayline.sql.external import ConnectionAdapter
 
 Result = TypeVar("Result")
 
 
-class Hold(Protocol):
+class Checkout(Protocol):
     """Exclusive use of one connection, from its database's `hold` to `leave`."""
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
@@ -40,7 +40,7 @@ class Hold(Protocol):
         ...
 
 
-class Holding(Protocol):
+class CheckoutTransaction(Protocol):
     """What a transaction needs of its database."""
 
     dialect: Dialect
@@ -50,7 +50,7 @@ class Holding(Protocol):
         """Equal for parts that can share a transaction."""
         ...
 
-    async def hold(self) -> Hold:
+    async def hold(self) -> Checkout:
         """Wait for a connection of one's own."""
         ...
 
@@ -58,7 +58,7 @@ class Holding(Protocol):
 class EnlistedTransaction(Transaction):
     """An external transaction on one database: the user's code commits it or rolls it back."""
 
-    def __init__(self, domain: Hashable, hold: CallersHold, dialect: Dialect) -> None:
+    def __init__(self, domain: Hashable, hold: ConnectionAdapter, dialect: Dialect) -> None:
         super().__init__(domain)
         self._hold = hold
         self._dialect = dialect
@@ -88,11 +88,11 @@ class EnlistedTransaction(Transaction):
 class SqlTransaction(Transaction):
     """A transaction on one database; it begins with its first statement."""
 
-    def __init__(self, database: Holding) -> None:
+    def __init__(self, database: CheckoutTransaction) -> None:
         super().__init__(database.domain)
         self._database = database
         self._dialect = database.dialect
-        self._hold: Hold | None = None
+        self._hold: Checkout | None = None
         self._committed = False
 
     @property
@@ -137,7 +137,7 @@ class SqlTransaction(Transaction):
             finally:
                 await self.run(self._dialect.release_savepoint)
 
-    def _begin(self, hold: Hold, work: Callable[[Connection], Result], connection: Connection) -> Result:
+    def _begin(self, hold: Checkout, work: Callable[[Connection], Result], connection: Connection) -> Result:
         self._dialect.begin(connection)
         self._hold = hold
         return work(connection)
@@ -169,7 +169,7 @@ class SqlTransaction(Transaction):
             self._dialect.rollback(connection)
             raise
 
-    async def _end(self, hold: Hold, how: Callable[[Connection], None]) -> None:
+    async def _end(self, hold: Checkout, how: Callable[[Connection], None]) -> None:
         ended = False
         try:
             await hold.run(how)

@@ -18,7 +18,7 @@ from delayline.message import Message
 from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.idle_queues import IdleQueues
-from delayline.sql.part import SqlPart
+from delayline.sql.part import SqlBackend
 from delayline.sql.schema import EVERY_RIGHT, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.silence import long_work
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
@@ -44,7 +44,7 @@ ONE_SECOND: Final = timedelta(seconds=1)
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 
 
-class SqlTransport(SqlPart):
+class SqlTransport(SqlBackend):
     """Transport with queues in a SQL database; `sqlite:///file.db` needs no server.
 
     Args:

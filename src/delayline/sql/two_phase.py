@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.database import Database
-    from delayline.sql.dialect import Decides, Dialect, TwoPhase
+    from delayline.sql.dialect import DecisionReader, Dialect, PreparedTransactions
 
 logger = logging.getLogger(__name__)
 
@@ -329,12 +329,12 @@ class Decisions:
         self._delete.change_each(connection, keys=list(names))
 
 
-def decides_of(database: Database) -> Decides:
+def decides_of(database: Database) -> DecisionReader:
     """Return how the database is asked for decisions. Raises UnsupportedTransactionMode."""
     return database.dialect.decides or _refuse(database, "keep the queues", "PostgreSQL or MariaDB")
 
 
-def two_phase_of(database: Database) -> TwoPhase:
+def two_phase_of(database: Database) -> PreparedTransactions:
     """Return how the database prepares transactions. Raises UnsupportedTransactionMode."""
     return database.dialect.two_phase or _refuse(database, "keep the store", "PostgreSQL")
 

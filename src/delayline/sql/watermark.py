@@ -27,7 +27,7 @@ FULL_LOOK_SHARE: Final = 20  # costlier ones pause for so many times as long as 
 FULL_LOOK_WITHIN: Final = 5.0  # ... but never longer: this bounds how late a message below the watermark is found
 
 
-class Look:
+class DueQuery:
     """One look in progress, from `since` on; a full look has None there."""
 
     __slots__ = ("began", "lowest", "since", "stale")
@@ -47,7 +47,7 @@ class Watermark:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since: datetime | None = None
-        self._looks: set[Look] = set()
+        self._looks: set[DueQuery] = set()
         self._looked_at = 0.0
         self._pause = FULL_LOOK_EVERY
 
@@ -61,14 +61,14 @@ class Watermark:
         """Whether the last full look is longer ago than its pause."""
         return time.monotonic() - self._looked_at >= self._pause
 
-    def begin(self, *, full: bool = False) -> Look:
+    def begin(self, *, full: bool = False) -> DueQuery:
         """Begin a look, which must be ended or abandoned. Without a watermark it is a full one, too."""
         with self._lock:
-            look = Look(None if full else self._since, time.monotonic())
+            look = DueQuery(None if full else self._since, time.monotonic())
             self._looks.add(look)
             return look
 
-    def end(self, look: Look, reached: datetime | None = None) -> None:
+    def end(self, look: DueQuery, reached: datetime | None = None) -> None:
         """End a look; `reached` is the due time before which it left nothing that is not claimed by others."""
         with self._lock:
             self._looks.discard(look)
@@ -81,7 +81,7 @@ class Watermark:
             if reached is not None:
                 self._since = reached if look.lowest is None else min(reached, look.lowest)
 
-    def abandon(self, look: Look) -> None:
+    def abandon(self, look: DueQuery) -> None:
         """End a look that failed."""
         with self._lock:
             self._looks.discard(look)

@@ -31,10 +31,10 @@ class Workers:
     """Threads that run work in the order it was given; one thread runs it strictly one after the other."""
 
     def __init__(self, name: str, number: int) -> None:
-        self._jobs: SimpleQueue[Job[Any] | Errand | None] = SimpleQueue()
+        self._jobs: SimpleQueue[WorkItem[Any] | BackgroundTask | None] = SimpleQueue()
         self._stopped = False
         self._stopping = threading.Lock()
-        self._under_way: set[Job[Any]] = set()
+        self._under_way: set[WorkItem[Any]] = set()
         self._at_work = [threading.Lock() for _ in range(number)]
         self._threads = [
             threading.Thread(target=self._run, args=(at_work,), name=name, daemon=True) for at_work in self._at_work
@@ -49,7 +49,7 @@ class Workers:
         """
         if FACTOR.get() != 1:
             work = partial(copy_context().run, work)
-        job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
+        job: WorkItem[Result] = WorkItem(work, asyncio.get_running_loop().create_future())
         with self._stopping:
             if self._stopped:
                 raise NotStarted("the database was closed meanwhile: start the endpoint first")
@@ -64,7 +64,7 @@ class Workers:
         """Schedule `work` without waiting; exceptions are logged. No-op once stopped."""
         with self._stopping:
             if not self._stopped:
-                self._jobs.put(Errand(work))
+                self._jobs.put(BackgroundTask(work))
 
     def abandon(self, is_overdue: Callable[[float], bool], error: Exception) -> None:
         """Fail the work that was given at an overdue time, begun or not; its threads end it when they can.
@@ -107,7 +107,7 @@ class Workers:
                 job.run()
 
 
-class Errand:
+class BackgroundTask:
     """A background work item without a result."""
 
     __slots__ = ("_work",)
@@ -132,7 +132,7 @@ class Errand:
             )
 
 
-class Answer(Generic[Result]):
+class WorkResult(Generic[Result]):
     """The result of a work item whose effect is certain only once it is done."""
 
     __slots__ = ("afterwards", "finished", "outcome")
@@ -167,7 +167,7 @@ class Answer(Generic[Result]):
             self.afterwards.set_result(None)
 
 
-class Job(Answer[Result]):
+class WorkItem(WorkResult[Result]):
     """One piece of work and the future that waits for it."""
 
     __slots__ = ("given", "work")
@@ -198,7 +198,7 @@ class Job(Answer[Result]):
 
 def start_thread(work: Callable[[], Result]) -> tuple[threading.Thread, asyncio.Future[Result]]:
     """Start `work` on a dedicated daemon thread; return its future result."""
-    job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
+    job: WorkItem[Result] = WorkItem(work, asyncio.get_running_loop().create_future())
     thread = threading.Thread(target=job.run, name="delayline caller", daemon=True)
     thread.start()
     return thread, job.outcome
@@ -206,7 +206,7 @@ def start_thread(work: Callable[[], Result]) -> tuple[threading.Thread, asyncio.
 
 async def in_thread(work: Callable[[], Result]) -> Result:
     """Run `work` to its end on a dedicated thread, for work that may wait for other work of its kind."""
-    job: Job[Result] = Job(work, asyncio.get_running_loop().create_future())
+    job: WorkItem[Result] = WorkItem(work, asyncio.get_running_loop().create_future())
     thread = threading.Thread(target=job.run, name="delayline caller", daemon=True)
     thread.start()
     try:

@@ -16,7 +16,7 @@ from delayline.errors import ConfigurationError, NotStarted
 from delayline.events import Event, emit
 from delayline.message import in_utc
 from delayline.sql import setup
-from delayline.sql.part import StorePart
+from delayline.sql.part import SqlStoreBackend
 from delayline.sql.schema import EVERY_RIGHT
 from delayline.sql.silence import long_work
 from delayline.sql.statements import check_size, queue_channel, store_channel
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SqlTimeoutPersister(StorePart):
+class SqlTimeoutPersister(SqlStoreBackend):
     """Timeout persister in the table of NServiceBus' SQL persistence, which a .NET endpoint may have left or share.
 
     Args:

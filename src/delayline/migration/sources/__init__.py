@@ -14,7 +14,7 @@ from delayline.migration.sources.procrastinate import Procrastinate
 
 if TYPE_CHECKING:
     from delayline.migration.source import TableSource
-    from delayline.migration.taken import TakenSource
+    from delayline.migration.taken import CollectedSource
 
 TABLES: Final[dict[str, type[TableSource]]] = {
     one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)
@@ -48,5 +48,5 @@ def source_at(
     if journal is None:
         raise ConfigurationError(f"a source of kind {kind!r} needs a database for the journal: name it with --journal")
     module = import_module(f"{__name__}.{kind.replace('-', '_')}")
-    place: type[TakenSource] = getattr(module, PLACES[kind])
+    place: type[CollectedSource] = getattr(module, PLACES[kind])
     return place(url, journal, schema=schema, **names)

@@ -14,7 +14,7 @@ from sqlalchemy import Column, Float, String, select
 from delayline.clock import EPOCH
 from delayline.message import Headers
 from delayline.migration.rows import record_batch
-from delayline.migration.source import Part, TableSource
+from delayline.migration.source import SourcePartition, TableSource
 from delayline.sql.schema import CONTENT
 
 if TYPE_CHECKING:
@@ -65,16 +65,16 @@ class APScheduler(TableSource):
             Column("job_state", CONTENT),
         ]
 
-    def parts(self, connection: Connection) -> list[Part]:
+    def parts(self, connection: Connection) -> list[SourcePartition]:
         """Return one part: a job store belongs to one scheduler."""
         if TABLE not in self.table_names(connection):
             return []
         self.check_columns(connection, TABLE)
         jobs = self.table(TABLE)
         found = connection.execute(select(jobs.c.id).limit(1)).first()
-        return [] if found is None else [Part(self.kind, TABLE)]
+        return [] if found is None else [SourcePartition(self.kind, TABLE)]
 
-    def names(self, part: Part, endpoint: str) -> bool:
+    def names(self, part: SourcePartition, endpoint: str) -> bool:
         """Tell that the jobs are that endpoint's, whatever it is called: they have no other owner."""
         del part, endpoint
         return True

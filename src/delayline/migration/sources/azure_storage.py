@@ -23,7 +23,7 @@ from delayline.azure.names import Key
 from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.migration.taken import IN_DOUBT, PAGE, SURE, Taken, TakenSource, Which
+from delayline.migration.taken import IN_DOUBT, PAGE, SURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ BLOBS_AT_ONCE: Final = 32
 NOT_MAIN: Final = "RowKey ne ''"
 
 
-class AzureStorage(TakenSource):
+class AzureStorage(CollectedSource):
     """Timeouts in one storage account. Moved timeouts and their bodies stay there, hidden from their endpoint.
 
     table, container: names from the endpoints' settings.
@@ -62,7 +62,7 @@ class AzureStorage(TakenSource):
     def __str__(self) -> str:
         return f"table {self.table_name} and container {self.container} of storage account {self.account_name}"
 
-    async def take(self, which: Which, spark: SparkSession) -> None:
+    async def take(self, which: Selection, spark: SparkSession) -> None:
         """Take timeouts, and hide their rows. Raises BackendUnavailable where an endpoint still works on them."""
         del spark
         changed = 0
@@ -82,14 +82,14 @@ class AzureStorage(TakenSource):
                 "endpoints, and run the migration again"
             )
 
-    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Show the rows to their endpoints again."""
         async with self._opened_account() as (table, _, _):
             operations = [("update", _keys(one) | {OWNER: one.endpoint}, {"mode": UpdateMode.MERGE}) for one in rows]
             answers = await table.change_each(operations)
         return {one.key: f"its row is gone from {self}" for one, back in zip(rows, answers, strict=True) if not back}
 
-    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+    def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
         """Read the rows; the bodies only where everything is to be read."""
         del spark
         tally = Tally()
@@ -120,7 +120,7 @@ class AzureStorage(TakenSource):
         finally:
             await account.close()
 
-    async def _pages(self, table: Table, which: Which) -> AsyncIterator[list[Any]]:
+    async def _pages(self, table: Table, which: Selection) -> AsyncIterator[list[Any]]:
         """Yield the timeouts of those endpoints, each once, a page of them at a time."""
         page: list[Any] = []
         try:
@@ -137,7 +137,7 @@ class AzureStorage(TakenSource):
         if page:
             yield page
 
-    async def _hide(self, table: Table, rows: Sequence[Taken], etags: Mapping[str, str]) -> list[str]:
+    async def _hide(self, table: Table, rows: Sequence[CollectedMessage], etags: Mapping[str, str]) -> list[str]:
         """Hide rows that are as they were read; return the keys of the others."""
         operations = [
             ("update", _keys(one) | {OWNER: _hidden(one)},
@@ -154,7 +154,7 @@ class AzureStorage(TakenSource):
         return gone
 
 
-async def _with_body(requests: Requests, blobs: ContainerClient, entity: Any) -> Taken:  # noqa: ANN401 - an entity
+async def _with_body(requests: Requests, blobs: ContainerClient, entity: Any) -> CollectedMessage:  # noqa: ANN401 - an entity
     """Return the timeout with the body that its blob has."""
     name = entity.get("StateAddress")
     if not name:
@@ -167,10 +167,10 @@ async def _with_body(requests: Requests, blobs: ContainerClient, entity: Any) ->
     return _taken(entity, content, None)
 
 
-def _taken(entity: Any, body: bytes | None, why: str | None) -> Taken:  # noqa: ANN401 - an entity
+def _taken(entity: Any, body: bytes | None, why: str | None) -> CollectedMessage:  # noqa: ANN401 - an entity
     key, destination, headers = entity["RowKey"], entity.get("Destination"), entity.get("Headers")
     original = json.dumps({"partition": entity["PartitionKey"]}).encode()
-    return Taken(
+    return CollectedMessage(
         key, entity[OWNER], key, destination, _due(entity.get("Time")), headers or None, body, why, original, IN_DOUBT
     )
 
@@ -184,11 +184,11 @@ def _due(time: Any) -> datetime | None:  # noqa: ANN401 - what the client makes 
     return due + timedelta(microseconds=1) if fraction[6:].strip("0") else due
 
 
-def _keys(one: Taken) -> dict[str, str]:
+def _keys(one: CollectedMessage) -> dict[str, str]:
     return {"PartitionKey": json.loads(one.original or b"{}")["partition"], "RowKey": one.key}
 
 
-def _hidden(one: Taken) -> str:
+def _hidden(one: CollectedMessage) -> str:
     return f"{HIDDEN}delayline__{one.endpoint}"
 
 

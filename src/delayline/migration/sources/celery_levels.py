@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from delayline.errors import ConfigurationError
 from delayline.migration.sources.celery_tasks import NoMessage, queue_in, task_of
-from delayline.migration.sources.rabbitmq_levels import Found, RabbitmqLevels
+from delayline.migration.sources.rabbitmq_levels import Found, RabbitmqLevelsSource
 from delayline.rabbitmq.admin.due_times import SKEW
 from delayline.rabbitmq.admin.poison import headers_of
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
@@ -41,7 +41,7 @@ class KombuDelays(DelayInfrastructure):
         return f"{self.prefix}_{level}"
 
 
-class CeleryLevels(RabbitmqLevels):
+class CeleryLevels(RabbitmqLevelsSource):
     """Celery's delayed tasks of one virtual host. The routing key of a task is the destination of its message.
 
     The endpoint that is named is the one in whose store the messages are to wait.

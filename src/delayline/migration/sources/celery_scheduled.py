@@ -11,7 +11,7 @@ from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.migration.sources.celery_tasks import FOLLOWERS, JSON, NoMessage, queue_in, task_of
 from delayline.migration.sources.exported import ExportedFiles
-from delayline.migration.taken import IN_DOUBT, PAGE, Taken, Which, key_of
+from delayline.migration.taken import IN_DOUBT, PAGE, CollectedMessage, Selection, key_of
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class CeleryScheduled(ExportedFiles):
     kind: ClassVar[str] = "celery-scheduled"
     written_by: ClassVar[str] = "Celery"
 
-    async def take(self, which: Which, spark: SparkSession) -> None:
+    async def take(self, which: Selection, spark: SparkSession) -> None:
         """Copy the tasks into the table beside the journal; workers hold no more of them than they prefetch."""
         del spark
         moved = await self.database.read(self.moved)
@@ -39,7 +39,7 @@ class CeleryScheduled(ExportedFiles):
             new = await self.database.read(partial(self.new, rows=some, moved=moved))
             await self.database.write(partial(self.keep, rows=new))
 
-    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+    def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
         """Count them."""
         del spark
         tally, tasks = Tally(), self._tasks(which)
@@ -47,7 +47,7 @@ class CeleryScheduled(ExportedFiles):
         tally.add(blocking(self.database.look(partial(self.new, rows=tasks, moved=moved))), which, bounds)
         return tally
 
-    def _tasks(self, which: Which) -> list[Taken]:
+    def _tasks(self, which: Selection) -> list[CollectedMessage]:
         """Return the tasks, each once: one that a worker has given back may be at another one by now."""
         if which.endpoints is None or len(which.endpoints) != 1:
             raise ConfigurationError(
@@ -75,7 +75,7 @@ def _workers(path: str) -> list[list[dict[str, Any]]]:
     raise BackendUnusable(f"{path} is not what `celery inspect scheduled --json` writes: {why}")
 
 
-def _taken(entry: dict[str, Any], endpoint: str) -> Taken:
+def _taken(entry: dict[str, Any], endpoint: str) -> CollectedMessage:
     """Return a task as it is kept; its body is made as Celery makes it."""
     given = entry.get("request")
     request: dict[str, Any] = given if isinstance(given, dict) else {}
@@ -95,5 +95,5 @@ def _taken(entry: dict[str, Any], endpoint: str) -> Taken:
             raise NoMessage("its arguments were exported as text, no JSON: let Celery run it")  # noqa: TRY301
         task = task_of(fields, JSON, body)
     except NoMessage as error:
-        return Taken(key, endpoint, name, destination, None, None, body, str(error), state=IN_DOUBT)
-    return Taken(key, endpoint, name, destination, task.due, task.headers, body, state=IN_DOUBT)
+        return CollectedMessage(key, endpoint, name, destination, None, None, body, str(error), state=IN_DOUBT)
+    return CollectedMessage(key, endpoint, name, destination, task.due, task.headers, body, state=IN_DOUBT)

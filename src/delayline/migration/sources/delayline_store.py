@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from sqlalchemy import Column, null
 
 from delayline.migration.rows import record_batch
-from delayline.migration.source import Part, TableSource
+from delayline.migration.source import SourcePartition, TableSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,10 +33,10 @@ class DelaylineStore(TableSource):
         made = self.dialect.timeouts_table("_", self.schema).columns
         return [Column(one.name, one.type, nullable=one.nullable) for one in made if one.name != "seq"]
 
-    def parts(self, connection: Connection) -> list[Part]:
+    def parts(self, connection: Connection) -> list[SourcePartition]:
         """Return a part for each store."""
         names = [name for name in self.table_names(connection) if name.endswith(SUFFIX)]
-        return [Part(name[: -len(SUFFIX)], name) for name in names]
+        return [SourcePartition(name[: -len(SUFFIX)], name) for name in names]
 
     def check_columns(self, connection: Connection, name: str) -> None:
         """Do nothing: the schema's version was checked."""

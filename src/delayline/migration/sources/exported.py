@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, ClassVar
 from sqlalchemy import select
 
 from delayline.errors import ConfigurationError
-from delayline.migration.journal import BatchState, Journal
+from delayline.migration.journal import BatchState, MigrationJournal
 from delayline.migration.source import BATCH, NUMBER
-from delayline.migration.taken import Taken, TakenSource
+from delayline.migration.taken import CollectedMessage, CollectedSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection
 
-    from delayline.migration.journal import HeldPart
+    from delayline.migration.journal import HeldPartition
 
 
-class ExportedFiles(TakenSource):
+class ExportedFiles(CollectedSource):
     """Messages in export files, `*` and `?` in the path standing for several."""
 
     written_by: ClassVar[str]
@@ -40,21 +40,23 @@ class ExportedFiles(TakenSource):
             )
         return [str(Path(one).absolute()) for one in found]
 
-    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """No-op: a file is not changed."""
         del rows
         return {}
 
-    def moved(self, connection: Connection) -> list[tuple[str, HeldPart]]:
+    def moved(self, connection: Connection) -> list[tuple[str, HeldPartition]]:
         """Return earlier runs of this source with their messages, some of which have moved."""
-        journal = Journal(self.dialect, self.schema)
+        journal = MigrationJournal(self.dialect, self.schema)
         runs = [one.name for one in journal.list_runs(connection) if one.parameters.get("source") == str(self)]
         return [(run, part) for run in runs for part in journal.list_parts(connection, run)]
 
-    def new(self, connection: Connection, rows: Sequence[Taken], moved: Sequence[tuple[str, HeldPart]]) -> list[Taken]:
+    def new(
+        self, connection: Connection, rows: Sequence[CollectedMessage], moved: Sequence[tuple[str, HeldPartition]]
+    ) -> list[CollectedMessage]:
         """Return those that none of these runs has moved."""
         keys = [one.key for one in rows]
-        journal = Journal(self.dialect, self.schema)
+        journal = MigrationJournal(self.dialect, self.schema)
         gone: set[str] = set()
         for run, part in moved:
             held = self.held(part.held)

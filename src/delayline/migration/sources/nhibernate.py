@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import Column, String, select
 
-from delayline.migration.source import NO_ENDPOINT, Part
+from delayline.migration.source import NO_ENDPOINT, SourcePartition
 from delayline.migration.sources.nservicebus_sql import NServiceBusSql
 from delayline.timeouts.nservicebus import timeout_table
 
@@ -42,7 +42,7 @@ class NHibernate(NServiceBusSql):
             Column("Headers", types["Headers"]),
         ]
 
-    def parts(self, connection: Connection) -> list[Part]:
+    def parts(self, connection: Connection) -> list[SourcePartition]:
         """Return a part for each endpoint that has rows."""
         found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
         if not found:
@@ -50,14 +50,14 @@ class NHibernate(NServiceBusSql):
         self.check_columns(connection, found[0])
         endpoint = self.table(found[0]).c.Endpoint
         rows = connection.execute(select(endpoint).distinct().where(endpoint.is_not(None)))
-        return [Part(name, found[0], name) for name in sorted(rows.scalars())]
+        return [SourcePartition(name, found[0], name) for name in sorted(rows.scalars())]
 
-    def without_endpoint(self, connection: Connection) -> Part | None:
+    def without_endpoint(self, connection: Connection) -> SourcePartition | None:
         """Return the rows whose `Endpoint` is NULL."""
         found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
-        return Part(NO_ENDPOINT, found[0]) if found else None
+        return SourcePartition(NO_ENDPOINT, found[0]) if found else None
 
-    def names(self, part: Part, endpoint: str) -> bool:
+    def names(self, part: SourcePartition, endpoint: str) -> bool:
         """Tell whether they have the same name."""
         return part.endpoint.casefold() == endpoint.casefold()
 

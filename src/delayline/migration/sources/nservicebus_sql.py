@@ -12,7 +12,7 @@ import pyarrow as pa
 from sqlalchemy import Column, Text, cast, null, type_coerce
 
 from delayline.migration.rows import MESSAGE, from_columns
-from delayline.migration.source import Part, TableSource
+from delayline.migration.source import SourcePartition, TableSource
 from delayline.timeouts.nservicebus import TimeoutTimes, table_prefix, timeout_table
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class NServiceBusSql(TableSource):
         made = timeout_table("_", self.schema, self.dialect).columns
         return [Column(one.name, one.type, primary_key=one.primary_key, nullable=one.nullable) for one in made]
 
-    def parts(self, connection: Connection) -> list[Part]:
+    def parts(self, connection: Connection) -> list[SourcePartition]:
         """Return a part for each table with that suffix."""
         names = [name for name in self.table_names(connection) if name.casefold().endswith(SUFFIX.casefold())]
-        return [Part(name[: -len(SUFFIX)], name) for name in names]
+        return [SourcePartition(name[: -len(SUFFIX)], name) for name in names]
 
-    def names(self, part: Part, endpoint: str) -> bool:
+    def names(self, part: SourcePartition, endpoint: str) -> bool:
         """Tell whether the table is the endpoint's, dots or not."""
         prefix = table_prefix(endpoint).casefold()
         return part.endpoint.casefold() in (endpoint.casefold(), prefix[:-1])

@@ -12,7 +12,7 @@ from sqlalchemy.sql import column, table
 from delayline.errors import ConfigurationError
 from delayline.message import Headers
 from delayline.migration.rows import record_batch
-from delayline.migration.source import Part, TableSource
+from delayline.migration.source import SourcePartition, TableSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,16 +68,16 @@ class Procrastinate(TableSource):
             Column("worker_id", BigInteger),
         ]
 
-    def parts(self, connection: Connection) -> list[Part]:
+    def parts(self, connection: Connection) -> list[SourcePartition]:
         """Return a part for each queue with scheduled jobs."""
         if TABLE not in self.table_names(connection):
             return []
         self.check_columns(connection, TABLE)
         queue = self.table(TABLE).c.queue_name
         rows = connection.execute(select(queue).distinct().where(self._scheduled()))
-        return [Part(name, TABLE, name) for name in sorted(rows.scalars())]
+        return [SourcePartition(name, TABLE, name) for name in sorted(rows.scalars())]
 
-    def movable(self, part: Part, cutoff: datetime | None) -> ColumnElement[bool]:
+    def movable(self, part: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
         """Return the scheduled jobs that no periodic task needs to know of."""
         periodic: Select[Any] = select(column("job_id")).select_from(
             table("procrastinate_periodic_defers", schema=self.schema)
@@ -85,7 +85,7 @@ class Procrastinate(TableSource):
         kept = self.table(part.table).c.id.in_(periodic.where(column("job_id").is_not(None)))
         return and_(super().movable(part, cutoff), ~kept)
 
-    def owned(self, part: Part) -> ColumnElement[bool]:
+    def owned(self, part: SourcePartition) -> ColumnElement[bool]:
         """Return the scheduled jobs of the queue."""
         return and_(super().owned(part), self._scheduled())
 

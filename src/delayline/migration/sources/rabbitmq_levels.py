@@ -17,7 +17,7 @@ from delayline.bulk.staging import blocking
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidMessage
 from delayline.message import Headers, Message
-from delayline.migration.taken import IN_DOUBT, SURE, Taken, TakenSource, Which
+from delayline.migration.taken import IN_DOUBT, SURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin.drain import ADVICE, batches, channel_of, must_have_levels
@@ -57,7 +57,7 @@ class Found(NamedTuple):
     """Why it can be no message."""
 
 
-class RabbitmqLevels(TakenSource):
+class RabbitmqLevelsSource(CollectedSource):
     """The delay levels of one virtual host: v2, or those of ?delays= in the URL. They are shared by all endpoints.
 
     The named endpoint is the one whose store takes the messages; their destinations are unchanged.
@@ -74,7 +74,7 @@ class RabbitmqLevels(TakenSource):
     def __str__(self) -> str:
         return f"{self.levels.prefix}.* at {self.address}"
 
-    async def take(self, which: Which, spark: SparkSession) -> None:
+    async def take(self, which: Selection, spark: SparkSession) -> None:
         """Take all levels; a message that is due meanwhile is left to the broker, or taken at a lower level.
 
         Raises ConfigurationError for another number of endpoints than one, and for a cutoff: levels are emptied whole.
@@ -86,7 +86,7 @@ class RabbitmqLevels(TakenSource):
             for level in reversed(range(LEVELS)):
                 await self._drain(connection, level, endpoint, doubts)
 
-    async def take_back(self, rows: Sequence[Taken]) -> Mapping[str, str]:
+    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Publish each message for its remaining delay; returns once the broker has confirmed."""
         await self.database.write(partial(self.set_state, keys=[one.key for one in rows], state=IN_DOUBT))
         publisher = Publisher(self.address, connection_name=NAME)
@@ -97,7 +97,7 @@ class RabbitmqLevels(TakenSource):
             await publisher.close()
         return {rows[position].key: str(error) for position, error in refused.items()}
 
-    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+    def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
         """Count all messages, and look at a thousand of each level: they are taken and given back for that."""
         del spark
         endpoint, tally = _the_endpoint(which), Tally()
@@ -132,7 +132,7 @@ class RabbitmqLevels(TakenSource):
         name, headers, broken = _content(delivered)
         return Found(name, destination, due, headers, why or broken)
 
-    def _read(self, delivered: DeliveredMessage, level: int, endpoint: str) -> Taken:
+    def _read(self, delivered: DeliveredMessage, level: int, endpoint: str) -> CollectedMessage:
         """Return the row to store for a message of a level: its contents, and all of its AMQP properties."""
         routing_key, body = delivered.routing_key or "", bytes(delivered.body)
         properties = unchanged(carried(delivered))
@@ -144,7 +144,9 @@ class RabbitmqLevels(TakenSource):
             "level": level, "routing_key": routing_key, "properties": base64.b64encode(properties).decode(),
         }  # fmt: skip
         key = f"{digest}-{uuid.uuid4().hex}"
-        return Taken(key, endpoint, name, destination, due, headers, body, why, json.dumps(original).encode())
+        return CollectedMessage(
+            key, endpoint, name, destination, due, headers, body, why, json.dumps(original).encode()
+        )
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[BrokerConnection]:
@@ -178,11 +180,11 @@ class RabbitmqLevels(TakenSource):
         await channel.basic_ack(some[-1].delivery_tag or 0, multiple=True)
         await count(channel, queue)
 
-    def _keep_new(self, connection: Connection, *, rows: Sequence[Taken]) -> None:
+    def _keep_new(self, connection: Connection, *, rows: Sequence[CollectedMessage]) -> None:
         """Store messages under new ids: an event that failed at two endpoints is pending twice under one id."""
         ids = {one.id.encode("utf-8", "replace") for one in rows if one.id}
         taken = {bytes(one).decode("utf-8", "replace") for one in self.among(connection, "id", ids)}
-        named: list[Taken] = []
+        named: list[CollectedMessage] = []
         for row in rows:
             name = row.id
             for other in (f"{row.id}/{row.destination}", f"{row.id}/{row.key}"):
@@ -192,14 +194,16 @@ class RabbitmqLevels(TakenSource):
             named.append(replace(row, id=name, state=IN_DOUBT))
         self.keep(connection, named)
 
-    def _settle(self, connection: Connection, *, new: Sequence[Taken], known: Sequence[Taken]) -> None:
+    def _settle(
+        self, connection: Connection, *, new: Sequence[CollectedMessage], known: Sequence[CollectedMessage]
+    ) -> None:
         """Take note that the broker has forgotten these."""
         self.set_state(connection, [one.key for one in new], SURE)
         again = self.kept.update().where(self.kept.c.state == IN_DOUBT).values(state=SURE)
         for one in known:
             connection.execute(again.where(self.kept.c[self.key].startswith(_digest_in(one.key))))
 
-    def _publication(self, one: Taken) -> Publication:
+    def _publication(self, one: CollectedMessage) -> Publication:
         """Return the message as it came, with a delay for the rest of its time; where it lay, if it has none."""
         original = json.loads(one.original or b"{}")
         properties = base64.b64decode(original["properties"])
@@ -211,7 +215,7 @@ class RabbitmqLevels(TakenSource):
         return Publication(message, exchange, key, properties=properties)
 
 
-def _the_endpoint(which: Which) -> str:
+def _the_endpoint(which: Selection) -> str:
     if which.cutoff is not None:
         raise ConfigurationError("delay levels are emptied whole: leave out --cutoff")
     if which.endpoints is None or len(which.endpoints) != 1:
@@ -233,10 +237,12 @@ def _content(delivered: DeliveredMessage) -> tuple[str | None, str | None, str |
         return name, None, str(error)
 
 
-def _apart(rows: Sequence[Taken], doubts: Counter[str]) -> tuple[list[Taken], list[Taken]]:
+def _apart(
+    rows: Sequence[CollectedMessage], doubts: Counter[str]
+) -> tuple[list[CollectedMessage], list[CollectedMessage]]:
     """Return the new messages, and those stored before whose acknowledgement was lost."""
-    new: list[Taken] = []
-    known: list[Taken] = []
+    new: list[CollectedMessage] = []
+    known: list[CollectedMessage] = []
     for row in rows:
         digest = _digest_in(row.key)
         (known if doubts[digest] else new).append(row)

@@ -21,7 +21,7 @@ import pyarrow as pa
 from delayline.bulk.staging import blocking
 from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.sources.ravendb_file import documents
-from delayline.migration.taken import PAGE, Taken, Which, key_of
+from delayline.migration.taken import PAGE, CollectedMessage, Selection, key_of
 from delayline.migration.tally import Bounds, Tally
 from delayline.spark.errors import translated_errors
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from delayline.migration.journal import HeldPart
+    from delayline.migration.journal import HeldPartition
 
 OWNER: Final = "OwningTimeoutManager"
 FIELDS: Final = frozenset({OWNER, "Destination", "Time"})
@@ -54,12 +54,12 @@ class RavenDb(ExportedFiles):
     kind: ClassVar[str] = "ravendb"
     written_by: ClassVar[str] = "RavenDB"
 
-    async def take(self, which: Which, spark: SparkSession) -> None:
+    async def take(self, which: Selection, spark: SparkSession) -> None:
         """Have tasks copy the timeouts into the table beside the journal."""
         moved = await self.database.read(self.moved)
         _on_each(self.files, spark, Copy(self, which, moved).of)
 
-    def looked_at(self, which: Which, bounds: Bounds, spark: SparkSession) -> Tally:
+    def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
         """Read the files in tasks, which sum up their contents."""
         moved = blocking(self.database.look(self.moved))
         total = Tally()
@@ -73,8 +73,8 @@ class Copy:
     """The work of tasks on a file: copy the selected timeouts, or, with bounds, count them. Pickled to tasks."""
 
     source: RavenDb
-    which: Which
-    moved: Sequence[tuple[str, HeldPart]]
+    which: Selection
+    moved: Sequence[tuple[str, HeldPartition]]
     bounds: Bounds | None = None
 
     def of(self, path: str) -> Tally:
@@ -98,8 +98,8 @@ class Copy:
             await database.close()
         return tally
 
-    def _pieces(self, path: Path) -> Iterator[list[Taken]]:
-        piece: list[Taken] = []
+    def _pieces(self, path: Path) -> Iterator[list[CollectedMessage]]:
+        piece: list[CollectedMessage] = []
         for document in documents(path):
             if not document.keys() >= FIELDS:
                 continue
@@ -111,7 +111,7 @@ class Copy:
                 piece = []
         yield piece
 
-    def _asked_for(self, one: Taken) -> Taken | None:
+    def _asked_for(self, one: CollectedMessage) -> CollectedMessage | None:
         named = self.which.endpoints
         if one.endpoint:
             return one if not one.endpoint.startswith(MIGRATED) and self.which.names(one.endpoint) else None
@@ -133,7 +133,7 @@ def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Ta
     return [pickle.loads(one) for one in found.column(0).to_pylist()]  # noqa: S301 - our own tasks'
 
 
-def _taken(document: Mapping[str, Any]) -> Taken:
+def _taken(document: Mapping[str, Any]) -> CollectedMessage:
     metadata = document.get("@metadata")
     name = _name(metadata.get("@id") if isinstance(metadata, dict) else None) or _name(document.get("Id"))
     owner = _name(document.get(OWNER))
@@ -156,7 +156,7 @@ def _taken(document: Mapping[str, Any]) -> Taken:
         text = None if not headers else json.dumps(headers, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         why = why or f"its Headers cannot be kept: {error}"
-    return Taken(key_of(name), owner, name, _destination(document.get("Destination")), due, text, body, why)
+    return CollectedMessage(key_of(name), owner, name, _destination(document.get("Destination")), due, text, body, why)
 
 
 def _name(value: Any) -> str:  # noqa: ANN401 - JSON

@@ -38,9 +38,9 @@ def target_at(
     if url == NOOP:
         return None
     if scheme in BROKERS:
-        from delayline.migration.targets.rabbitmq_levels import RabbitmqLevels
+        from delayline.migration.targets.rabbitmq_levels import RabbitmqLevelsTarget
 
-        return RabbitmqLevels(url)
+        return RabbitmqLevelsTarget(url)
     if scheme == ACCOUNTS:
         from delayline.migration.targets.azure_table import AzureTable
 

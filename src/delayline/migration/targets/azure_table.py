@@ -14,7 +14,7 @@ from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE, check_size
 from delayline.azure.faults import Requests
 from delayline.azure.names import Key, delays_name
-from delayline.azure.places import Places
+from delayline.azure.places import MessageIndex
 from delayline.azure.rows import ForeignRow, from_entity, row_of, to_entity
 from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.azure.transport import AzureStorageQueueTransport
@@ -22,7 +22,7 @@ from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
+from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
 from delayline.migration.targets.sql_store import TAKEN, UNKNOWN
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from delayline.azure.rows import Row
+    from delayline.azure.rows import TableRow
     from delayline.migration.target import Attempted
 
 COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
@@ -149,7 +149,7 @@ class Queues:
         return self._known[destination]
 
 
-class AzureWave(ConfirmingWave):
+class AzureWave(ConfirmingRound):
     """Batches of one endpoint on their way into its table."""
 
     largest_message = AzureTable.largest_message
@@ -169,13 +169,13 @@ class AzureSession(ConfirmingSession):
 
     def __init__(self, table: Table, queues: Queues) -> None:
         self._table = table
-        self._places = Places(table)
+        self._places = MessageIndex(table)
         self._queues = queues
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Write each message under its key; one that is there already, from an attempt before, is written over."""
         refused: dict[int, str] = {}
-        rows: dict[int, Row] = {}
+        rows: dict[int, TableRow] = {}
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
             message_id, destination, due, headers, body = row
             reason = await self._queues.refusal(destination)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection, Table
 
-    from delayline.bulk.batches import BatchesOnce
+    from delayline.bulk.batches import LedgerBatchWriter
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.migration.target import Attempted
     from delayline.sql.database import Database
@@ -92,7 +92,7 @@ class TiersWave:
 
     def __init__(
         self,
-        batches: BatchesOnce,
+        batches: LedgerBatchWriter,
         queues: frozenset[str] | None,
         staging: Staging,
         options: Mapping[str, str],

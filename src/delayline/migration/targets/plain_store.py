@@ -6,10 +6,10 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from delayline.bulk.scan import Condition, Span, Waiting
+from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
-from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
+from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, UNKNOWN, SqlStore
 from delayline.sql.database import Database
 from delayline.sql.store import SqlDelayedMessageStore
@@ -42,7 +42,7 @@ class PlainStore(WithoutLedger, SqlStore):
         return PlainWave(self, endpoint)
 
 
-class PlainWave(ConfirmingWave):
+class PlainWave(ConfirmingRound):
     """Batches of one endpoint on their way into its store."""
 
     def __init__(self, target: PlainStore, endpoint: str) -> None:
@@ -64,7 +64,7 @@ class PlainWave(ConfirmingWave):
         found: dict[str, tuple[str, datetime]] = {}
         for first in range(0, len(ids), ASKED_AT_ONCE):
             asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
-            waiting = Waiting(self.url, f"{self.endpoint}{SUFFIX}", self.schema, asked)
+            waiting = PendingScan(self.url, f"{self.endpoint}{SUFFIX}", self.schema, asked)
             for rows in waiting.rows(KEPT, Span(None, None), ASKED_AT_ONCE):
                 found |= {one: (destination, due) for one, destination, due in rows}
         return found

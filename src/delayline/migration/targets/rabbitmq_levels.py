@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
-from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered, WithoutLedger
+from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
 from delayline.spark.broker_sink import ANY_SIZE, LONGEST, BrokerSink
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from delayline.spark.broker_sink import BrokerWriter
 
 
-class RabbitmqLevels(WithoutLedger, BrokerSink):
+class RabbitmqLevelsTarget(WithoutLedger, BrokerSink):
     """The delay levels of one virtual host, v2, or what ?delays= in the URL says."""
 
     kind: ClassVar[str] = "rabbitmq-levels"
@@ -46,7 +46,7 @@ class RabbitmqLevels(WithoutLedger, BrokerSink):
         return LevelsWave(self)
 
 
-class LevelsWave(ConfirmingWave):
+class LevelsWave(ConfirmingRound):
     """Batches on their way into the levels."""
 
     largest_message = ANY_SIZE

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from sqlalchemy import inspect, select
 
-from delayline.bulk.batches import BatchesOnce, IdTaken
+from delayline.bulk.batches import IdTaken, LedgerBatchWriter
 from delayline.bulk.runs import CLOSED
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING
-from delayline.migration.target import ConfirmingSession, ConfirmingWave, Delivered
+from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
 from delayline.sql import setup
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
-    from delayline.migration.target import Attempted, Wave
+    from delayline.migration.target import Attempted, DeliveryRound
 
 SUFFIX: Final = ".timeouts"
 #: How often ids are looked for that others store meanwhile.
@@ -91,7 +91,7 @@ class SqlStore:
         del endpoint
         return None
 
-    def begin(self, endpoint: str) -> Wave:
+    def begin(self, endpoint: str) -> DeliveryRound:
         """Return a new wave; nothing is staged."""
         batches = self.batches(endpoint)
         batches.create()
@@ -105,9 +105,9 @@ class SqlStore:
         """Close the batches in the store's ledger."""
         self.batches(endpoint).close(names)
 
-    def batches(self, endpoint: str) -> BatchesOnce:
+    def batches(self, endpoint: str) -> LedgerBatchWriter:
         """Return the way into the endpoint's store."""
-        return BatchesOnce(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
+        return LedgerBatchWriter(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
 
     def _named(self, connection: Connection, name: str) -> str:
         dialect = self._database.dialect
@@ -130,10 +130,10 @@ class SqlStore:
         return found[0]
 
 
-class StoreWave(ConfirmingWave):
+class StoreWave(ConfirmingRound):
     """Batches of one endpoint on their way into its store."""
 
-    def __init__(self, batches: BatchesOnce, queues: frozenset[str] | None, largest_message: int) -> None:
+    def __init__(self, batches: LedgerBatchWriter, queues: frozenset[str] | None, largest_message: int) -> None:
         self.batches = batches
         self.queues = queues
         self.largest_message = largest_message
@@ -146,7 +146,7 @@ class StoreWave(ConfirmingWave):
 class InStore(Protocol):
     """Settings of a generation that its sessions need."""
 
-    batches: BatchesOnce
+    batches: LedgerBatchWriter
     queues: frozenset[str] | None
 
 

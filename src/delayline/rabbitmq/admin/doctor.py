@@ -11,7 +11,7 @@ from delayline.rabbitmq.admin.operations import NOT_CAUGHT
 from delayline.rabbitmq.admin.verification import CATCH_ALL, Check
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.binding_overlap import receivers
-from delayline.rabbitmq.connection import NothingThere
+from delayline.rabbitmq.connection import NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.transport import RabbitMQTransport
 
@@ -38,7 +38,7 @@ async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None =
             return [version]
         await connection.run(lambda channel: channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True)))
         crossing = await receivers(connection, levels, endpoint or "")
-    except NothingThere:
+    except NotFound:
         return [version, Check(WHAT, ok=False, text="none. Create them: delayline setup, or delayline rabbitmq create")]
     finally:
         await transport.stop()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import LOST, BrokerConnection, NothingThere
+from delayline.rabbitmq.connection import LOST, BrokerConnection, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ async def must_have_levels(
 
     try:
         await connection.run(look)
-    except NothingThere as error:
+    except NotFound as error:
         raise BackendUnusable(
             f"there are no complete delay levels {levels.prefix}* at {address}: {error}. {advice}"
         ) from error

@@ -31,7 +31,7 @@ class Unmovable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class LevelMessage:
     """A message in a level: where it goes, and when."""
 
     destination: str
@@ -40,7 +40,7 @@ class Waiting:
     """Whether its headers do not fit the place it was found in: then it is due when that place says at the latest."""
 
 
-def waiting(routing_key: str, headers: Mapping[str, object], level: int, now: datetime) -> Waiting:
+def waiting(routing_key: str, headers: Mapping[str, object], level: int, now: datetime) -> LevelMessage:
     """Return where and when a message found at `level` goes. Raises Unmovable.
 
     Never before the broker that has it would deliver it, and never after, but for the seconds of `DEATHS`.
@@ -58,8 +58,8 @@ def waiting(routing_key: str, headers: Mapping[str, object], level: int, now: da
     first, last = _bounds(delay, level, headers, now)
     for stated in _stated(headers):
         if first - SKEW <= stated:
-            return Waiting(destination, min(max(stated, first), last), stale=False)
-    return Waiting(destination, last, stale=True)
+            return LevelMessage(destination, min(max(stated, first), last), stale=False)
+    return LevelMessage(destination, last, stale=True)
 
 
 def _bounds(delay: int, level: int, headers: Mapping[str, object], now: datetime) -> tuple[datetime, datetime]:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Final
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, InvalidMessage
 from delayline.rabbitmq.admin.drain import batches, channel_of, must_have_levels
-from delayline.rabbitmq.admin.due_times import Unmovable, Waiting, waiting
-from delayline.rabbitmq.admin.operations import HeldUp, overdue
-from delayline.rabbitmq.admin.poison import KeptApart, Unmoved, carried, content, headers_of
+from delayline.rabbitmq.admin.due_times import LevelMessage, Unmovable, waiting
+from delayline.rabbitmq.admin.operations import BlockedMessages, overdue
+from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content, headers_of
 from delayline.rabbitmq.amqp.properties import unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.levels import LEVELS, seconds_until
-from delayline.rabbitmq.routability import Reach
+from delayline.rabbitmq.routability import Routability
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ BATCH: Final = 200
 """Messages that are moved at once, and may arrive twice when a move is cut off."""
 SAMPLE: Final = 1000
 """Messages of each level that a dry run looks at; brokers from version 4 count how often each was looked at."""
-Going = tuple["DeliveredMessage", Waiting]
+Going = tuple["DeliveredMessage", LevelMessage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Report:
     destinations: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     """Why messages were kept apart."""
-    held_up: HeldUp | None = None
+    held_up: BlockedMessages | None = None
     """What is due on the source and reaches no destination: a move cannot take it."""
     apart_in: str = ""
     """The queue that they are kept in, on the broker they came from."""
@@ -113,8 +113,8 @@ class Move:
         self._source = BrokerConnection(source.address, f"delayline {name}")
         self._target = BrokerConnection(target.address, f"delayline {name}")
         self._publisher = Publisher(target.address, connection_name=f"delayline {name} Publish")
-        self._apart = KeptApart(source.address, self._source, name)
-        self._reach = Reach(self._target, self._to.delivery, only_look=dry_run)
+        self._apart = PoisonQueue(source.address, self._source, name)
+        self._reach = Routability(self._target, self._to.delivery, only_look=dry_run)
         self._dry_run = dry_run
         self._clock = clock or SystemClock()
         self._progress = progress or (lambda level, done, found: None)
@@ -168,17 +168,19 @@ class Move:
     async def _move(self, channel: Channel, batch: Sequence[DeliveredMessage], report: LevelReport) -> None:
         """Move these, or keep them apart; each is off its level once it is safe elsewhere."""
         going: list[Going] = []
-        unmoved: list[Unmoved] = []
+        unmoved: list[PoisonMessage] = []
         for delivered in batch:
             try:
                 found = waiting(delivered.routing_key or "", headers_of(delivered), report.level, self._clock.now())
             except Unmovable as error:
-                unmoved.append(Unmoved(delivered, str(error), None))
+                unmoved.append(PoisonMessage(delivered, str(error), None))
                 continue
             if await self._reach.includes(found.destination):
                 going.append((delivered, found))
             else:
-                unmoved.append(Unmoved(delivered, f"its destination {found.destination!r} does not exist there", found))
+                unmoved.append(
+                    PoisonMessage(delivered, f"its destination {found.destination!r} does not exist there", found)
+                )
         if self._dry_run:
             self._count(report, [found for _, found in going])
         else:
@@ -189,7 +191,7 @@ class Move:
         report.apart += len(unmoved)
         self.report.reasons.update(one.reason for one in unmoved)
 
-    async def _send(self, channel: Channel, going: Sequence[Going], report: LevelReport) -> list[Unmoved]:
+    async def _send(self, channel: Channel, going: Sequence[Going], report: LevelReport) -> list[PoisonMessage]:
         """Publish to the other levels; return what that broker will never take. Raises what may be otherwise later."""
         refused = await self._publisher.publish([self._publication(*one) for one in going])
         moved = [one for index, one in enumerate(going) if index not in refused]
@@ -199,14 +201,14 @@ class Move:
                 for delivered, _ in moved:
                     await channel.basic_ack(delivered.delivery_tag or 0)
                 raise error
-        return [Unmoved(going[index][0], str(error), None) for index, error in refused.items()]
+        return [PoisonMessage(going[index][0], str(error), None) for index, error in refused.items()]
 
-    def _count(self, report: LevelReport, moved: Sequence[Waiting]) -> None:
+    def _count(self, report: LevelReport, moved: Sequence[LevelMessage]) -> None:
         report.moved += len(moved)
         self.report.stale += sum(found.stale for found in moved)
         self.report.destinations.update(found.destination for found in moved)
 
-    def _publication(self, delivered: DeliveredMessage, found: Waiting) -> Publication:
+    def _publication(self, delivered: DeliveredMessage, found: LevelMessage) -> Publication:
         """Return the message as it came, on its way to the level that its remaining time begins with."""
         exchange, key = self._to.route(seconds_until(found.due, self._clock.now()), found.destination)
         return Publication(content(delivered), exchange, key, properties=unchanged(carried(delivered)))

@@ -12,7 +12,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective
 from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, catch_all_name, held_up
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import BrokerConnection, NothingThere
+from delayline.rabbitmq.connection import BrokerConnection, NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
 
@@ -35,7 +35,7 @@ NOT_CAUGHT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class HeldUp:
+class BlockedMessages:
     """Numbers of due messages that do not reach a destination, by place."""
 
     places: Mapping[str, int]
@@ -79,7 +79,7 @@ async def pending(address: BrokerAddress, infrastructure: DelayInfrastructure) -
 
     try:
         return await connection.run(look)
-    except NothingThere as error:
+    except NotFound as error:
         raise BackendUnusable(
             f"there are no complete delay levels {infrastructure.prefix}* at {address}. "
             "Create them with: delayline rabbitmq create"
@@ -88,25 +88,27 @@ async def pending(address: BrokerAddress, infrastructure: DelayInfrastructure) -
         await connection.close()
 
 
-async def overdue(address: BrokerAddress, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> HeldUp:
+async def overdue(
+    address: BrokerAddress, infrastructure: DelayInfrastructure, clock: Clock | None = None
+) -> BlockedMessages:
     """Return what no count of ready messages shows: due messages that hang in the levels, and those that were caught.
 
     Without a management API only the latter. Raises BackendUnavailable where the broker does not answer.
     """
     try:
         async with ManagementApi(address) as api:
-            return HeldUp(await held_up(api, infrastructure, clock or SystemClock()))
+            return BlockedMessages(await held_up(api, infrastructure, clock or SystemClock()))
     except (BackendUnavailable, BackendUnusable) as error:
         unseen = f"due messages that hang in the levels could not be counted: {error}"
     name = catch_all_name(infrastructure)
     connection = BrokerConnection(address, "delayline pending")
     try:
         number = await connection.run(lambda channel: count(channel, name))
-    except NothingThere:
+    except NotFound:
         number = 0
     finally:
         await connection.close()
-    return HeldUp({name: number} if number else {}, unseen)
+    return BlockedMessages({name: number} if number else {}, unseen)
 
 
 def windows(counts: Sequence[int]) -> list[Window]:

@@ -6,11 +6,11 @@ import copy
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.message import Message, from_wire_time, to_wire_time
-from delayline.rabbitmq.admin.due_times import Waiting
+from delayline.rabbitmq.admin.due_times import LevelMessage
 from delayline.rabbitmq.amqp.properties import unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import BrokerConnection, NothingThere
+from delayline.rabbitmq.connection import BrokerConnection, NotFound
 from delayline.rabbitmq.levels import parse
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ LEVEL: Final = f"{MARK}Level"
 DUE: Final = f"{MARK}Due"
 
 
-class Unmoved(NamedTuple):
+class PoisonMessage(NamedTuple):
     """A message that stays behind: why, and when it is due where that is known."""
 
     delivered: DeliveredMessage
     reason: str
-    found: Waiting | None
+    found: LevelMessage | None
 
 
-class KeptApart:
+class PoisonQueue:
     """The queue beside the levels that a move keeps them in; classic, as .NET's tool makes it."""
 
     def __init__(self, address: BrokerAddress, connection: BrokerConnection, name: str) -> None:
@@ -50,7 +50,7 @@ class KeptApart:
         """Create the queue where it is missing. Raises BackendUnavailable or BackendUnusable."""
         try:
             await self._connection.run(lambda channel: count(channel, self.queue))
-        except NothingThere:
+        except NotFound:
             await self._connection.run(lambda channel: channel.queue_declare(self.queue, durable=True))
         await self._publisher.open()
 
@@ -58,13 +58,13 @@ class KeptApart:
         """Disconnect what publishes. Idempotent."""
         await self._publisher.close()
 
-    async def keep(self, unmoved: Sequence[Unmoved], level: int) -> None:
+    async def keep(self, unmoved: Sequence[PoisonMessage], level: int) -> None:
         """Put these into the queue; they are safe there on return. Raises the first error."""
         refused = await self._publisher.publish([self._publication(one, level) for one in unmoved])
         for error in refused.values():
             raise error
 
-    async def movable(self, channel: Channel) -> AsyncIterator[tuple[DeliveredMessage, Waiting]]:
+    async def movable(self, channel: Channel) -> AsyncIterator[tuple[DeliveredMessage, LevelMessage]]:
         """Yield messages that only lacked a destination; unacknowledged ones return when the channel is closed."""
         for _ in range(await count(channel, self.queue)):
             delivered = await channel.basic_get(self.queue)
@@ -74,7 +74,7 @@ class KeptApart:
             if found is not None:
                 yield delivered, found
 
-    def _publication(self, one: Unmoved, level: int) -> Publication:
+    def _publication(self, one: PoisonMessage, level: int) -> Publication:
         marks: dict[str, Any] = {
             REASON: one.reason,
             ROUTING_KEY: one.delivered.routing_key or "",
@@ -107,11 +107,11 @@ def carried(delivered: DeliveredMessage, marks: Mapping[str, Any] | None = None)
     return properties
 
 
-def _waiting(headers: Mapping[str, Any]) -> Waiting | None:
+def _waiting(headers: Mapping[str, Any]) -> LevelMessage | None:
     """Return where and when a kept message goes; None for one with another fault, or that another tool has kept."""
     parsed = parse(str(headers.get(ROUTING_KEY, "")))
     try:
         due = from_wire_time(str(headers.get(DUE, "")))
     except ValueError:
         return None
-    return None if parsed is None else Waiting(parsed[1], due, stale=False)
+    return None if parsed is None else LevelMessage(parsed[1], due, stale=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pamqp import commands, frame
 
-from delayline.rabbitmq.amqp.confirms import Batch, Closed, Confirms
+from delayline.rabbitmq.amqp.confirms import Closed, Confirms, PublishBatch
 from delayline.rabbitmq.amqp.stream import message_id_in
 from delayline.rabbitmq.amqp.wire import (
     BASIC,
@@ -55,7 +55,7 @@ class Channel:
         self.closed: Closed | None = None
         self._returning: commands.Basic.Return | None = None
 
-    def write(self, batch: Batch, positions: Sequence[int], frames: Sequence[bytes]) -> None:
+    def write(self, batch: PublishBatch, positions: Sequence[int], frames: Sequence[bytes]) -> None:
         """Write the frames of these publications. Raises BackendUnavailable."""
         self._wire.write(b"".join(frames))
         self.confirms.wrote(batch, positions)

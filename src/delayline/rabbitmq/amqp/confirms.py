@@ -30,7 +30,7 @@ class Closed(NamedTuple):
     text: str
 
 
-class Batch:
+class PublishBatch:
     """The publications of one caller: which are settled, and how."""
 
     __slots__ = ("failures", "left", "over", "publications", "settled")
@@ -60,10 +60,10 @@ class Batch:
             self.settled.exception()  # its caller may be gone
 
 
-class Run(NamedTuple):
+class ConfirmRange(NamedTuple):
     """Publications of a batch that were written one after the other: positions and sequence numbers go together."""
 
-    batch: Batch
+    batch: PublishBatch
     positions: Sequence[int]
     first: int
 
@@ -76,7 +76,7 @@ class Confirms:
     """The outstanding publications of one channel, by the sequence number that the broker counts them with."""
 
     def __init__(self) -> None:
-        self._outstanding: dict[int, Run] = {}
+        self._outstanding: dict[int, ConfirmRange] = {}
         self.answers = 0
         """How many answers the broker has given."""
         self._lowest = 1
@@ -88,9 +88,9 @@ class Confirms:
     def __len__(self) -> int:
         return len(self._outstanding)
 
-    def wrote(self, batch: Batch, positions: Sequence[int]) -> None:
+    def wrote(self, batch: PublishBatch, positions: Sequence[int]) -> None:
         """Expect an answer for each of these, written in this order."""
-        run = Run(batch, positions, self._next)
+        run = ConfirmRange(batch, positions, self._next)
         if not self._outstanding:
             self._empty.clear()
         self._next += len(positions)

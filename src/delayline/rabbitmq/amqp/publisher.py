@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import ForkGuard
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
-from delayline.rabbitmq.amqp.confirms import Batch, Unroutable
+from delayline.rabbitmq.amqp.confirms import PublishBatch, Unroutable
 from delayline.rabbitmq.amqp.connection import PublishingConnection
 from delayline.rabbitmq.amqp.errors import NOT_FOUND, refused_publication, size_limit, too_large
 from delayline.rabbitmq.amqp.wire import Publication
@@ -46,7 +46,7 @@ class Publisher:
         self._address = address
         self._name = connection_name
         self._started = False
-        self._link: Link | None = None
+        self._link: PublisherLink | None = None
         self._opening = asyncio.Lock()
         self._failed: Exception | None = None
         self._back_off = FIRST_BACK_OFF
@@ -109,7 +109,7 @@ class Publisher:
             link = await self._connected()
         return await link.publish(publications)
 
-    async def _connected(self) -> Link:
+    async def _connected(self) -> PublisherLink:
         if not self._started:
             raise NotStarted("the publisher is closed: open it first")
         self._process.check("the publisher")
@@ -119,14 +119,14 @@ class Publisher:
         async with self._opening:
             return await self._reopened()
 
-    async def _reopened(self) -> Link:
+    async def _reopened(self) -> PublisherLink:
         link, now = self._link, asyncio.get_running_loop().time()
         if link is not None and link.connection.lost is None:
             return link
         if self._failed is not None and now < self._not_before:
             raise BackendUnavailable(f"{self._failed} (tried again in {self._not_before - now:.1f} s)")
         try:
-            self._link = await Link.open(self._address, self._name)
+            self._link = await PublisherLink.open(self._address, self._name)
         except (BackendUnavailable, BackendUnusable) as error:
             self._failed = error
             self._not_before = asyncio.get_running_loop().time() + self._back_off
@@ -139,7 +139,7 @@ class Publisher:
         return self._link
 
 
-class Link:
+class PublisherLink:
     """One connection with its two channels: the pipeline, and one where publications go apart from the others."""
 
     def __init__(self, address: BrokerAddress, connection: PublishingConnection) -> None:
@@ -153,7 +153,7 @@ class Link:
         self._largest = LARGEST_MESSAGE_OF_4 if newer else LARGEST_MESSAGE
 
     @classmethod
-    async def open(cls, address: BrokerAddress, name: str) -> Link:
+    async def open(cls, address: BrokerAddress, name: str) -> PublisherLink:
         """Connect and open the pipeline. Raises BackendUnavailable or BackendUnusable."""
         link = cls(address, await PublishingConnection.open(address, name))
         try:
@@ -182,7 +182,7 @@ class Link:
         """Send all; see Publisher.publish."""
         unknown = {publication.exchange for publication in publications} - self._known
         missing = await self._missing(unknown) if unknown else NONE_MISSING
-        batch = Batch(publications)
+        batch = PublishBatch(publications)
         await self._write(batch, missing)
         await self._settled(batch)
         if batch.over:
@@ -207,7 +207,7 @@ class Link:
                     missing[exchange] = f"{channel.closed.code} {channel.closed.text}"
         return missing
 
-    async def _write(self, batch: Batch, missing: Mapping[str, str]) -> None:
+    async def _write(self, batch: PublishBatch, missing: Mapping[str, str]) -> None:
         positions: list[int] = []
         frames: list[bytes] = []
         size = 0
@@ -228,7 +228,7 @@ class Link:
             size += len(encoded)
         await self._flush(channel, batch, positions, frames)
 
-    async def _settled(self, batch: Batch) -> None:
+    async def _settled(self, batch: PublishBatch) -> None:
         """Return once all of the batch is settled; raises BackendUnavailable where the limit passes and none was."""
         if batch.settled.done():
             return await batch.settled
@@ -269,7 +269,7 @@ class Link:
         return channel.frames.encode(publication)
 
     async def _flush(
-        self, channel: Channel, batch: Batch, positions: Sequence[int], frames: Sequence[bytes]
+        self, channel: Channel, batch: PublishBatch, positions: Sequence[int], frames: Sequence[bytes]
     ) -> Channel:
         """Write when that is possible and return the channel to go on with: frames fit any of the same number."""
         if positions:
@@ -280,13 +280,13 @@ class Link:
             channel.write(batch, positions, frames)
         return channel
 
-    async def _one_by_one(self, batch: Batch) -> None:
+    async def _one_by_one(self, batch: PublishBatch) -> None:
         """Resend the unsettled publications of a closed channel, one by one, so that only the refused ones fail."""
         async with self._apart:
             for position in batch.over:
                 publication = batch.publications[position]
                 channel = await self._channel(APART)
-                alone = Batch([publication])
+                alone = PublishBatch([publication])
                 await self._flush(channel, alone, [0], [channel.frames.encode(publication)])
                 await self._settled(alone)
                 error = alone.failures.get(0)

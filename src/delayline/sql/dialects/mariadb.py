@@ -14,14 +14,14 @@ from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.exc import InvalidRequestError
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, MissingExtra
-from delayline.sql.dialect import Place
+from delayline.sql.dialect import TableIdentity
 from delayline.sql.dialects.mariadb_claims import NamedLocks
 from delayline.sql.dialects.mariadb_errors import DENIED, ROLLED_BACK, is_disconnect, number_of, translated
 from delayline.sql.dialects.mariadb_sql import IndexedSql
 from delayline.sql.dialects.server import ServerDialect, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
-from delayline.sql.local_wake_ups import LocalWakeUps
+from delayline.sql.local_wake_ups import LocalNotifications
 from delayline.sql.names import must_fit
 
 if TYPE_CHECKING:
@@ -235,12 +235,12 @@ class Mariadb(ServerDialect):
         """Return the column as microseconds since 1970."""
         return func.timestampdiff(literal_column("MICROSECOND"), literal_column("'1970-01-01'"), due)
 
-    def place(self, connection: Connection, table: Table) -> Place:
+    def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the server, and the table in the database that it or the connection names."""
         [(database, *server)] = run(connection, "SELECT DATABASE(), @@hostname, @@port, @@datadir")
         inside = table.schema or database
         found = run(connection, TABLE_EXISTS, inside, table.name)
-        return Place(f"{self.product} database {inside}", (*server, inside), table.name if found else None)
+        return TableIdentity(f"{self.product} database {inside}", (*server, inside), table.name if found else None)
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return the column under the collation of delayline's own names, which NServiceBus' table does not have."""
@@ -283,10 +283,10 @@ class Mariadb(ServerDialect):
         """Wait as every session of ours does."""
         run(connection, f"SET SESSION innodb_lock_wait_timeout = {self._lock_patience}")
 
-    def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
+    def wake_ups(self, database: ServerDatabase) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
         del database
-        return LocalWakeUps()
+        return LocalNotifications()
 
     def claims(self, database: ServerDatabase, table: str) -> NamedLocks:
         """Named locks, which all databases of a server share."""

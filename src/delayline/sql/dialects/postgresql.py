@@ -20,13 +20,13 @@ from delayline.errors import (
     StorageFull,
     TransactionAborted,
 )
-from delayline.sql.dialect import Place
-from delayline.sql.dialects.postgresql_claims import AdvisoryClaims
+from delayline.sql.dialect import TableIdentity
+from delayline.sql.dialects.postgresql_claims import AdvisoryLockClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
 from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, missing_rights, remedy
 from delayline.sql.dialects.postgresql_timeouts import PostgresqlTimeouts
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
-from delayline.sql.dialects.postgresql_wake_ups import Notifications
+from delayline.sql.dialects.postgresql_wake_ups import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
 
@@ -157,11 +157,11 @@ class Postgresql(ServerDialect):
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
-    def place(self, connection: Connection, table: Table) -> Place:
+    def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the server, the database and the table that the search path leads to."""
         name = self.sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
         database, found, *server = run(connection, PLACE, name)[0]
-        return Place(f"PostgreSQL database {database}", tuple(server), found)
+        return TableIdentity(f"PostgreSQL database {database}", tuple(server), found)
 
     def stage(self, store: Table, name: str) -> Stage:
         """Return a staging table."""
@@ -231,13 +231,13 @@ class Postgresql(ServerDialect):
 
         return LoopInserts(database, self)
 
-    def wake_ups(self, database: ServerDatabase) -> Notifications:
+    def wake_ups(self, database: ServerDatabase) -> PostgresqlNotifications:
         """LISTEN and NOTIFY."""
-        return Notifications(database, self)
+        return PostgresqlNotifications(database, self)
 
-    def claims(self, database: ServerDatabase, table: str) -> AdvisoryClaims:
+    def claims(self, database: ServerDatabase, table: str) -> AdvisoryLockClaims:
         """Advisory locks."""
-        return AdvisoryClaims(database, table)
+        return AdvisoryLockClaims(database, table)
 
     def forwarding(self, statements: StoreStatements, tables: QueueTables) -> PostgresqlForwarding:
         """One statement."""

@@ -19,7 +19,7 @@ LOCK: Final = "SELECT k FROM unnest(%s::bigint[]) AS k WHERE pg_try_advisory_loc
 UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
 
 
-class AdvisoryClaims(SessionClaims):
+class AdvisoryLockClaims(SessionClaims):
     """This process's claims on the rows of one table."""
 
     def __init__(self, database: ServerDatabase, table: str) -> None:

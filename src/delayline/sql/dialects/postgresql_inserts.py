@@ -24,7 +24,7 @@ from psycopg.pq import ExecStatus
 from delayline.clock import to_microseconds
 from delayline.errors import NotStarted
 from delayline.sql.dialects.postgresql_binary import YEAR_2000
-from delayline.sql.workers import Answer
+from delayline.sql.workers import WorkResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,8 +59,8 @@ class LoopInserts:
         self._session: Session | None = None
         self._driver: psycopg.Connection[Any] | None = None
         self._names: dict[str, bytes] = {}
-        self._watch: Watch | None = None
-        self._under_way: Answer[bool] | None = None
+        self._watch: SocketWatch | None = None
+        self._under_way: WorkResult[bool] | None = None
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
     async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
@@ -135,13 +135,13 @@ class LoopInserts:
     def _watches(self, loop: asyncio.AbstractEventLoop) -> bool:
         if self._watch is None:
             try:
-                self._watch = Watch(loop, self._pgconn.socket, self._on_readable)
+                self._watch = SocketWatch(loop, self._pgconn.socket, self._on_readable)
             except (NotImplementedError, OSError, psycopg.Error):  # Windows, no descriptor left, a connection just lost
                 return False
         return True
 
     async def _insert(self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]) -> bool:
-        answer: Answer[bool] = Answer(loop.create_future())
+        answer: WorkResult[bool] = WorkResult(loop.create_future())
         self._under_way = answer
         assert self._session is not None  # noqa: S101 - nothing is sent before there is one
         self._session.waits()
@@ -228,7 +228,7 @@ class LoopInserts:
             watch.end()
 
 
-class Watch:
+class SocketWatch:
     """An event loop's watch on a connection, through a duplicate descriptor that outlives the connection's own."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, descriptor: int, on_readable: Callable[[], None]) -> None:

@@ -49,7 +49,7 @@ WHERE c.relkind IN ('r', 'p') AND c.relname = %s AND (
 """
 
 
-class Lacking(NamedTuple):
+class MissingRights(NamedTuple):
     """Rights that the user lacks on one object."""
 
     kind: str
@@ -87,13 +87,15 @@ def missing_rights(connection: Connection, needed: Mapping[Table, Sequence[str]]
 
 def remedy(connection: Connection, refusal: str) -> str:
     """Return the rights to grant after a refusal by PostgreSQL."""
-    named = [found for found in map(Lacking._make, run(connection, LACKING, refusal)) if found.rights or found.owner]
+    named = [
+        found for found in map(MissingRights._make, run(connection, LACKING, refusal)) if found.rights or found.owner
+    ]
     if not named:
         return UNKNOWN
     best = max(_likeness(found, refusal) for found in named)
     return "; ".join(found.remedy for found in named if _likeness(found, refusal) == best)
 
 
-def _likeness(found: Lacking, refusal: str) -> tuple[bool, int]:
+def _likeness(found: MissingRights, refusal: str) -> tuple[bool, int]:
     """Return how surely the refusal is about that: in most languages the name comes last."""
     return refusal.endswith(found.name), len(found.name)

@@ -59,7 +59,7 @@ AWAKE: Final = "DELETE FROM {sleeping} WHERE listener = %s"
 SWEEP: Final = "DELETE FROM {sleeping} WHERE until < clock_timestamp() - interval '1 day'"
 
 
-class Notifications:
+class PostgresqlNotifications:
     """Notifies listeners in this process at once, in other processes by NOTIFY. Thread-safe.
 
     NOTIFY serializes commits. Therefore it is sent on a separate connection after the commit, once for all news since
@@ -216,7 +216,7 @@ class Notifications:
             try:
                 with self._dialect.connect() as connection:
                     self.spawn_telling()
-                    Listening(self, connection).run()
+                    NotificationListener(self, connection).run()
             except Exception as error:  # without this thread no listener of this process would be notified
                 text = "Notifications do not come any more, looking every %g s instead: %s"
                 self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
@@ -236,10 +236,10 @@ class Notifications:
                 os.read(self.wake, 1024)
 
 
-class Listening:
+class NotificationListener:
     """One connection that listens, for as long as it lasts."""
 
-    def __init__(self, owner: Notifications, connection: Connection) -> None:
+    def __init__(self, owner: PostgresqlNotifications, connection: Connection) -> None:
         self._owner = owner
         self._connection = connection
         self._driver: Any = connection.connection.driver_connection

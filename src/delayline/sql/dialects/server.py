@@ -15,7 +15,7 @@ from delayline.sql.leases import LeaseColumn
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
 from delayline.sql.server import IN_SESSION, NOT_COMMITTED
-from delayline.sql.silence import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, StopLimit, Watch
+from delayline.sql.silence import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, AnswerDeadline, StopLimit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Executable, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import Decides, Place, TwoPhase
+    from delayline.sql.dialect import DecisionReader, PreparedTransactions, TableIdentity
     from delayline.sql.dialects.staging import Stage
     from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.leases import Leases
@@ -55,12 +55,12 @@ class ServerDialect:
     forces_indexes = False
 
     @property
-    def decides(self) -> Decides | None:
+    def decides(self) -> DecisionReader | None:
         """None: products without a two-phase commit cannot query a decision."""
         return None
 
     @property
-    def two_phase(self) -> TwoPhase | None:
+    def two_phase(self) -> PreparedTransactions | None:
         """None: products without a two-phase commit prepare nothing."""
         return None
 
@@ -142,7 +142,7 @@ class ServerDialect:
         self.limit_connect(options)
 
     def _watch(self, driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
-        watch = record.info[WATCH] = Watch(self.descriptor(driver), self.server_timeout, self.stops)
+        watch = record.info[WATCH] = AnswerDeadline(self.descriptor(driver), self.server_timeout, self.stops)
         watch.begin(self.server_timeout)  # until `connect` has finished
 
     def __str__(self) -> str:
@@ -245,7 +245,7 @@ class ServerDialect:
         """Ask the server for a sign of life."""
         run(connection, "SELECT 1")
 
-    def place(self, connection: Connection, table: Table) -> Place:
+    def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Raise ConfigurationError: this product cannot limit a statement."""
         raise ConfigurationError(f"{self} cannot take part in an external transaction yet: send without transaction=")
 
@@ -302,9 +302,9 @@ class ServerDialect:
             run(connection, self.RELEASE)
 
 
-def watch_of(connection: Connection) -> Watch:
+def watch_of(connection: Connection) -> AnswerDeadline:
     """Return the watch over the waits of one of our connections."""
-    watch: Watch = connection.info[WATCH]
+    watch: AnswerDeadline = connection.info[WATCH]
     return watch
 
 

@@ -19,9 +19,9 @@ from sqlalchemy.pool import NullPool
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
-from delayline.sql.dialect import Place
-from delayline.sql.dialects.sqlite_claims import Claims
-from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+from delayline.sql.dialect import TableIdentity
+from delayline.sql.dialects.sqlite_claims import FileClaims
+from delayline.sql.dialects.sqlite_wake_ups import PipeNotifications
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
@@ -75,10 +75,10 @@ class Sqlite:
             "sqlite://", creator=self._connect, poolclass=NullPool, isolation_level="AUTOCOMMIT"
         )
         self._directory = self.path.with_name(f"{self.path.name}-run")
-        self._claims: dict[str, Claims] = {}
+        self._claims: dict[str, FileClaims] = {}
         self._claiming = threading.Lock()
         self._opened_file: tuple[int, int] | None = None
-        self.wake_ups = WakeUps(self._directory)
+        self.wake_ups = PipeNotifications(self._directory)
 
     @property
     def server_timeout(self) -> float:
@@ -148,18 +148,18 @@ class Sqlite:
             claims.forked()
         self._claims = {}
         self.wake_ups.forked()
-        self.wake_ups = WakeUps(self._directory)
+        self.wake_ups = PipeNotifications(self._directory)
 
     def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
         """Not here."""
         del table, tables
         return None
 
-    def claims(self, table: str) -> Claims:
+    def claims(self, table: str) -> FileClaims:
         """Return the claims on one table's rows."""
         with self._claiming:  # two instances would give one row to two callers
             if table not in self._claims:
-                self._claims[table] = Claims(self._directory, table, mode=self._rights())
+                self._claims[table] = FileClaims(self._directory, table, mode=self._rights())
             return self._claims[table]
 
     @property
@@ -179,13 +179,15 @@ class Sqlite:
         """Return this machine's time so many seconds from now, to the millisecond."""
         return literal_column(f"CAST((julianday('now') - 2440587.5) * 86400000 + {seconds * 1000} AS INTEGER) * 1000")
 
-    def place(self, connection: Connection, table: Table) -> Place:
+    def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the main file, whatever its path is called."""
         cursor = connection.connection.cursor()
         cursor.execute("PRAGMA database_list")
         file = next((path for _, name, path in cursor.fetchall() if name == "main"), "")
         cursor.close()
-        return Place(f"SQLite file {file}" if file else "SQLite in memory", file and _identity(file), table.name)
+        return TableIdentity(
+            f"SQLite file {file}" if file else "SQLite in memory", file and _identity(file), table.name
+        )
 
     def to_due(self, due: datetime) -> int:
         """Return microseconds since 1970 UTC."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Claims:
+class FileClaims:
     """This process's claims on the rows of one table. Safe to call from any thread.
 
     There must be one instance a file and process: closing any descriptor of a file drops all of a process's locks.

@@ -28,7 +28,7 @@ QUIT: Final = b"\0" * RECORD.size
 CLOCK_TICK: Final = 100_000_000  # nanoseconds
 
 
-class WakeUps:
+class PipeNotifications:
     """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
 
     reach_others = True

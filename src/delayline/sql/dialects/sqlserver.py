@@ -33,7 +33,7 @@ from delayline.sql.dialects.sqlserver_errors import (
 )
 from delayline.sql.dialects.sqlserver_forwarding import SqlServerForwarding
 from delayline.sql.dialects.sqlserver_leases import LeaseTable
-from delayline.sql.dialects.sqlserver_pymssql import BinaryConnection
+from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.dialects.sqlserver_sql import (
     LATEST,
     NEW,
@@ -43,7 +43,7 @@ from delayline.sql.dialects.sqlserver_sql import (
     rounded_down,
     rounded_up,
 )
-from delayline.sql.local_wake_ups import LocalWakeUps
+from delayline.sql.local_wake_ups import LocalNotifications
 from delayline.sql.names import must_fit
 from delayline.sql.schema import BINARY, CONTENT
 from delayline.sql.server import IN_SESSION
@@ -246,7 +246,7 @@ class SqlServer(ServerDialect):
 
     def _connect_driver(self, _: object, record: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
         if self._pymssql:
-            return BinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))
+            return VarbinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))
         from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
 
         def seconds() -> int:
@@ -379,10 +379,10 @@ class SqlServer(ServerDialect):
         """Release the savepoint and keep the work since."""
         connection.info["savepoints"] -= 1
 
-    def wake_ups(self, database: ServerDatabase) -> LocalWakeUps:
+    def wake_ups(self, database: ServerDatabase) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
         del database
-        return LocalWakeUps()
+        return LocalNotifications()
 
     def claims(self, database: ServerDatabase, table: str) -> ApplicationLocks:
         """Application locks of a session."""

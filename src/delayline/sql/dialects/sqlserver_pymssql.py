@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class BinaryConnection:
+class VarbinaryConnection:
     """A pymssql connection whose cursors bind bytes as varbinary."""
 
     def __init__(self, connection: Any) -> None:  # noqa: ANN401 - the driver's
@@ -18,12 +18,12 @@ class BinaryConnection:
         """Return the attribute of the driver's connection."""
         return getattr(self._connection, name)
 
-    def cursor(self) -> BinaryCursor:
+    def cursor(self) -> VarbinaryCursor:
         """Return a new cursor."""
-        return BinaryCursor(self._connection.cursor())
+        return VarbinaryCursor(self._connection.cursor())
 
 
-class BinaryCursor:
+class VarbinaryCursor:
     """A cursor of pymssql to which bytes are no text."""
 
     def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - the driver's
