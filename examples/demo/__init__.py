@@ -74,7 +74,7 @@ def demo(
     stage = _stage(directory)
     reminders.write(stage.reminders, chosen)
     longest = timedelta(milliseconds=max(one.delay_ms for one in chosen))
-    screen.tell(f"{len(chosen):,} reminders, due within {longest.total_seconds():g} s of sending, in {stage.directory}")
+    screen.echo(f"{len(chosen):,} reminders, due within {longest.total_seconds():g} s of sending, in {stage.directory}")
     audited: Totals | None = None
     held: int | None = None
     with pipeline_on(stage, longest, wanted=on_spark or report is not None) as pipeline:
@@ -121,23 +121,23 @@ def _draw(screen: Screen, stage: Stage, verdict: Verdict) -> str | None:
     try:
         draw(verdict.outside, verdict.touched, stage.plot)
     except MissingExtra as error:
-        screen.tell(f"\nno picture: {error}", "yellow")
+        screen.echo(f"\nno picture: {error}", "yellow")
         return None
-    screen.tell(f"\nthe same as a picture: {stage.plot}")
+    screen.echo(f"\nthe same as a picture: {stage.plot}")
     return str(stage.plot)
 
 
 def _audit(screen: Screen, pipeline: Pipeline, report: Path) -> Totals:
     report.parent.mkdir(parents=True, exist_ok=True)
-    screen.tell(f"scheduled with Spark, {pipeline.held:,} of them into the cold tier, and promoted from there")
+    screen.echo(f"scheduled with Spark, {pipeline.held:,} of them into the cold tier, and promoted from there")
     totals = pipeline.audit(report)
     counts = ", ".join(f"{getattr(totals, name):,} {name}" for name in ("scheduled", "lost", "duplicated", "early"))
-    screen.tell(f"audited with Spark: {counts}; the report is {report}", None if totals.clean else "bold red")
+    screen.echo(f"audited with Spark: {counts}; the report is {report}", None if totals.clean else "bold red")
     return totals
 
 
 def _conclude(screen: Screen, verdict: Verdict) -> None:
     if verdict.kept:
-        screen.tell(f"✓ every promise kept in {verdict.seconds:g} s: none lost, none doubled, none early", "bold green")
+        screen.echo(f"✓ every promise kept in {verdict.seconds:g} s: none lost, none doubled, none early", "bold green")
     else:
-        screen.tell("✗ a promise was broken; the numbers above that should be 0 say which", "bold red")
+        screen.echo("✗ a promise was broken; the numbers above that should be 0 say which", "bold red")

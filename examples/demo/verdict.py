@@ -80,7 +80,7 @@ def show(screen: Screen, verdict: Verdict) -> None:
     unwanted = ((name, getattr(verdict, name)) for name in ("not_sent", "still_stored", "in_error_queue"))
     rows += [(name.replace("_", " "), count) for name, count in unwanted if count]
     screen.table(("", "messages"), rows)
-    screen.tell("")
+    screen.echo("")
     whole, outside = verdict.lateness, verdict.lateness_without_outage
     screen.table(
         ("lateness", "messages", "p50", "p99", "max"),
@@ -92,6 +92,6 @@ def show(screen: Screen, verdict: Verdict) -> None:
             )
         ],
     )
-    screen.tell("\nlateness of all")
+    screen.echo("\nlateness of all")
     for line in as_text(histogram([*verdict.outside, *verdict.touched])):
-        screen.tell(line)
+        screen.echo(line)

@@ -52,7 +52,7 @@ class Milestones:
         ):
             if happened and name not in self._told:
                 self._told.add(name)
-                self._screen.tell(text)
+                self._screen.echo(text)
 
 
 def _table(course: Course) -> Table:

@@ -126,7 +126,7 @@ def test_a_sender_that_commits_late(make_cluster: Callable[..., Cluster]) -> Non
     finally:
         other.execute("ROLLBACK")
         other.close()
-    # Then they arrive at once, by a wake-up
+    # Then they arrive at once, by a notification
     assert sender.ended(PATIENCE)
     eventually(lambda: cluster.results().total() == 20, "the late messages", 5)
     cluster.finish()
@@ -163,6 +163,6 @@ def test_somebody_is_woken_across_processes(make_cluster: Callable[..., Cluster]
     sender = cluster.send(1, delays=(0.3, 0.3))
     assert sender.ended(PATIENCE)
     # Then it arrives now, not when the poller's minute is over
-    eventually(lambda: "0" in cluster.results(), "the wake-up", 10)
+    eventually(lambda: "0" in cluster.results(), "the notification", 10)
     [[_, _, due, arrival]] = cluster.journal("handled")
     assert 0 <= int(arrival) - int(due) < 2_000_000

@@ -26,8 +26,8 @@ from delayline import (
     TransactionMode,
 )
 from delayline.azure import AzureDelayedTable
-from delayline.azure.examination import examine
-from delayline.azure.faults import azure_errors
+from delayline.azure.doctor import examine
+from delayline.azure.requests import azure_errors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

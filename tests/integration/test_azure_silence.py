@@ -16,7 +16,7 @@ from tests.integration.azure_proxy import Proxy, refusal
 
 from delayline import BackendUnavailable, Endpoint, Event, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery
-from delayline.azure.faults import Requests
+from delayline.azure.requests import Requests
 from delayline.testing import Signals
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import pytest
 from tests.integration.test_staging import TABLE, ids, rows, url, waiting
 
 from delayline import BackendUnusable
-from delayline.bulk.batches import IdTaken, LedgerBatchWriter
-from delayline.bulk.runs import CLOSED
+from delayline.bulk.batch_writer import IdTaken, LedgerBatchWriter
+from delayline.bulk.ledger import CLOSED
 
 if TYPE_CHECKING:
     from pathlib import Path

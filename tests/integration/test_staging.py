@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import text
 
 from delayline import BackendUnavailable, BackendUnusable, ConfigurationError, DuplicateMessage, TransactionMode
-from delayline.bulk.runs import Committed
+from delayline.bulk.ledger import Committed
 from delayline.bulk.staging import STREAMS, Staging
 from delayline.sql import SqlDelayedMessageStore
 from delayline.sql.dialects.staging import OnConflict

@@ -20,10 +20,10 @@ from tests.spark.legacy import Legacy, Timeout, fill, some
 from tests.spark.mortal import Deaths, Killed, Mortal
 from tests.spark.stores import StoreAt
 
-from delayline.bulk.runs import CLOSED
+from delayline.bulk.ledger import CLOSED
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration import Migration, Plan, source_at, target_at
-from delayline.migration.holding import make_room, remove_room
+from delayline.migration.holding_table import make_room, remove_room
 from delayline.migration.journal import HeldPartition, MigrationJournal, MigrationRun, RunState, batch_name
 from delayline.migration.rows import record_batch
 from delayline.migration.run import MigrationResult

@@ -1,4 +1,4 @@
-"""The poller: batches, isolation, outages, wake-ups, and the order of sending and removing."""
+"""The poller: batches, isolation, outages, notifications, and the order of sending and removing."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ from delayline.bulk.stream_claims import NAMES
 from delayline.bulk.stream_claims import tables as tables_taken
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
+from delayline.sql.deadlines import FACTOR
 from delayline.sql.dialects.sqlserver import SqlServer
 from delayline.sql.dialects.sqlserver_leases import LeaseTable
 from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.journal import Journal
-from delayline.sql.locked_rows import LockStatements
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
 from delayline.sql.server import IN_SESSION
-from delayline.sql.silence import FACTOR
+from delayline.sql.server_row_claims import LockStatements
 from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.timeouts.management import TimeoutManagement
 from delayline.timeouts.nservicebus import timeout_table

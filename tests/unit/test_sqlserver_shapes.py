@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy.engine import make_url
 
-from delayline.bulk.runs import runs_table
+from delayline.bulk.ledger import runs_table
 from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
 from delayline.sql import setup
 from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, UNSEEN, SqlServer

@@ -13,9 +13,9 @@ from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import ConfigurationError
 from delayline.sql.dialects.sqlserver import SqlServer
 from delayline.sql.dialects.sqlserver_leases import LeaseTable
-from delayline.sql.locked_rows import LockStatements
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
+from delayline.sql.server_row_claims import LockStatements
 from delayline.sql.setup import texts
 from delayline.sql.statements import QueueStatements, StoreStatements
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from delayline.errors import BackendUnavailable
-from delayline.sql.silence import STOPPING, STOPPING_EACH, AnswerDeadline, StopLimit
+from delayline.sql.deadlines import STOPPING, STOPPING_EACH, AnswerDeadline, StopLimit
 from delayline.sql.workers import Workers
 
 SILENT = BackendUnavailable("silent")

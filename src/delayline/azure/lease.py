@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from azure.storage.blob.aio import ContainerClient
 
-    from delayline.azure.faults import Requests
+    from delayline.azure.requests import Requests
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 
 from delayline.azure.envelope import UnwrappedMessage, unwrap
-from delayline.azure.faults import code_of
+from delayline.azure.requests import code_of
 from delayline.errors import BackendUnavailable, BackendUnusable, QueueNotFound
 from delayline.events import Event, emit
 from delayline.transport import ReceivedMessage
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from azure.storage.queue import QueueMessage
     from azure.storage.queue.aio import QueueClient
 
-    from delayline.azure.faults import Requests
+    from delayline.azure.requests import Requests
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from azure.data.tables.aio import TableClient
 
-    from delayline.azure.faults import Requests
+    from delayline.azure.requests import Requests
 
     Entity = dict[str, Any]
     Operation = tuple[str, Entity] | tuple[str, Entity, Mapping[str, Any]]

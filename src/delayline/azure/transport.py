@@ -12,9 +12,9 @@ from azure.core.exceptions import ResourceExistsError, ResourceNotFoundError
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import unwrap, wrap
-from delayline.azure.faults import Requests, code_of
 from delayline.azure.names import can_be_queue, checked_sanitizer, queue_name
 from delayline.azure.receiver import LARGEST_PAGE, AzureReceiver, deleted_with, page_of, receipt_of, shown
+from delayline.azure.requests import Requests, code_of
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH
 from delayline.errors import (

@@ -13,8 +13,8 @@ from sqlalchemy.schema import CreateTable
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable
 from delayline.sql.database import Database
+from delayline.sql.deadlines import long_work
 from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, text
-from delayline.sql.silence import long_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from sqlalchemy import delete, func, insert, inspect, select
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.sql.database import Database
+from delayline.sql.deadlines import job_work
 from delayline.sql.journal import journal_tables
-from delayline.sql.silence import job_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

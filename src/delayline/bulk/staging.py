@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import Table, select
 
-from delayline.bulk.runs import Committed, JobLedger, check_run
+from delayline.bulk.ledger import Committed, JobLedger, check_run
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.deadlines import job_work
 from delayline.sql.dialects.staging import PREFIX, OnConflict, breaks_a_key, doubled_id
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.schema import queue_tables
-from delayline.sql.silence import job_work
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -211,11 +211,11 @@ class Staging:
     async def _and_tell(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
         database, table = self._database, self._store_table
         statements = StoreStatements(table, database.dialect)
-        database.rows(statements, queue_tables(table.schema))  # with them its wake-ups know the table
+        database.rows(statements, queue_tables(table.schema))  # with them its notifications know the table
         committed = await database.write(move)
         earliest = [one.earliest for one in attempts if one.earliest is not None]
         if committed.stored and earliest and not committed.repeated:
-            await database.tell({store_channel(table): min(earliest)})
+            await database.notify_on_commit({store_channel(table): min(earliest)})
         return committed
 
     def _move(

@@ -17,9 +17,9 @@ from delayline.bulk.scan import readings
 from delayline.errors import BackendUnavailable
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.database import Database
+from delayline.sql.deadlines import job_work
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import CONTENT, DUE, text
-from delayline.sql.silence import job_work
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
 

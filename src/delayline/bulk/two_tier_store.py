@@ -15,8 +15,8 @@ from delayline.checks import time_span
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
 from delayline.delayed.store import DueCount, Outcome
 from delayline.message import DelayedMessage, Message, in_utc
+from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
-from delayline.sql.silence import long_work
 from delayline.sql.store import MICROSECOND, SqlDelayedMessageStore
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def doctor(settings: Settings, screen: Screen) -> None:
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         mark, style = ("✓", "green") if finding.ok else ("✗", "red")
-        screen.tell(f"{mark} {finding.what:<{width}}  {finding.text}", style)
+        screen.echo(f"{mark} {finding.what:<{width}}  {finding.text}", style)
     healthy = all(finding.ok for finding in findings)
     screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
     if not healthy:

@@ -53,7 +53,7 @@ def list_errors(settings: Settings, screen: Screen, limit: int) -> None:
     if messages:
         screen.table(("id", "failed queue", "failed at", "why"), [_row(message) for message in messages])
     shown = "" if len(messages) == total else f", {len(messages)} shown"
-    screen.tell(f"{total} in {settings.error_queue}{shown}")
+    screen.echo(f"{total} in {settings.error_queue}{shown}")
     screen.document({"queue": settings.error_queue, "total": total, "errors": [_summary(one) for one in messages]})
 
 
@@ -77,8 +77,8 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
     screen.table(("header", "value"), [(name, value) for name, value in headers.items() if "\n" not in value])
     for name, value in headers.items():
         if "\n" in value:
-            screen.tell(f"\n{name}\n{value.rstrip()}")
-    screen.tell(f"\nbody, {size(len(message.body))}\n{message.body.decode('utf-8', 'replace')}")
+            screen.echo(f"\n{name}\n{value.rstrip()}")
+    screen.echo(f"\nbody, {size(len(message.body))}\n{message.body.decode('utf-8', 'replace')}")
     screen.document({"id": message.id, "headers": dict(headers), "body": message.body.decode("utf-8", "replace")})
 
 
@@ -104,11 +104,11 @@ def retry(settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool,
     outcomes = asyncio.run(_retry(settings, ids, to))
     for outcome in outcomes:
         if outcome.problem is None:
-            screen.tell(f"✓ {outcome.id}: sent to {outcome.queue}", "green")
+            screen.echo(f"✓ {outcome.id}: sent to {outcome.queue}", "green")
         else:
-            screen.tell(f"✗ {outcome.id}: {outcome.problem}", "red")
+            screen.echo(f"✗ {outcome.id}: {outcome.problem}", "red")
     failed = sum(outcome.problem is not None for outcome in outcomes)
-    screen.tell(f"{len(outcomes) - failed} retried, {failed} not")
+    screen.echo(f"{len(outcomes) - failed} retried, {failed} not")
     screen.document(
         {
             "retried": [{"id": one.id, "queue": one.queue} for one in outcomes if one.problem is None],
@@ -139,7 +139,7 @@ def purge(settings: Settings, screen: Screen, yes: bool) -> None:
     if not yes:
         click.confirm(f"Drop {asyncio.run(count())} messages of {settings.error_queue!r} for good?", abort=True)
     dropped = asyncio.run(drop())
-    screen.tell(f"{dropped} dropped from {settings.error_queue}")
+    screen.echo(f"{dropped} dropped from {settings.error_queue}")
     screen.document({"queue": settings.error_queue, "dropped": dropped})
 
 

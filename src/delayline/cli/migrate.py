@@ -130,7 +130,7 @@ def abort(screen: Screen, plan: Plan) -> None:
         if outcome.run
         else "no migration had begun, and collected messages are back"
     )
-    screen.tell(f"{aborted}: {restored} given back, {moved} had moved", "green")
+    screen.echo(f"{aborted}: {restored} given back, {moved} had moved", "green")
     screen.document({"run": outcome.run, "restored": restored, "moved": moved, "left": outcome.left})
     _tell_left(screen, plan, outcome)
 
@@ -158,7 +158,7 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
         "to_go": progress.staged, "given_back": progress.restored, "set_aside": progress.aside,
         "not_taken": sum(one.rows for one in left),
     }  # fmt: skip
-    screen.tell(f"migration {found.name} to {found.parameters['target']}: {found.state}")
+    screen.echo(f"migration {found.name} to {found.parameters['target']}: {found.state}")
     screen.table(("count", "of rows"), [(number, one.replace("_", " ")) for one, number in counts.items()])
     if reasons:
         _tell_reasons(screen, reasons, aside)
@@ -185,7 +185,7 @@ def history(screen: Screen, source: TableSource) -> None:
     if rows:
         screen.table(("run", "state", "endpoints", "target", "started (UTC)"), rows)
     else:
-        screen.tell(f"nothing was ever moved from {source}")
+        screen.echo(f"nothing was ever moved from {source}")
     screen.document({"runs": [_run_document(one) for one in runs]})
 
 
@@ -238,14 +238,14 @@ class _shown:  # noqa: N801 - read as a verb
 def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
     for one in found:
         if one.unseen:
-            screen.tell(f"{one.unseen} of the messages were counted only: what follows tells of the others")
+            screen.echo(f"{one.unseen} of the messages were counted only: what follows tells of the others")
         times = "" if one.first is None or one.last is None else f", due {one.first:%Y-%m-%d %H:%M:%S} to "
         last = "" if one.last is None else f"{one.last:%Y-%m-%d %H:%M:%S} UTC"
-        screen.tell(f"{one.endpoint}: {one.rows} messages{times}{last}, {one.overdue} overdue", "bold")
+        screen.echo(f"{one.endpoint}: {one.rows} messages{times}{last}, {one.overdue} overdue", "bold")
         if one.before_cutoff:
-            screen.tell(f"  {one.before_cutoff} are due before the cutoff and stay")
+            screen.echo(f"  {one.before_cutoff} are due before the cutoff and stay")
         for problem in one.problems:
-            screen.tell(f"  ✗ {problem}", "red")
+            screen.echo(f"  ✗ {problem}", "red")
         screen.table(
             ("count", "destination"), [(number, name or "(none)") for name, number in one.destinations[:SHOWN]]
         )
@@ -255,7 +255,7 @@ def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
                 [(number, reason, example or "") for reason, number, example in one.unmovable[:SHOWN]],
             )
     if not found:
-        screen.tell("there is nothing to move")
+        screen.echo("there is nothing to move")
 
 
 def _described(one: EndpointPreview) -> Mapping[str, object]:
@@ -281,11 +281,11 @@ def _tell(screen: Screen, plan: Plan, outcome: MigrationResult, report: Path | N
         _tell_reasons(screen, outcome.reasons, outcome.examples)
     stays = f", {outcome.not_taken} not taken" if outcome.not_taken else ""
     if plan.target is None:
-        screen.tell(f"{rows - aside} would move, {aside} would be set aside{stays}; nothing was changed")
+        screen.echo(f"{rows - aside} would move, {aside} would be set aside{stays}; nothing was changed")
     else:
         rate = f" in {outcome.seconds:.1f} s, {moved / outcome.seconds:.0f}/s" if outcome.seconds else ""
         text = f"{moved} moved to {plan.target}{rate}, {aside} set aside{stays}"
-        screen.tell(f"{text} (migration {outcome.run})" if outcome.run else text, "red" if outcome.reasons else "green")
+        screen.echo(f"{text} (migration {outcome.run})" if outcome.run else text, "red" if outcome.reasons else "green")
     screen.document(
         {"run": outcome.run, "state": str(outcome.state), "rows": rows, "moved": moved, "set_aside": aside,
          "seconds": outcome.seconds, "left": outcome.left, "not_taken": outcome.not_taken,
@@ -297,7 +297,7 @@ def _tell(screen: Screen, plan: Plan, outcome: MigrationResult, report: Path | N
         from delayline.spark.report import write_whole
 
         write_whole(report, page(plan, outcome))
-        screen.tell(f"the report is in {report}")
+        screen.echo(f"the report is in {report}")
     _tell_left(screen, plan, outcome)
     if outcome.reasons:
         click.get_current_context().exit(FAILED)
@@ -311,7 +311,7 @@ def _tell_reasons(screen: Screen, reasons: Sequence[tuple[str, int]], examples: 
 
 def _tell_left(screen: Screen, plan: Plan, outcome: MigrationResult) -> None:
     if outcome.left:
-        screen.tell(f"✗ {outcome.left} could not go back to {plan.source}: abort again when it is well", "red")
+        screen.echo(f"✗ {outcome.left} could not go back to {plan.source}: abort again when it is well", "red")
         click.get_current_context().exit(FAILED)
 
 
@@ -327,7 +327,7 @@ def _tell_verified(screen: Screen, found: Verified) -> None:
         rows += [(found.waiting, "wait at the target as they were sent"), (found.gone, "were due and have left it")]
         rows += [(len(found.missing), "should wait there and do not"), (len(found.changed), "wait there otherwise")]
     else:
-        screen.tell("the target cannot list its messages: each of these was confirmed by it")
+        screen.echo("the target cannot list its messages: each of these was confirmed by it")
     if found.not_taken:
         rows += [(found.not_taken, "stay in the source: no run takes them, as status says")]
     rows += [(len(found.doubled), "moved and are in the source too")]
@@ -335,10 +335,10 @@ def _tell_verified(screen: Screen, found: Verified) -> None:
     screen.table(("count", f"messages of migration {found.run.name}"), rows)
     for title, ids in (("missing", found.missing), ("changed", found.changed), ("in both", found.doubled)):
         for one in ids[:SHOWN]:
-            screen.tell(f"{title}: {one}", "red")
+            screen.echo(f"{title}: {one}", "red")
     for one in found.repeatable[:SHOWN]:
-        screen.tell(f"perhaps twice: {one}")
-    screen.tell("✓ everything adds up" if found.ok else "✗ it does not add up", "green" if found.ok else "red")
+        screen.echo(f"perhaps twice: {one}")
+    screen.echo("✓ everything adds up" if found.ok else "✗ it does not add up", "green" if found.ok else "red")
     screen.document(
         {"run": found.run.name, "ok": found.ok, "rows": found.rows, "moved": found.moved, "set_aside": found.aside,
          "given_back": found.restored, "not_taken": found.not_taken, "unfinished": found.unfinished,

@@ -144,9 +144,9 @@ def _show_messages(screen: Screen, messages: Sequence[DelayedMessage], limit: in
     if rows:
         screen.table(("id", "destination", "due", "", "retries", "size"), rows)
     else:
-        screen.tell("nothing waits")
+        screen.echo("nothing waits")
     if len(rows) == limit:
-        screen.tell(f"the first {limit}; see more with --limit, all with --count", "dim")
+        screen.echo(f"the first {limit}; see more with --limit, all with --count", "dim")
     screen.document({"pending": [_as_document(message) for message in messages]})
 
 
@@ -168,7 +168,7 @@ def _show_counts(screen: Screen, counts: Sequence[DueCount], destination: str | 
     if counts:
         rows = [(local(one.start), one.destination, one.count, bar(one.count, largest)) for one in counts]
         screen.table(("due from", "destination", "count", ""), rows)
-    screen.tell(f"{total} {'message waits' if total == 1 else 'messages wait'}")
+    screen.echo(f"{total} {'message waits' if total == 1 else 'messages wait'}")
     screen.document(
         {
             "now": now.isoformat(),
@@ -184,7 +184,7 @@ def _show_counts(screen: Screen, counts: Sequence[DueCount], destination: str | 
 def _tell_outcomes(screen: Screen, outcomes: dict[str, Outcome], done: str) -> None:
     for message_id, outcome in outcomes.items():
         succeeded = outcome is Outcome.DONE
-        screen.tell(
+        screen.echo(
             f"{'✓' if succeeded else '✗'} {message_id}: {done if succeeded else MEANING[outcome]}",
             "green" if succeeded else "red",
         )

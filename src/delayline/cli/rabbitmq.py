@@ -99,8 +99,8 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) 
     caught = asyncio.run(operations.catch_undeliverable(address, levels))
     made = {"exchanges": len(levels.exchanges), "queues": len(levels.queues), "bindings": len(levels.bindings)}
     numbers = ", ".join(f"{number} {what}" for what, number in made.items())
-    screen.tell(f"✓ delay levels {levels.prefix}.* are at {address}: {numbers}", "green")
-    screen.tell(*_marked(caught))
+    screen.echo(f"✓ delay levels {levels.prefix}.* are at {address}: {numbers}", "green")
+    screen.echo(*_marked(caught))
     screen.document({"broker": str(address), "prefix": levels.prefix, **made, "catch_all": caught._asdict()})
     if not caught.ok:
         click.get_current_context().exit(FAILED)
@@ -128,7 +128,7 @@ def verify(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, 
     width = max(len(check.what) for check in checks)
     for check in checks:
         mark, style = ("✓", "green") if check.ok else ("✗", "red")
-        screen.tell(f"{mark} {check.what:<{width}}  {check.text}", style)
+        screen.echo(f"{mark} {check.what:<{width}}  {check.text}", style)
     healthy = all(check.ok for check in checks)
     screen.document({"healthy": healthy, "checks": [check._asdict() for check in checks]})
     if not healthy:
@@ -196,7 +196,7 @@ def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run:
         try:
             asyncio.run(move.run())
         except BaseException:
-            screen.tell(f"{move.report.moved} moved before it stopped; run it again for the rest")
+            screen.echo(f"{move.report.moved} moved before it stopped; run it again for the rest")
             raise
     _tell(screen, move.report, dry_run=dry_run)
     if move.report.apart or (move.report.held_up is not None and move.report.held_up.places):
@@ -213,15 +213,15 @@ def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
     if report.reasons:
         screen.table(("count", "kept apart because"), [(n, why) for why, n in report.reasons.most_common(SHOWN)])
     would = "would be " if dry_run else ""
-    screen.tell(
+    screen.echo(
         f"{report.moved} {would}moved, {report.apart} {would}kept apart"
         + (f" in {report.apart_in}" if report.apart else ""),
         "red" if report.apart else "green",
     )
     if report.again:
-        screen.tell(f"{report.again} of them had been kept apart before")
+        screen.echo(f"{report.again} of them had been kept apart before")
     if report.stale:
-        screen.tell(f"{report.stale} {would}placed by their level alone: their headers are of an earlier attempt")
+        screen.echo(f"{report.stale} {would}placed by their level alone: their headers are of an earlier attempt")
     if report.held_up is not None:
         _tell_held_up(screen, report.held_up)
     screen.document(
@@ -244,9 +244,9 @@ def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
 
 def _tell_held_up(screen: Screen, held_up: BlockedMessages) -> None:
     if held_up.places:
-        screen.tell(f"✗ {held_up}", "red")
+        screen.echo(f"✗ {held_up}", "red")
     if held_up.unseen is not None:
-        screen.tell(held_up.unseen, "yellow")
+        screen.echo(held_up.unseen, "yellow")
 
 
 def _document(held_up: BlockedMessages | None) -> Mapping[str, object]:
@@ -275,7 +275,7 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
             [(f"{level:02}", number, _within((2 << level) - 1), bar(number, largest)) for level, number in used],
         )
         screen.table(("due within", "surely", "probably"), [_row(window, total) for window in windows])
-    screen.tell(f"{total} {'message waits' if total == 1 else 'messages wait'} in {levels.prefix}.* at {address}")
+    screen.echo(f"{total} {'message waits' if total == 1 else 'messages wait'} in {levels.prefix}.* at {address}")
     _tell_held_up(screen, held_up)
     screen.document(
         {
@@ -314,10 +314,10 @@ def catch_all(
     """
     name, changed = asyncio.run(_switch(address, levels, management_url, on=switch == "on"))
     if switch == "on":
-        screen.tell(f"✓ due messages without a destination go to the queue {name}", "green")
+        screen.echo(f"✓ due messages without a destination go to the queue {name}", "green")
     else:
         was = "" if changed else "; it was off already"
-        screen.tell(f"due messages without a destination stay in their level{was}. What was caught stays in {name}")
+        screen.echo(f"due messages without a destination stay in their level{was}. What was caught stays in {name}")
     screen.document({"queue": name, "on": switch == "on"})
 
 

@@ -51,8 +51,8 @@ def run(settings: Settings, screen: Screen, target: str | None, verbose: bool) -
         endpoint = endpoint_from(settings)
     else:
         endpoint = load_endpoint(target)
-    stopped_by = asyncio.run(run_until_told(endpoint, lambda: screen.tell(_started(endpoint))))
-    screen.tell(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
+    stopped_by = asyncio.run(run_until_told(endpoint, lambda: screen.echo(_started(endpoint))))
+    screen.echo(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
     screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
     if stopped_by is None:
         Screen.complain(f"endpoint {endpoint.name!r} stopped after a critical error; the log above says which")

@@ -43,7 +43,7 @@ class Screen:
             disable=not self.animated,
         )
 
-    def tell(self, text: str, style: str | None = None) -> None:
+    def echo(self, text: str, style: str | None = None) -> None:
         """Print a line for people."""
         self.console.print(text, style=style, soft_wrap=True)
 

@@ -94,7 +94,7 @@ def send(  # noqa: PLR0913 - an option each
         _send(settings, destination, text, delay or due, given, message_id, check_destination=checked)
     )
     when = "sent" if due is None else f"due {local(due)}, {relative(due, now)}"
-    screen.tell(f"✓ {sent} to {destination}: {when}", "green")
+    screen.echo(f"✓ {sent} to {destination}: {when}", "green")
     screen.document({"id": sent, "destination": destination, "due": None if due is None else due.isoformat()})
 
 
@@ -147,15 +147,15 @@ def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destinat
             asyncio.run(bulk.send(settings, step))
         except DelaylineError:
             if bulk.stored:
-                screen.tell(
+                screen.echo(
                     f"{bulk.stored} stored before it failed; send the file again: pending messages are not duplicated"
                 )
             raise
     if told:
         screen.table(("line", "rejected because"), told)
-    screen.tell(f"{bulk.stored} stored, {rejected.count} rejected", "red" if rejected.count else "green")
+    screen.echo(f"{bulk.stored} stored, {rejected.count} rejected", "red" if rejected.count else "green")
     if rejected.count:
-        screen.tell(f"correct them in {rejected.path} and send that file")
+        screen.echo(f"correct them in {rejected.path} and send that file")
     screen.document(
         {
             "stored": bulk.stored,

@@ -45,11 +45,11 @@ def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: 
     created = list(queues)
     if settings.endpoint is not None:
         created = [settings.endpoint, settings.error_queue, *satellites_of(settings), *created]
-        screen.tell(f"delayed messages of {settings.endpoint} wait at {masked(settings.resolved_store_url)}")
-    screen.tell(f"queues at {masked(settings.resolved_transport_url)}: {', '.join(created)}")
+        screen.echo(f"delayed messages of {settings.endpoint} wait at {masked(settings.resolved_store_url)}")
+    screen.echo(f"queues at {masked(settings.resolved_transport_url)}: {', '.join(created)}")
     undone = [text for _, ok, text in asyncio.run(after_setup(settings)) if not ok]
     for text in undone:
-        screen.tell(f"✗ {text}", "red")
+        screen.echo(f"✗ {text}", "red")
     screen.document({"endpoint": settings.endpoint, "queues": created, "undone": undone})
     if undone:
         click.get_current_context().exit(FAILED)
@@ -60,10 +60,10 @@ def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:
     needed = {masked(url): statements for url, statements in planned.items() if statements}
     for place, statements in needed.items():
         if len(planned) > 1:
-            screen.tell(f"-- {place}")
-        screen.tell("\n".join(f"{statement};" for statement in statements))
+            screen.echo(f"-- {place}")
+        screen.echo("\n".join(f"{statement};" for statement in statements))
     if not needed:
-        screen.tell("nothing to do")
+        screen.echo("nothing to do")
     every = [statement for statements in needed.values() for statement in statements]
     screen.document({"statements": every, "databases": needed})
 

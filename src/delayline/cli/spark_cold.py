@@ -57,14 +57,14 @@ def promote(
 
     def moved(so_far: Promoted) -> None:
         done.append(so_far)
-        screen.tell(_sentence(so_far))
+        screen.echo(_sentence(so_far))
 
     with sessions(screen) as session:
         if every is None:
             moved(run_promote(target, horizon=horizon, spark=session))
         else:
             told = threading.Event()
-            screen.tell(f"promoting from {settings.cold_tier} again and again. Ctrl+C stops it")
+            screen.echo(f"promoting from {settings.cold_tier} again and again. Ctrl+C stops it")
             with stopped_by_signal(told.set):
                 in_thread(
                     lambda: promote_every(target, every, until=told, horizon=horizon, spark=session, progress=moved)
@@ -82,7 +82,7 @@ def compact(settings: Settings, sessions: Sessions, screen: Screen) -> None:
 
     with sessions(screen) as session:
         done = run_compact(target_of(settings), spark=session)
-    screen.tell(f"{done.before:,} files merged into {done.after:,}, {done.deleted:,} deleted")
+    screen.echo(f"{done.before:,} files merged into {done.after:,}, {done.deleted:,} deleted")
     screen.document(asdict(done))
 
 

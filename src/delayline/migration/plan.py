@@ -15,8 +15,8 @@ from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
 from delayline.migration.bulk import for_bulk
+from delayline.migration.collected import CollectedSource, Selection
 from delayline.migration.source import LATEST, NO_ENDPOINT, chosen, not_taken
-from delayline.migration.taken import CollectedSource, Selection
 from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
 from delayline.migration.work import LOOKED, PreviewWork

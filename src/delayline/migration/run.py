@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
-from delayline.migration.holding import give_back, hold, make_room, remove_room
+from delayline.migration.collected import CollectedSource
+from delayline.migration.holding_table import give_back, hold, make_room, remove_room
 from delayline.migration.journal import (
     TURN,
     HeldPartition,
@@ -27,7 +28,6 @@ from delayline.migration.journal import (
 from delayline.migration.plan import WAVE_ROWS, parts_of, preview, waits
 from delayline.migration.slices import slices_of
 from delayline.migration.source import not_taken
-from delayline.migration.taken import CollectedSource
 from delayline.migration.target import Staged
 from delayline.migration.work import DONE, BatchDelivery
 from delayline.spark.errors import translated_errors

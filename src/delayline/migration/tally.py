@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from datetime import datetime
 
-    from delayline.migration.taken import CollectedMessage, Selection
+    from delayline.migration.collected import CollectedMessage, Selection
 
 
 @dataclass(frozen=True)

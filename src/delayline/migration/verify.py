@@ -14,7 +14,7 @@ from sqlalchemy import select
 
 from delayline.bulk.staging import blocking
 from delayline.errors import ConfigurationError
-from delayline.migration.holding import read_batch
+from delayline.migration.holding_table import read_batch
 from delayline.migration.journal import BatchState, HeldPartition, MigrationJournal, MigrationRun
 from delayline.migration.plan import ALL
 from delayline.migration.rows import WAITING, WAITING_SCHEMA

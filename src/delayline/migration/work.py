@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from sqlalchemy import and_, select
 
 from delayline.errors import BackendUnavailable
-from delayline.migration.holding import read_batch
+from delayline.migration.holding_table import read_batch
 from delayline.migration.journal import MigrationJournal, batch_name
 from delayline.migration.rows import reasons_of, sound
 from delayline.migration.target import Attempted

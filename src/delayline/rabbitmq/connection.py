@@ -241,7 +241,7 @@ class PreconditionFailed(BackendUnusable):
 
 @contextlib.contextmanager
 def explained(address: BrokerAddress) -> Iterator[None]:
-    """Raise what aio-pika raises inside as delayline's errors; NothingThere and Differs for 404 and 406."""
+    """Raise what aio-pika raises inside as delayline's errors; NotFound and PreconditionFailed for 404 and 406."""
     try:
         yield
     except LOST as error:

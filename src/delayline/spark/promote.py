@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Table
 
     from delayline.bulk.cold_catalog import ColdFile
-    from delayline.bulk.runs import Committed
+    from delayline.bulk.ledger import Committed
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import JobTarget
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 from pyspark import TaskContext
 
-from delayline.bulk.runs import check_run
+from delayline.bulk.ledger import check_run
 from delayline.checks import full_scheme, time_span
 from delayline.errors import ConfigurationError
 from delayline.spark.columns import Columns, content_type, prepared, rejected

@@ -18,9 +18,9 @@ from sqlalchemy.exc import ArgumentError
 from delayline.checks import full_scheme
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
+from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING, checked_timeout
 from delayline.sql.external import hold_of
 from delayline.sql.setup import texts
-from delayline.sql.silence import ABANDONED_AFTER, STOPPING, checked_timeout
 from delayline.sql.transactions import EnlistedTransaction, SqlTransaction
 from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 from delayline.sql.workers import in_thread, start_thread
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.external import ExternalTransaction
-    from delayline.sql.dialect import Claims, Dialect, Notifications, TableIdentity
+    from delayline.sql.dialect import Claims, Dialect, TableIdentity
+    from delayline.sql.notifications import Notifications
     from delayline.sql.prepared import Prepared
-    from delayline.sql.rows import RowClaims
+    from delayline.sql.row_claims import RowClaims
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import Checkout
@@ -228,7 +229,7 @@ class Database(ABC):
             )
         return enlisted
 
-    async def tell(self, news: Mapping[str, int], transaction: Transaction | None = None) -> None:
+    async def notify_on_commit(self, news: Mapping[str, int], transaction: Transaction | None = None) -> None:
         """Tell the listeners of each channel from when on there is something: after the commit, never before."""
         if isinstance(transaction, EnlistedTransaction):
             soon = to_microseconds(self.clock.now() + SOON)
@@ -243,7 +244,7 @@ class Database(ABC):
     def notify(self, news: Mapping[str, int]) -> None:
         """Tell the listeners of each channel now."""
         for channel, at in news.items():
-            self.wake_ups.notify(channel, at)
+            self.notifications.notify(channel, at)
 
     @abstractmethod
     async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
@@ -260,7 +261,7 @@ class Database(ABC):
 
     @property
     @abstractmethod
-    def wake_ups(self) -> Notifications:
+    def notifications(self) -> Notifications:
         """The notifications of this database."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime, timedelta
 
@@ -32,21 +32,6 @@ class TableIdentity(NamedTuple):
     """Equal on two connections to one database, and only there."""
     table: Hashable
     """Which of the database's tables it is; None for none."""
-
-
-class Notifications(Protocol):
-    """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
-
-    reach_others: bool
-    """Whether those in other processes are told; if not they have to look now and then."""
-
-    def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
-        """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
-        ...
-
-    def notify(self, channel: str, at: int = 0) -> None:
-        """Tell every listener of `channel`; `at` says from when on there is something. Never blocks."""
-        ...
 
 
 class Claims(Protocol):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
-from delayline.sql.claimed_rows import FileRowClaims
 from delayline.sql.database import Database
 from delayline.sql.dialects.sqlite import Sqlite
-from delayline.sql.dialects.sqlite_commits import CommitWatch
+from delayline.sql.dialects.sqlite_commit_watch import CommitWatch
+from delayline.sql.fair_semaphore import FairSemaphore
+from delayline.sql.file_row_claims import FileRowClaims
 from delayline.sql.group_commit import GroupCommit, Write
-from delayline.sql.lane import FairSemaphore
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, Connection
 
     from delayline.sql.dialects.sqlite_claims import FileClaims
-    from delayline.sql.dialects.sqlite_wake_ups import PipeNotifications
+    from delayline.sql.dialects.sqlite_notifications import PipeNotifications
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
@@ -57,9 +57,9 @@ class FileDatabase(Database):
         return SystemClock()
 
     @property
-    def wake_ups(self) -> PipeNotifications:
+    def notifications(self) -> PipeNotifications:
         """Pipes beside the file."""
-        return self.dialect.wake_ups
+        return self.dialect.notifications
 
     async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
         """Watch the file for the commit: SQLite sends no notifications."""

@@ -8,16 +8,16 @@ from delayline.sql import dialect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
 
     from sqlalchemy import Connection
 
+    from delayline.sql.deadlines import StopLimit
     from delayline.sql.forwarding import Forwarding
     from delayline.sql.leases import Leases
+    from delayline.sql.notifications import ServerNotifications
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.silence import StopLimit
     from delayline.sql.statements import StoreStatements
 
 
@@ -27,30 +27,6 @@ NOT_COMMITTED: Final = "delayline not committed"
 
 #: Noted of a connection whose session limits its waits.
 IN_SESSION: Final = "delayline session"
-
-
-class ServerNotifications(dialect.Notifications, Protocol):
-    """A server's notifications."""
-
-    def knows(self, channel: str, schema: str | None) -> None:
-        """Learn in which schema the tables behind a store's channel are."""
-        ...
-
-    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
-        """Publish how long the poller that listens to `channel` here is going to sleep.
-
-        Returns True if this is new to other processes; the caller then has to look once more, because a message may
-        have been stored without a notification before.
-        """
-        ...
-
-    def notify_in(self, connection: Connection, channel: str, at: int) -> None:
-        """Let the server tell every listener when the transaction on the connection commits, where it can."""
-        ...
-
-    def close(self) -> None:
-        """Stop listening; blocks until it has, or for as long as a stop may take."""
-        ...
 
 
 class Inserts(Protocol):
@@ -125,7 +101,7 @@ class Server(dialect.Dialect, Protocol):
         """Insert many rows by one statement that commits by itself; False for another way, and nothing was done."""
         ...
 
-    def wake_ups(self, database: ServerDatabase) -> ServerNotifications:
+    def notifications(self, database: ServerDatabase) -> ServerNotifications:
         """Return the notifications of this server."""
         ...
 

@@ -14,12 +14,12 @@ from sqlalchemy import select
 
 from delayline.errors import BackendUnavailable, NotStarted
 from delayline.sql.database import Database
-from delayline.sql.lane import FairSemaphore
-from delayline.sql.locked_rows import ServerRowClaims
+from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING, StopLimit, long_work
+from delayline.sql.fair_semaphore import FairSemaphore
 from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock, steady
+from delayline.sql.server_row_claims import ServerRowClaims
 from delayline.sql.sessions import Session, SessionCheckout
-from delayline.sql.silence import ABANDONED_AFTER, STOPPING, StopLimit, long_work
 from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.sql.notifications import ServerNotifications
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server import Server, ServerNotifications, ServerClaims
+    from delayline.sql.server import Server, ServerClaims
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
@@ -70,7 +71,7 @@ class ServerDatabase(Database):
         self._generation = 0
         self.silent = False
         self._silent_until = 0.0
-        self._wake_ups: ServerNotifications | None = None
+        self._notifications: ServerNotifications | None = None
         self._claims: dict[str, ServerClaims] = {}
         self._inserts = self.dialect.inserts(self)
 
@@ -80,16 +81,16 @@ class ServerDatabase(Database):
         return self._clock
 
     @property
-    def wake_ups(self) -> ServerNotifications:
+    def notifications(self) -> ServerNotifications:
         """The server's own where it has some."""
-        if self._wake_ups is None:
+        if self._notifications is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
-        return self._wake_ups
+        return self._notifications
 
     async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
         """Leave it to the server where it can."""
         for channel, at in news.items():
-            await transaction.run(partial(self.wake_ups.notify_in, channel=channel, at=at))
+            await transaction.run(partial(self.notifications.notify_in, channel=channel, at=at))
 
     def claims(self, table: str) -> ServerClaims:
         """Locks that the server ends with the connection."""
@@ -273,7 +274,7 @@ class ServerDatabase(Database):
         self._ask_the_time()
         self._workers = Workers("delayline SQL", WORKERS)
         self._transacting = Workers("delayline SQL transaction", TRANSACTIONS)
-        self._wake_ups = self.dialect.wake_ups(self)
+        self._notifications = self.dialect.notifications(self)
 
     def begin_stop(self) -> None:
         """Limit the waits."""
@@ -332,8 +333,8 @@ class ServerDatabase(Database):
 
         if self._inserts is not None:
             self._inserts.close()
-        if self._wake_ups is not None:
-            self._wake_ups.close()
+        if self._notifications is not None:
+            self._notifications.close()
         if not self.silent:
             for claims in self._claims.values():
                 claims.close()

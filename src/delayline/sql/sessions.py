@@ -9,16 +9,16 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
+from delayline.sql.deadlines import FACTOR, WATCH
 from delayline.sql.server import IN_SESSION, NOT_COMMITTED
-from delayline.sql.silence import FACTOR, WATCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection
 
+    from delayline.sql.deadlines import AnswerDeadline
     from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.silence import AnswerDeadline
 
 Result = TypeVar("Result")
 UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"

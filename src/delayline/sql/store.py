@@ -12,11 +12,11 @@ from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageV
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql import setup
+from delayline.sql.backend import SqlStoreBackend
+from delayline.sql.deadlines import long_work
 from delayline.sql.journal import Journal
-from delayline.sql.looking import ChangePoller
-from delayline.sql.part import SqlStoreBackend
+from delayline.sql.notifications import ChangePoller
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_PUT, TO_WRITE, in_order
-from delayline.sql.silence import long_work
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
     from delayline.sql.prepared import Prepared
-    from delayline.sql.rows import RowClaims
+    from delayline.sql.row_claims import RowClaims
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction, TransactionMode
@@ -228,17 +228,17 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `callback` with the earliest due time after each commit, by whichever process."""
-        rows, wake_ups = self._locking, self._database.wake_ups
+        rows, notifications = self._locking, self._database.notifications
 
         def stored(due: datetime) -> None:
             rows.stored(due)
             callback(due)
 
         stops = [
-            wake_ups.subscribe(self._channel, lambda due: stored(from_microseconds(due))),
+            notifications.subscribe(self._channel, lambda due: stored(from_microseconds(due))),
             rows.look_fully(callback),
         ]
-        if not wake_ups.reach_others:
+        if not notifications.reach_others:
             interval = self._poll_interval.total_seconds()
             earliest = self._statements.earliest(int(2 * interval) + 1)
             stops.append(ChangePoller(partial(self._due_times, earliest), stored, interval).stop)
@@ -342,4 +342,4 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     async def _notify(self, due: datetime, transaction: Transaction | None = None) -> None:
         stored = partial(self._locking.stored, due)
         stored() if transaction is None else transaction.after_commit(stored)
-        await self._database.tell({self._channel: to_microseconds(due)}, transaction)
+        await self._database.notify_on_commit({self._channel: to_microseconds(due)}, transaction)

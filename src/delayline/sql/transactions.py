@@ -78,7 +78,7 @@ class EnlistedTransaction(Transaction):
             raise await in_thread(partial(self._dialect.translated, error)) from error  # which may ask the server
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """No-op: the end of an external transaction cannot be observed; `Database.tell` notifies listeners instead."""
+        """No-op: the end of an external transaction cannot be observed; see `Database.notify_on_commit`."""
 
     def after_end(self, callback: Callable[[], None]) -> None:
         """Raise ConfigurationError: the end of an external transaction cannot be observed."""

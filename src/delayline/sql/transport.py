@@ -16,11 +16,11 @@ from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.sql import setup
+from delayline.sql.backend import SqlBackend
 from delayline.sql.database import Database
+from delayline.sql.deadlines import long_work
 from delayline.sql.idle_queues import IdleQueues
-from delayline.sql.part import SqlBackend
 from delayline.sql.schema import EVERY_RIGHT, TO_PUT, TO_READ, TO_TAKE
-from delayline.sql.silence import long_work
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
@@ -134,7 +134,7 @@ class SqlTransport(SqlBackend):
         await self._check_tables()
         missing = await self._database.write(partial(self._put, operations=operations), transaction)
         reached = {operation.destination for operation in operations} - missing
-        await self._database.tell({queue_channel(name): 0 for name in reached}, transaction)
+        await self._database.notify_on_commit({queue_channel(name): 0 for name in reached}, transaction)
         if missing:
             raise DispatchFailed(
                 {
@@ -291,7 +291,7 @@ class SqlReceiver:
         self._idle = idle
         self._news = asyncio.Event()
         self._stopped = False
-        self._unsubscribe = database.wake_ups.subscribe(queue_channel(queue), lambda _: self._news.set())
+        self._unsubscribe = database.notifications.subscribe(queue_channel(queue), lambda _: self._news.set())
 
     @property
     def server_timeout(self) -> float:
@@ -332,7 +332,7 @@ class SqlReceiver:
         self._claims.release([_number(received)])
         with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
             await self._database.read(lambda _: self._claims.flush())
-        self._database.wake_ups.notify(queue_channel(self._queue))
+        self._database.notifications.notify(queue_channel(self._queue))
 
     async def stop(self) -> None:
         """End a waiting receive."""

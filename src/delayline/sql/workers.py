@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from delayline.errors import DelaylineError, NotStarted
 from delayline.events import Event, emit
-from delayline.sql.silence import FACTOR
+from delayline.sql.deadlines import FACTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable

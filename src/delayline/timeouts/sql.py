@@ -16,9 +16,9 @@ from delayline.errors import ConfigurationError, NotStarted
 from delayline.events import Event, emit
 from delayline.message import in_utc
 from delayline.sql import setup
-from delayline.sql.part import SqlStoreBackend
+from delayline.sql.backend import SqlStoreBackend
+from delayline.sql.deadlines import long_work
 from delayline.sql.schema import EVERY_RIGHT
-from delayline.sql.silence import long_work
 from delayline.sql.statements import check_size, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.management import TimeoutManagement
@@ -208,7 +208,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `callback` with the new due time whenever a process reschedules a timeout."""
-        return self._database.wake_ups.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
+        return self._database.notifications.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
 
     async def cancel(self, message_id: str) -> Outcome:
         """Delete the timeouts with this id or message id; a pending request for one then finds nothing."""
@@ -219,7 +219,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
         due = in_utc(due)
         outcome = await self._database.write(partial(self._management.reschedule, message_id=message_id, due=due))
         if outcome is Outcome.DONE:
-            await self._database.tell({self._channel: to_microseconds(due)}, None)
+            await self._database.notify_on_commit({self._channel: to_microseconds(due)}, None)
         return outcome
 
     @long_work

@@ -13,8 +13,8 @@ from delayline.migration.sources.nservicebus_sql import NServiceBusSql
 from delayline.migration.sources.procrastinate import Procrastinate
 
 if TYPE_CHECKING:
+    from delayline.migration.collected import CollectedSource
     from delayline.migration.source import TableSource
-    from delayline.migration.taken import CollectedSource
 
 TABLES: Final[dict[str, type[TableSource]]] = {
     one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)

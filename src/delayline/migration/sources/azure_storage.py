@@ -18,12 +18,12 @@ from azure.core.exceptions import ResourceNotFoundError
 from azure.data.tables import UpdateMode
 
 from delayline.azure.account import AzureAccount
-from delayline.azure.faults import Requests
 from delayline.azure.names import Key
+from delayline.azure.requests import Requests
 from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.migration.taken import IN_DOUBT, PAGE, SURE, CollectedMessage, CollectedSource, Selection
+from delayline.migration.collected import IN_DOUBT, PAGE, SURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from sqlalchemy import select
 
 from delayline.errors import ConfigurationError
+from delayline.migration.collected import CollectedMessage, CollectedSource
 from delayline.migration.journal import BatchState, MigrationJournal
 from delayline.migration.source import BATCH, NUMBER
-from delayline.migration.taken import CollectedMessage, CollectedSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

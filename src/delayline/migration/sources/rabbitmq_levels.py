@@ -17,7 +17,7 @@ from delayline.bulk.staging import blocking
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidMessage
 from delayline.message import Headers, Message
-from delayline.migration.taken import IN_DOUBT, SURE, CollectedMessage, CollectedSource, Selection
+from delayline.migration.collected import IN_DOUBT, SURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin.drain import ADVICE, batches, channel_of, must_have_levels

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 
 from delayline.bulk.staging import blocking
+from delayline.migration.collected import PAGE, CollectedMessage, Selection, key_of
 from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.sources.ravendb_file import documents
-from delayline.migration.taken import PAGE, CollectedMessage, Selection, key_of
 from delayline.migration.tally import Bounds, Tally
 from delayline.spark.errors import translated_errors
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection, Table
 
-    from delayline.bulk.batches import LedgerBatchWriter
+    from delayline.bulk.batch_writer import LedgerBatchWriter
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.migration.target import Attempted
     from delayline.sql.database import Database

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from sqlalchemy import inspect, select
 
-from delayline.bulk.batches import IdTaken, LedgerBatchWriter
-from delayline.bulk.runs import CLOSED
+from delayline.bulk.batch_writer import IdTaken, LedgerBatchWriter
+from delayline.bulk.ledger import CLOSED
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING

@@ -21,8 +21,8 @@ from delayline.sql.dialects.mariadb_sql import IndexedSql
 from delayline.sql.dialects.server import ServerDialect, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
-from delayline.sql.local_wake_ups import LocalNotifications
 from delayline.sql.names import must_fit
+from delayline.sql.notifications import LocalNotifications
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -283,7 +283,7 @@ class Mariadb(ServerDialect):
         """Wait as every session of ours does."""
         run(connection, f"SET SESSION innodb_lock_wait_timeout = {self._lock_patience}")
 
-    def wake_ups(self, database: ServerDatabase) -> LocalNotifications:
+    def notifications(self, database: ServerDatabase) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
         del database
         return LocalNotifications()

@@ -23,10 +23,10 @@ from delayline.errors import (
 from delayline.sql.dialect import TableIdentity
 from delayline.sql.dialects.postgresql_claims import AdvisoryLockClaims
 from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
+from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, missing_rights, remedy
 from delayline.sql.dialects.postgresql_timeouts import PostgresqlTimeouts
 from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
-from delayline.sql.dialects.postgresql_wake_ups import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
 
@@ -231,7 +231,7 @@ class Postgresql(ServerDialect):
 
         return LoopInserts(database, self)
 
-    def wake_ups(self, database: ServerDatabase) -> PostgresqlNotifications:
+    def notifications(self, database: ServerDatabase) -> PostgresqlNotifications:
         """LISTEN and NOTIFY."""
         return PostgresqlNotifications(database, self)
 

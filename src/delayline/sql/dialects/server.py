@@ -11,11 +11,11 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
 from delayline.errors import ConfigurationError, MissingExtra
+from delayline.sql.deadlines import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, AnswerDeadline, StopLimit
 from delayline.sql.leases import LeaseColumn
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
 from delayline.sql.server import IN_SESSION, NOT_COMMITTED
-from delayline.sql.silence import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, AnswerDeadline, StopLimit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence

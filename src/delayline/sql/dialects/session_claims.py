@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from delayline.sql.silence import STOPPING_EACH
+from delayline.sql.deadlines import STOPPING_EACH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -19,13 +19,13 @@ from sqlalchemy.pool import NullPool
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
+from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
 from delayline.sql.dialect import TableIdentity
 from delayline.sql.dialects.sqlite_claims import FileClaims
-from delayline.sql.dialects.sqlite_wake_ups import PipeNotifications
+from delayline.sql.dialects.sqlite_notifications import PipeNotifications
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.names import must_fit
 from delayline.sql.schema import timeouts_table
-from delayline.sql.silence import SERVER_TIMEOUT, StopLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ class Sqlite:
         self._claims: dict[str, FileClaims] = {}
         self._claiming = threading.Lock()
         self._opened_file: tuple[int, int] | None = None
-        self.wake_ups = PipeNotifications(self._directory)
+        self.notifications = PipeNotifications(self._directory)
 
     @property
     def server_timeout(self) -> float:
@@ -124,7 +124,7 @@ class Sqlite:
         return connection
 
     def opened(self) -> None:
-        """Make the place beside the file where processes meet: wake-ups and claims. Safe to delete when idle."""
+        """Make the place beside the file where processes meet: notifications and claims. Safe to delete when idle."""
         try:
             readers = self._rights() >> 2 & 0o111  # the folder has the permissions of the file
             self._directory.mkdir(mode=self._rights() | readers, exist_ok=True)
@@ -132,23 +132,23 @@ class Sqlite:
             raise BackendUnusable(
                 f"cannot create {self._directory}: {error.strerror}; make its folder writable"
             ) from error
-        self.wake_ups.open()
+        self.notifications.open()
 
     def closed(self) -> None:
-        """End wake-ups and drop every claim."""
-        self.wake_ups.close()
+        """End notifications and drop every claim."""
+        self.notifications.close()
         for claims in self._claims.values():
             claims.close()
         self._claims.clear()
 
     def forked(self) -> None:
-        """Leave claims and wake-ups to the parent process; its locks stay, as they are not inherited."""
+        """Leave claims and notifications to the parent process; its locks stay, as they are not inherited."""
         self._claiming = threading.Lock()
         for claims in self._claims.values():
             claims.forked()
         self._claims = {}
-        self.wake_ups.forked()
-        self.wake_ups = PipeNotifications(self._directory)
+        self.notifications.forked()
+        self.notifications = PipeNotifications(self._directory)
 
     def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
         """Not here."""

@@ -21,6 +21,7 @@ from sqlalchemy.sql import quoted_name
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, CorruptHeaders, MissingExtra
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, encode_headers
+from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
 from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
 from delayline.sql.dialects.sqlserver_errors import (
@@ -43,11 +44,10 @@ from delayline.sql.dialects.sqlserver_sql import (
     rounded_down,
     rounded_up,
 )
-from delayline.sql.local_wake_ups import LocalNotifications
 from delayline.sql.names import must_fit
+from delayline.sql.notifications import LocalNotifications
 from delayline.sql.schema import BINARY, CONTENT
 from delayline.sql.server import IN_SESSION
-from delayline.sql.silence import FACTOR, JOB_WORK, LONG_WORK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -379,7 +379,7 @@ class SqlServer(ServerDialect):
         """Release the savepoint and keep the work since."""
         connection.info["savepoints"] -= 1
 
-    def wake_ups(self, database: ServerDatabase) -> LocalNotifications:
+    def notifications(self, database: ServerDatabase) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
         del database
         return LocalNotifications()

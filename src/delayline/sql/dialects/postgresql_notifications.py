@@ -1,4 +1,4 @@
-"""Wake-ups between processes that share a PostgreSQL database: LISTEN and NOTIFY, polling where they do not work."""
+"""Notifications between processes that share a PostgreSQL database: LISTEN and NOTIFY, polling where they do not work."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from delayline.clock import SystemClock, from_microseconds
 from delayline.delayed.poller import MAXIMUM_SLEEP
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
+from delayline.sql.deadlines import STOPPING
 from delayline.sql.dialects.server import run, watch_of
-from delayline.sql.listeners import Listeners
+from delayline.sql.notifications import Listeners
 from delayline.sql.schema import queue_tables
-from delayline.sql.silence import STOPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ class PostgresqlNotifications:
         unsubscribe = self.listeners.add(channel, callback)
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._listen, name="delayline wake-ups", daemon=True)
+                self._thread = threading.Thread(target=self._listen, name="delayline notifications", daemon=True)
                 self._thread.start()
         os.write(self._woken, b"s")
         return unsubscribe
@@ -126,7 +126,7 @@ class PostgresqlNotifications:
 
     def notify(self, channel: str, at: int = 0) -> None:
         """Tell every listener of `channel`; other processes a moment later, once for all that came meanwhile."""
-        self.listeners.tell(channel, at)
+        self.listeners.notify(channel, at)
         if channel in self._sleeping and from_microseconds(at) > self._database.clock.at_latest() + LONGEST_SLEEP:
             return  # no poller sleeps that long
         with self._lock:
@@ -221,7 +221,7 @@ class PostgresqlNotifications:
                 text = "Notifications do not come any more, looking every %g s instead: %s"
                 self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
             if not self.closing:
-                self.listeners.tell_all()
+                self.listeners.notify_all()
                 self._pause(POLL_EVERY)
 
     def listens(self) -> None:
@@ -274,7 +274,7 @@ class NotificationListener:
         for channel in self._owner.listeners.channels - self._channels:
             self._ask(f'LISTEN "{channel_name(channel)}"')
             self._channels.add(channel)
-            self._owner.listeners.tell(channel, 0)  # committed before LISTEN took effect
+            self._owner.listeners.notify(channel, 0)  # committed before LISTEN took effect
 
     def _ask(self, statement: str) -> None:
         self._watch.begin(self._limit)
@@ -287,7 +287,7 @@ class NotificationListener:
             sender, _, at = notification.payload.partition(" ")
             channel = names.get(notification.channel)
             if channel is not None and sender != self._owner.me:
-                self._owner.listeners.tell(channel, int(at) if at.lstrip("-").isdecimal() else 0)
+                self._owner.listeners.notify(channel, int(at) if at.lstrip("-").isdecimal() else 0)
             self._proven = True
 
     def _patience(self) -> float:
@@ -296,7 +296,7 @@ class NotificationListener:
     def _probe(self) -> None:
         """Send ourselves a notification on another connection; until it comes, poll."""
         if not self._proven:
-            self._owner.listeners.tell_all()
+            self._owner.listeners.notify_all()
             self._ask("SELECT 1")  # a pooler may take LISTEN without effect; a connection that is dead is replaced
         if time.monotonic() - self._probed < PROBE_WITHIN:
             return

@@ -10,13 +10,13 @@ from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from delayline.bulk.runs import CLOSED, Committed, JobLedger
+from delayline.bulk.ledger import CLOSED, Committed, JobLedger
 from delayline.bulk.staging import blocking, earliest_due, new_area
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.deadlines import job_work
 from delayline.sql.dialects.staging import breaks_a_key
 from delayline.sql.schema import queue_tables
-from delayline.sql.silence import job_work
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class LedgerBatchWriter:
         await database.open()
         stack.push_async_callback(database.close)
         statements = StoreStatements(self.table, database.dialect)
-        database.rows(statements, queue_tables(self.table.schema))  # with them its wake-ups know the table
+        database.rows(statements, queue_tables(self.table.schema))  # with them its notifications know the table
         return database
 
     @job_work
@@ -78,7 +78,7 @@ class LedgerBatchWriter:
         """
         counts: int = await self._database.write(partial(self._store, name=name, attempt=attempt, batch=batch))
         if counts == attempt and batch.num_rows:
-            await self._database.tell({store_channel(self.table): earliest_due(batch)})
+            await self._database.notify_on_commit({store_channel(self.table): earliest_due(batch)})
         return counts
 
     def _store(self, connection: Connection, name: str, attempt: int, batch: pa.RecordBatch) -> int:

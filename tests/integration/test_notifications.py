@@ -1,4 +1,4 @@
-"""Wake-ups between processes: told at once, never swept by mistake, never in the way."""
+"""Notifications between processes: told at once, never swept by mistake, never in the way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from delayline.delayed.poller import Poller
 from delayline.events import Event
-from delayline.sql.dialects.sqlite_wake_ups import READ_SIZE, RECORD, PipeNotifications
+from delayline.sql.dialects.sqlite_notifications import READ_SIZE, RECORD, PipeNotifications
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ PATIENCE = 10.0
 
 LISTEN = """
 import asyncio, pathlib, sys
-from delayline.sql.dialects.sqlite_wake_ups import WakeUps
+from delayline.sql.dialects.sqlite_notifications import PipeNotifications
 async def main():
-    told = WakeUps(pathlib.Path(sys.argv[1]))
+    told = PipeNotifications(pathlib.Path(sys.argv[1]))
     told.subscribe("channel", lambda at: print("told", at, flush=True))
     print("listening", flush=True)
     await asyncio.sleep(60)
@@ -78,10 +78,10 @@ def pipes(folder: Path) -> list[Path]:
 class Heard:
     """What a listener in this process was told."""
 
-    def __init__(self, wake_ups: PipeNotifications, channel: str = "channel") -> None:
+    def __init__(self, notifications: PipeNotifications, channel: str = "channel") -> None:
         self.at: list[int] = []
         self._news = asyncio.Event()
-        self.stop = wake_ups.subscribe(channel, self._note)
+        self.stop = notifications.subscribe(channel, self._note)
 
     def _note(self, at: int) -> None:
         self.at.append(at)
@@ -132,7 +132,7 @@ async def test_a_poller_is_woken_by_another_process(file: Path, make_endpoint: C
             await signals.wait_for(Event.SLEEPS)
             # When another process stores something earlier
             await asyncio.to_thread(subprocess.run, [sys.executable, "-c", SEND, str(file)], check=True, timeout=30)
-            # Then it arrives, by a wake-up
+            # Then it arrives, by a notification
             [record] = await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
             assert vars(record)["facts"]["message"].id == "sooner"
             assert signals.count(Event.WOKE) >= 1
@@ -166,7 +166,7 @@ async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given somebody who looks for dead pipes just when a listener has made its own and does not read it yet
-    teller, wake_ups, make = PipeNotifications(folder), PipeNotifications(folder), os.mkfifo
+    teller, notifications, make = PipeNotifications(folder), PipeNotifications(folder), os.mkfifo
 
     def making(path: Path) -> None:
         make(path)
@@ -175,12 +175,12 @@ async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
 
     monkeypatch.setattr(os, "mkfifo", making)
     # When it begins to listen
-    heard = Heard(wake_ups)
+    heard = Heard(notifications)
     # Then its pipe is still there, and works
     assert len(pipes(folder)) == 1
     teller.notify("channel", 7)
     assert await heard.next() == 7
-    wake_ups.close()
+    notifications.close()
     teller.close()
 
 
@@ -198,12 +198,12 @@ async def test_many_listeners_come_and_go_while_others_tell(folder: Path) -> Non
     try:
         for _ in range(40):
             # When others begin to listen meanwhile
-            wake_ups, other = PipeNotifications(folder), PipeNotifications(folder)
-            heard = Heard(wake_ups)
+            notifications, other = PipeNotifications(folder), PipeNotifications(folder)
+            heard = Heard(notifications)
             # Then they are told
             other.notify("channel", 7)
             assert await heard.next() in (7, 0), "0 is for everybody: the noise has filled the pipe"
-            wake_ups.close()
+            notifications.close()
             other.close()
     finally:
         enough.set()
@@ -217,8 +217,8 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, trouble: int
 ) -> None:
     # Given a listener, and a teller that is out of descriptors, or another user
-    wake_ups, teller = PipeNotifications(folder), PipeNotifications(folder)
-    heard = Heard(wake_ups)
+    notifications, teller = PipeNotifications(folder), PipeNotifications(folder)
+    heard = Heard(notifications)
 
     def failing(*arguments: Any, **settings: Any) -> int:  # noqa: ANN401
         raise OSError(trouble, os.strerror(trouble))
@@ -232,7 +232,7 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
     teller.open()
     teller.notify("channel", 7)
     assert await heard.next() == 7
-    wake_ups.close()
+    notifications.close()
     teller.close()
 
 
@@ -263,28 +263,28 @@ def test_a_full_pipe_is_seen_as_full_even_where_pipes_are_small() -> None:
 
 async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> None:
     for _ in range(20):
-        wake_ups = PipeNotifications(folder)
-        wake_ups.open()
-        heard = Heard(wake_ups)
-        wake_ups.notify("channel", 1)
+        notifications = PipeNotifications(folder)
+        notifications.open()
+        heard = Heard(notifications)
+        notifications.notify("channel", 1)
         assert await heard.next() == 1
         heard.stop()
-        wake_ups.close()
+        notifications.close()
     assert pipes(folder) == []
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("delayline")] == []
 
 
 async def test_a_listener_whose_loop_is_closed_disturbs_nobody(folder: Path) -> None:
     # Given a listener on a loop that has ended, and one that lives
-    wake_ups = PipeNotifications(folder)
+    notifications = PipeNotifications(folder)
 
     async def listen() -> None:
-        Heard(wake_ups)
+        Heard(notifications)
 
     await asyncio.to_thread(asyncio.run, listen())
-    heard = Heard(wake_ups)
+    heard = Heard(notifications)
     # When something is told
-    wake_ups.notify("channel", 7)
+    notifications.notify("channel", 7)
     # Then the living one hears it
     assert await heard.next() == 7
-    wake_ups.close()
+    notifications.close()

@@ -7,7 +7,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.azure.account import AzureAccount
-from delayline.azure.faults import Requests
+from delayline.azure.requests import Requests
 from delayline.errors import DelaylineError
 
 if TYPE_CHECKING:

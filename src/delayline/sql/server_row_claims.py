@@ -78,7 +78,7 @@ class ServerRowClaims:
         self._forwarding = database.dialect.forwarding(statements, tables)
         self._from_due = database.dialect.from_due
         self._channel = store_channel(statements.table)
-        database.wake_ups.knows(self._channel, statements.table.schema)
+        database.notifications.knows(self._channel, statements.table.schema)
         self._leased: set[str] = set()
         self._watermark = Watermark()
         self._full_looks: FullLooks | None = None
@@ -236,7 +236,7 @@ class ServerRowClaims:
     def _next_due(self, connection: Connection) -> Any:  # noqa: ANN401
         """Look; where others have to know how long we sleep tell them, and look again: they may have come between."""
         due = self._look(connection)
-        if self._database.wake_ups.sleeps(connection, self._channel, None if due is None else self._from_due(due)):
+        if self._database.notifications.sleeps(connection, self._channel, None if due is None else self._from_due(due)):
             due = self._look(connection)
         return due
 

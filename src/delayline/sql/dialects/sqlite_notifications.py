@@ -1,4 +1,4 @@
-"""Wake-ups between the processes that share one SQLite file: a named pipe for each that listens.
+"""Notifications between the processes that share one SQLite file: a named pipe for each that listens.
 
 After a commit the writer puts a small record into every listener's pipe. A pipe without a reader belongs to a
 process that has ended, and is swept. Nothing runs at rest, and nothing is lost that polling would not find.
@@ -124,7 +124,7 @@ class PipeNotifications:
         # Read and write: a pipe that we hold open for writing never reports an end of file.
         self._pipe = os.open(hidden, os.O_RDWR | os.O_CLOEXEC)
         hidden.rename(self._directory / self._mine)  # only now others may see it: a pipe without reader is swept
-        self._thread = threading.Thread(target=self._read, args=(self._pipe,), name="delayline wake-ups", daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(self._pipe,), name="delayline notifications", daemon=True)
         self._thread.start()
 
     def _read(self, pipe: int) -> None:
@@ -132,7 +132,7 @@ class PipeNotifications:
         while not quitting:
             records = os.read(pipe, READ_SIZE)
             if len(records) == READ_SIZE:
-                self._tell_all()  # the pipe may have been full, and records dropped
+                self._notify_all()  # the pipe may have been full, and records dropped
             earliest: dict[bytes, int] = {}
             for key, at in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size]):
                 earliest[key] = min(at, earliest.get(key, at))
@@ -148,7 +148,7 @@ class PipeNotifications:
             with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(callback, at)
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         for key in list(self._listeners):
             self._tell(key, 0)
 

@@ -16,8 +16,8 @@ from tests.integration.wire_between import wire_to
 from delayline import Endpoint, StoredDelivery
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.dialects import postgresql_wake_ups
-from delayline.sql.dialects.postgresql_wake_ups import channel_name
+from delayline.sql.dialects import postgresql_notifications as postgresql_wake_ups
+from delayline.sql.dialects.postgresql_notifications import channel_name
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
