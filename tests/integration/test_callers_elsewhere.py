@@ -409,7 +409,7 @@ async def test_a_connection_of_another_event_loop_is_refused(tmp_path: Path) -> 
 
 
 def test_a_process_forks_while_a_caller_has_a_transaction(tmp_path: Path) -> None:
-    """Given a send in an open transaction, when the process forks before the commit, then the notification still comes."""
+    """Given a send in an open transaction, when the process forks before the commit, then the notification comes."""
     shop = shop_in(f"sqlite:///{tmp_path}/shop.db")
     handled = noting(shop)
     with SyncEndpoint(shop) as sync, contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection:

@@ -1,4 +1,4 @@
-"""Notifications between processes that share a PostgreSQL database: LISTEN and NOTIFY, polling where they do not work."""
+"""Notifications between processes that share a PostgreSQL database: LISTEN and NOTIFY, or polling if they fail."""
 
 from __future__ import annotations
 

@@ -124,7 +124,9 @@ class PipeNotifications:
         # Read and write: a pipe that we hold open for writing never reports an end of file.
         self._pipe = os.open(hidden, os.O_RDWR | os.O_CLOEXEC)
         hidden.rename(self._directory / self._mine)  # only now others may see it: a pipe without reader is swept
-        self._thread = threading.Thread(target=self._read, args=(self._pipe,), name="delayline notifications", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, args=(self._pipe,), name="delayline notifications", daemon=True
+        )
         self._thread.start()
 
     def _read(self, pipe: int) -> None:
