@@ -333,7 +333,7 @@ async def examine(
 
         return await examine_broker(url, delay_levels=delay_levels, endpoint=endpoint)
     if scheme_of(url) == AZURE:
-        from delayline.azure.examination import examine as examine_account
+        from delayline.azure.doctor import examine as examine_account
 
         return await examine_account(url)
     if is_third_party(url):

@@ -131,12 +131,12 @@ def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None
     again = "stored by an earlier run of that name" if done.repeated else "stored"
     elsewhere = f"{done.cold:,} in the cold tier, " if done.cold else ""
     elsewhere += f"{done.sent:,} sent to delay levels, " if done.sent else ""
-    screen.tell(f"{done.stored:,} {again}, {elsewhere}{done.duplicates:,} there already, {done.rejected:,} rejected")
+    screen.echo(f"{done.stored:,} {again}, {elsewhere}{done.duplicates:,} there already, {done.rejected:,} rejected")
     rows = done.rejected_rows.limit(TOLD).toArrow().to_pylist() if done.rejected else []
     for row in rows:
-        screen.tell(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
+        screen.echo(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
     if folder is not None and done.rejected:
-        screen.tell(f"all of them are in {folder}")
+        screen.echo(f"all of them are in {folder}")
     counts = {
         name: getattr(done, name) for name in ("run", "stored", "cold", "sent", "duplicates", "rejected", "repeated")
     }
@@ -178,7 +178,7 @@ def dispatch(
 
     if stops:
         stop_dispatcher(settings, name)
-        screen.tell("told to stop")
+        screen.echo("told to stop")
         screen.document({"stopping": True})
         return
     if shows:
@@ -186,7 +186,7 @@ def dispatch(
         return
     with sessions(screen) as session:
         dispatcher = Dispatcher(settings, shards=shards, lease=lease, name=name, spark=session)
-        screen.tell(f"dispatching from {masked(settings.resolved_store_url)} in {shards} tasks. Ctrl+C stops it")
+        screen.echo(f"dispatching from {masked(settings.resolved_store_url)} in {shards} tasks. Ctrl+C stops it")
         with stopped_by_signal(dispatcher.stop):
             in_thread(dispatcher.run)
         _show_shards(screen, [asdict(one) for one in dispatcher.metrics()])
@@ -213,7 +213,7 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
 
     with sessions(screen) as session:
         done = run_export(target_of(settings), absolute(path), partitions=partitions, spark=session)
-    screen.tell(f"{done.entries:,} entries in {done.batches} batch{'' if done.batches == 1 else 'es'} under {path}")
+    screen.echo(f"{done.entries:,} entries in {done.batches} batch{'' if done.batches == 1 else 'es'} under {path}")
     screen.document({"entries": done.entries, "batches": done.batches, "path": path})
 
 
@@ -265,7 +265,7 @@ def audit(
             totals = found.totals() if report is None else write_report(found, report, title=f"Audit of {store}")
             _show_audit(screen, found, totals)
     if report is not None:
-        screen.tell(f"\nthe same with charts: {report}")
+        screen.echo(f"\nthe same with charts: {report}")
     screen.document({**asdict(totals), "clean": totals.clean, "report": None if report is None else str(report)})
     if not totals.clean:
         click.get_current_context().exit(FAILED)
@@ -277,11 +277,11 @@ def _show_audit(screen: Screen, found: Audit, totals: Totals) -> None:
     screen.table(("", "messages"), [(name, f"{count:,}") for name, count in counts.items() if name != "until"])
     if screen.as_json:
         return
-    screen.tell("")
+    screen.echo("")
     rows = found.by_destination.limit(20).toArrow().to_pylist()
     columns = ("destination", "messages", *late, "retries", "failed")
     screen.table(columns, [[_figure(row[name]) for name in columns] for row in rows])
-    screen.tell("lateness in seconds")
+    screen.echo("lateness in seconds")
 
 
 def _figure(value: object) -> str:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from delayline.bulk.cold_catalog import ColdFile, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
-from delayline.bulk.runs import Runs
+from delayline.bulk.ledger import JobLedger
 from delayline.bulk.staging import Attempt, blocking
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.options import FORMAT, StoreOptions
@@ -50,7 +50,7 @@ class ColdTier:
         dialect = self._database.dialect
         table = dialect.timeouts_table(dialect.kept_name(self.store.table), dialect.schema_of(self.store.schema))
         self.catalog = ColdFiles(dialect, table)
-        self.runs = Runs(dialect, table.schema)
+        self.runs = JobLedger(dialect, table.schema)
         self._journal = Journal(table, dialect)
         _ = ColdFolder(path)
 

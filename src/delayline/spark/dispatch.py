@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.streaming.query import StreamingQuery
 
-    from delayline.bulk.dispatchers import Wave
+    from delayline.bulk.dispatchers import Generation
     from delayline.config import Settings
 
 
@@ -212,7 +212,7 @@ class DispatchCounter(logging.Handler):
         return ShardMetrics(shard, wave, place, *counts, rank(0.5), rank(0.99), rank(1.0))
 
 
-def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: Wave) -> Iterator[pa.RecordBatch]:
+def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: Generation) -> Iterator[pa.RecordBatch]:
     """Run in a task, for every row a shard."""
     for batch in batches:
         for shard in batch.column(0).to_pylist():
@@ -222,7 +222,7 @@ def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: W
             )
 
 
-async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
+async def run_shard(settings: Settings, wave: Generation, shard: int) -> int:
     """Dispatch what is due until the wave ends; return how many messages. Raises what has stopped the endpoint."""
     logger, tally = logging.getLogger(LOGGER_NAME), DispatchCounter()
     level, propagate = logger.level, logger.propagate
@@ -246,7 +246,7 @@ async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
 
 
 async def _until_over(
-    stopped: asyncio.Future[None], settings: Settings, wave: Wave, shard: int, tally: DispatchCounter
+    stopped: asyncio.Future[None], settings: Settings, wave: Generation, shard: int, tally: DispatchCounter
 ) -> None:
     control, failed_looks = DispatcherControl(settings.resolved_store_url), 0
     while not stopped.done():
@@ -262,7 +262,7 @@ async def _until_over(
         await asyncio.wait([stopped], timeout=LOOK_EVERY)
 
 
-async def _tell(settings: Settings, wave: Wave, metrics: ShardMetrics) -> None:
+async def _tell(settings: Settings, wave: Generation, metrics: ShardMetrics) -> None:
     try:
         await asyncio.to_thread(DispatcherControl(settings.resolved_store_url).tell, wave.dispatcher, metrics)
     except BackendUnavailable:

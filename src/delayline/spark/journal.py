@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType, TimestampType
 
-from delayline.bulk.journal_export import JournalExport, Run
+from delayline.bulk.journal_export import EntryRange, JournalExport
 from delayline.checks import whole_number
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.cold_tier import ColdTier, waiting_messages
@@ -139,7 +139,12 @@ def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
 
 
 def _export(
-    store: StoreOptions, journal: JournalExport, path: str, runs: Sequence[Run], partitions: int, spark: SparkSession
+    store: StoreOptions,
+    journal: JournalExport,
+    path: str,
+    runs: Sequence[EntryRange],
+    partitions: int,
+    spark: SparkSession,
 ) -> None:
     directory = f"export-{uuid.uuid4().hex}"
     place, shares = f"{path}/{directory}", _shares(runs, partitions)
@@ -154,7 +159,7 @@ def _export(
 
 
 def _entries(
-    batches: Iterable[pa.RecordBatch], *, store: StoreOptions, shares: Sequence[Sequence[Run]]
+    batches: Iterable[pa.RecordBatch], *, store: StoreOptions, shares: Sequence[Sequence[EntryRange]]
 ) -> Iterator[pa.RecordBatch]:
     journal = JournalExport(store.address, schema=store.schema)
     for batch in batches:
@@ -164,14 +169,14 @@ def _entries(
                     yield arrow_batch(rows, ENTRIES)
 
 
-def _shares(runs: Sequence[Run], partitions: int) -> list[list[Run]]:
+def _shares(runs: Sequence[EntryRange], partitions: int) -> list[list[EntryRange]]:
     """Return the ranges of each task: about the same number of entries, in order."""
     pieces = [
-        Run(first, min(first + LONGEST_RANGE - 1, run.last))
+        EntryRange(first, min(first + LONGEST_RANGE - 1, run.last))
         for run in runs
         for first in range(run.first, run.last + 1, LONGEST_RANGE)
     ]
-    share, shares, size = sum(run.entries for run in runs) / partitions, [list[Run]()], 0
+    share, shares, size = sum(run.entries for run in runs) / partitions, [list[EntryRange]()], 0
     for piece in pieces:
         if size >= share * len(shares):
             shares.append([])

@@ -30,8 +30,8 @@ from pyspark.sql.window import Window
 
 from delayline.bulk.cold_catalog import HOUR
 from delayline.bulk.cold_folder import HourWriter
+from delayline.bulk.ledger import Committed, JobLedger
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
-from delayline.bulk.runs import Committed, Runs
 from delayline.bulk.staging import Attempt, blocking, new_area
 from delayline.clock import SystemClock, from_microseconds, to_microseconds
 from delayline.errors import ConfigurationError, DuplicateMessage
@@ -356,7 +356,7 @@ class _Job:
 
     def _record(self, connection: Connection, sink: str, counts: Committed) -> None:
         dialect = self._database.dialect
-        runs = Runs(dialect, None if self._store is None else dialect.schema_of(self._store.schema))
+        runs = JobLedger(dialect, None if self._store is None else dialect.schema_of(self._store.schema))
         runs.begin(connection, ledger_key(self._run, sink), self._batch)
         runs.end(connection, ledger_key(self._run, sink), self._batch, counts)
 

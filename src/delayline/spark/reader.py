@@ -17,8 +17,8 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from delayline.bulk.scan import Condition, Span, Waiting
-from delayline.bulk.stream_claims import Taking
+from delayline.bulk.scan import Condition, PendingScan, Span
+from delayline.bulk.stream_claims import StreamClaims
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
 from delayline.spark.options import COLUMNS, FORMAT, StoreOptions, instant_option, whole_option
@@ -87,8 +87,8 @@ class BatchReader(DataSourceReader):
             yield arrow_batch(rows, self._schema)
 
     @property
-    def _waiting(self) -> Waiting:
-        return Waiting(self._store.address, self._store.table, self._store.schema, self._conditions)
+    def _waiting(self) -> PendingScan:
+        return PendingScan(self._store.address, self._store.table, self._store.schema, self._conditions)
 
 
 class PushingReader(BatchReader):
@@ -232,14 +232,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _identity(self) -> dict[str, str]:
         return {"app": self._app, "table": self._store.table}
 
-    def _taking(self) -> Taking:
-        return Taking(self._store.address, self._store.table, self._store.schema, self._app)
+    def _taking(self) -> StreamClaims:
+        return StreamClaims(self._store.address, self._store.table, self._store.schema, self._app)
 
 
 class _OpenStore:
     """The open store on the driver, where Spark asks for offsets."""
 
-    def __init__(self, taking: Taking) -> None:
+    def __init__(self, taking: StreamClaims) -> None:
         self.taking = taking
         self._runner = asyncio.Runner()
         self.run(taking.open())
