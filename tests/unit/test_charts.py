@@ -46,7 +46,7 @@ def test_lines_leave_out_hours_of_which_nothing_is_known() -> None:
 
 @pytest.mark.parametrize("chart", [bars([], "x"), stacked([]), lines([], {"p50": []}), lines([HOUR], {"p50": [None]})])
 def test_nothing_is_said_to_be_nothing(chart: str) -> None:
-    assert "nothing to show" in chart
+    assert "no data" in chart
 
 
 def test_a_figure_that_is_all_zeros_is_drawn_too() -> None:

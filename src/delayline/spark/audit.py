@@ -27,13 +27,28 @@ PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 #: Of percentiles: within 0.2 % of the exact ones.
 ACCURACY: Final = 10_000
 ONE_MINUTE: Final = timedelta(minutes=1)
-#: The upper ends of the histogram's bars, in seconds.
+#: Upper bounds of the histogram's bars, in seconds.
 BARS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The audit in numbers of messages; latenesses in seconds, None where nothing was dispatched."""
+    """The numbers of an audit, in messages.
+
+    Attributes:
+        until: The time of the audit; None for an empty journal.
+        scheduled: Messages that were scheduled, counted as often as they were.
+        dispatched: Messages that were dispatched or, with `delivered`, received.
+        failed: Messages that went to the error queue.
+        cancelled: Messages that were cancelled.
+        waiting: Messages that are not due, or not long enough for a verdict.
+        overdue: Due messages that are still in the store, if the audit was given its ids.
+        lost: Due messages that neither left nor are in the store.
+        duplicated: Surplus departures.
+        early: Messages that left before they were due.
+        retries: Dispatches that were tried again.
+        lateness: Percentiles (p50, p90, p99, p999) and `longest`, in seconds; None if nothing was dispatched.
+    """
 
     until: datetime | None
     scheduled: int
@@ -41,9 +56,7 @@ class Totals:
     failed: int
     cancelled: int
     waiting: int
-    """Not due yet, or so shortly that there is nothing to say."""
     overdue: int
-    """Due, not dispatched, and still in the store, as far as the audit was given what waits there."""
     lost: int
     duplicated: int
     early: int
@@ -52,12 +65,19 @@ class Totals:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was lost, doubled or early."""
+        """Whether no message was lost, duplicated or early."""
         return not (self.lost or self.duplicated or self.early)
 
 
 class Audit:
-    """One look at a journal; every attribute is a DataFrame. Close it to free the memory that Spark keeps it in."""
+    """The audit of a journal. Its properties are DataFrames; close it to free the memory that Spark caches it in.
+
+    Example:
+        ```python
+        with audit(read_journal(target, "journal"), store="sales.timeouts") as found:
+            assert found.totals().clean
+        ```
+    """
 
     def __init__(self, messages: DataFrame, entries: DataFrame, until: datetime | None) -> None:
         self._messages = messages.cache()
@@ -73,7 +93,7 @@ class Audit:
         self.close()
 
     def close(self) -> None:
-        """Free it. Idempotent."""
+        """Free the cache. Idempotent."""
         self._messages.unpersist()
 
     @property
@@ -83,7 +103,7 @@ class Audit:
 
     @property
     def lost(self) -> DataFrame:
-        """Messages that were due, and of which nothing is known."""
+        """Due messages that neither left nor are in the store."""
         return self._messages.where("verdict = 'lost'")
 
     @property
@@ -98,19 +118,19 @@ class Audit:
 
     @property
     def lateness(self) -> DataFrame:
-        """Percentiles in seconds, and the longest, by destination and due hour."""
+        """Percentiles and maximum of the lateness in seconds, by destination and due hour."""
         hour = F.date_trunc("hour", "due").alias("hour")
         return self._messages.where("late IS NOT NULL").groupBy("destination", hour).agg(*_lateness()).orderBy("hour")
 
     @property
     def by_destination(self) -> DataFrame:
-        """The same by destination alone, with what failed and was tried again."""
+        """The same by destination, with the counts of retries, failed and cancelled messages."""
         sums = [F.sum(name).alias(name) for name in ("retries", "failed", "cancelled")]
         return self._messages.groupBy("destination").agg(*_lateness(), *sums).orderBy(F.desc("messages"), "destination")
 
     @property
     def histogram(self) -> DataFrame:
-        """How many messages were late by how much: `up_to` seconds, null for longer."""
+        """Number of messages by lateness: `up_to` seconds, null for more."""
         bar = reduce(
             lambda rest, end: F.when(F.col("late") <= end, F.lit(float(end))).otherwise(rest),
             reversed(BARS),
@@ -133,7 +153,7 @@ class Audit:
         return waits.groupBy(hour, "destination").count().orderBy("hour", "destination")
 
     def totals(self) -> Totals:
-        """Count everything; runs a Spark job."""
+        """Count all messages. Runs a Spark job."""
         verdicts = {
             name: F.count_if(F.col("verdict") == name)
             for name in ("dispatched", "failed", "cancelled", "waiting", "overdue", "lost")
@@ -173,9 +193,15 @@ def audit(
         waiting: Messages in the store, column id; a due message that is neither there nor delivered is lost.
         until: The moment of the audit; by default the last entry's.
         patience: A message that fell due within this time before `until` is not counted as lost yet.
+
+    Returns:
+        The audit; close it after use.
+
+    Raises:
+        ConfigurationError: `delivered` lacks a column, or is given without `store`.
     """
     if delivered is not None and store is None:
-        raise ConfigurationError("what receivers note names no store: name the table, store='sales.timeouts'")
+        raise ConfigurationError("delivered does not name a store: give the table, store='sales.timeouts'")
     with translated_errors():
         entries = journal if store is None else journal.where(F.col("store") == store)
         entries = entries.select("seq", "store", "event", "id", "destination", "due", "at")
@@ -210,7 +236,7 @@ def _arrivals(delivered: DataFrame, store: str) -> DataFrame:
 
 
 def _messages(entries: DataFrame, leaving: str) -> DataFrame:
-    """Return a row a message: how often what happened to it, when it was due last and when it left first."""
+    """Return one row a message: counts of its events, its last due time and when it left."""
 
     def happened(*events: str) -> Column:
         return F.col("event").isin(*events)
@@ -226,7 +252,7 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
         F.count_if(gone & (F.col("at") < F.col("due"))).alias("early_in_journal"),
         *counts,
     )
-    # Texts among the sums would have Spark sort all entries, as would `min` of them: numbers stand for them meanwhile.
+    # Aggregates of texts make Spark sort all entries; hashes of the destinations avoid that.
     places = entries.select("destination").where("destination IS NOT NULL").distinct()
     first = F.array_min(F.collect_list("destination")).alias("destination")
     named = grouped.join(F.broadcast(places.groupBy(place.alias("place")).agg(first)), "place", "left").drop("place")
@@ -236,7 +262,9 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
 
 def _judged(messages: DataFrame, until: datetime | None, patience: timedelta) -> DataFrame:
     out = F.col("gone") + F.col("failed") + F.col("cancelled")
-    expected = F.greatest(F.col("scheduled"), F.lit(1))  # of those from before the journal nothing else is known
+    expected = F.greatest(
+        F.col("scheduled"), F.lit(1)
+    )  # messages older than the journal have no entry of their scheduling
     is_out = out >= expected
     too_early = is_out & F.col("by_receivers") & (F.col("left") < F.col("due"))
     is_due = F.lit(False) if until is None else F.col("due") < F.lit(until - patience)

@@ -39,20 +39,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEN_MINUTES: Final = timedelta(minutes=10)
-FIRST_PAUSE: Final = 1.0  # seconds after a wave that failed, doubling
+FIRST_PAUSE: Final = 1.0  # seconds after a failed job, doubling
 LONGEST_PAUSE: Final = 60.0
 MOST_FAILURES: Final = 8
-TWICE: Final = "spark.speculation"
+SPECULATION: Final = "spark.speculation"
 
 
 class Dispatcher:
-    """One job of resident tasks after another, until it is told to stop.
+    """Runs jobs of resident tasks, one after another, that dispatch the due messages of an endpoint.
 
-    settings: as of `delayline run`: the endpoint whose due messages leave, its store, its queues, its retries. Every
-    executor must reach both. shards: how many tasks; each holds a slot of Spark's for as long as it runs. lease: how
-    long a job lasts before the next one; a task that outlives its driver ends with it. A task that is lost is started
-    again, by Spark or with the next job. name: of the control row; a dispatcher that begins takes over from one of
-    the same name.
+    A lost task is started again, by Spark or by the next job. A dispatcher takes over from a running one of the same
+    name.
+
+    Args:
+        settings: The endpoint, its store and its queues, as for `delayline run`. Every executor must reach both.
+        shards: Number of tasks; 1 or more. Each occupies a slot of Spark.
+        lease: How long a job lasts. A task that outlives its driver ends with the lease.
+        name: Name of the dispatcher; the endpoint's name if None.
+        spark: The session; `spark_session()` if None.
+
+    Raises:
+        ConfigurationError: A value is out of range, or store or queues are in memory, where tasks cannot reach them.
+
+    Example:
+        ```python
+        Dispatcher(Settings(endpoint="sales", url="postgresql://app@db/orders"), shards=4).run()
+        ```
     """
 
     def __init__(
@@ -70,16 +82,20 @@ class Dispatcher:
         self._lease = time_span("lease", lease)
         self._spark = spark
         self._owner = uuid.uuid4().hex
-        self._told = threading.Event()
+        self._stopping = threading.Event()
         for url in (settings.resolved_store_url, settings.resolved_transport_url):
             if in_memory(url):
-                raise ConfigurationError(f"{url!r} is one process's own: the tasks of a dispatcher are others")
+                raise ConfigurationError(
+                    f"{url!r} is the memory of one process, which the tasks of a dispatcher cannot reach"
+                )
         self._control = DispatcherControl(settings.resolved_store_url)
 
     def run(self) -> None:
-        """Dispatch until `stop`, or until another one takes over; blocks.
+        """Dispatch until `stop` is called or another dispatcher takes over. Blocks.
 
-        Raises ConfigurationError where the session runs tasks twice, and what made several jobs in a row fail.
+        Raises:
+            ConfigurationError: Speculative execution is on.
+            DelaylineError: Eight jobs in a row failed; this is the error of the last one.
         """
         spark = self._prepared()
         failures = 0
@@ -91,9 +107,9 @@ class Dispatcher:
                 failures += 1
                 if failures >= MOST_FAILURES:
                     raise
-                text = "wave %d of dispatcher %s failed, and is begun again: %s"
+                text = "wave %d of dispatcher %s failed and will be restarted: %s"
                 emit(logger, logging.WARNING, Event.WAVE_FAILED, text, wave.number, self.name, error, exception=error)
-                self._told.wait(min(FIRST_PAUSE * 2 ** (failures - 1), LONGEST_PAUSE))
+                self._stopping.wait(min(FIRST_PAUSE * 2 ** (failures - 1), LONGEST_PAUSE))
             else:
                 failures = 0
 
@@ -102,12 +118,12 @@ class Dispatcher:
 
         Idempotent.
         """
-        self._told.set()
+        self._stopping.set()
         self._control.create()
         self._control.stop(self.name)
 
     def metrics(self) -> Sequence[ShardMetrics]:
-        """Return what its tasks have said last, at most a second or two ago."""
+        """Return the latest metrics of the tasks, at most some two seconds old."""
         return self._control.shards(self.name)
 
     def stream(self, checkpoint: str | Path) -> StreamingQuery:
@@ -115,6 +131,12 @@ class Dispatcher:
 
         Call `stop` before stopping the query: a stopped query ends tasks at once, which is safe, but repeats messages
         in flight.
+
+        Args:
+            checkpoint: Folder of the query's checkpoint.
+
+        Returns:
+            The running query.
         """
         spark = self._prepared()
         ticks = spark.readStream.format("rate").option("rowsPerSecond", 1).load()
@@ -131,23 +153,25 @@ class Dispatcher:
 
     def _prepared(self) -> SparkSession:
         spark = self._spark or spark_session()
-        if str(spark.conf.get(TWICE, "false")).strip().lower() == "true":  # as Spark reads it
-            raise ConfigurationError(f"{TWICE} is on: Spark would run resident tasks twice. Set it to false")
-        self._told.clear()
+        if str(spark.conf.get(SPECULATION, "false")).strip().lower() == "true":  # as Spark reads it
+            raise ConfigurationError(f"{SPECULATION} is on: Spark would run resident tasks twice. Set it to false")
+        self._stopping.clear()
         self._control.create()
         self._control.begin(self.name, self._owner)
         return spark
 
 
 def stop_dispatcher(settings: Settings, name: str | None = None) -> None:
-    """Tell the endpoint's dispatcher to stop, wherever it runs. Raises BackendUnusable where there was never one."""
+    """Request a stop of the endpoint's dispatcher, wherever it runs. Raises BackendUnusable if there was never one."""
     name = name or settings.named_endpoint
     if not DispatcherControl(settings.resolved_store_url).stop(name):
-        raise BackendUnusable(f"no dispatcher {name!r} has ever run there: see its name where it was started")
+        raise BackendUnusable(
+            f"no dispatcher {name!r} has ever run on this store: check the --name that it was started with"
+        )
 
 
 def dispatcher_status(settings: Settings, name: str | None = None) -> Sequence[ShardMetrics]:
-    """Return the last progress of the dispatcher's tasks. Raises BackendUnusable as above."""
+    """Return the last progress of the dispatcher's tasks. Raises BackendUnusable if there was never one."""
     return DispatcherControl(settings.resolved_store_url).shards(name or settings.named_endpoint)
 
 
@@ -166,21 +190,21 @@ def _run_batch(
     try:
         with translated_errors():
             _run_wave(frame.sparkSession, settings, wave, shards)
-    except (DelaylineError, PySparkException) as error:  # the next batch begins it again
-        text = "wave %d of dispatcher %s failed, and is begun again: %s"
+    except (DelaylineError, PySparkException) as error:  # the next batch starts it again
+        text = "wave %d of dispatcher %s failed and will be restarted: %s"
         emit(logger, logging.WARNING, Event.WAVE_FAILED, text, wave.number, name, error, exception=error)
 
 
 SHARD: Final = "shard INT, dispatched BIGINT"
-LOOK_EVERY: Final = 1.0  # seconds
-#: Looks that may fail one after another before a task ends by itself: its wave may long be over.
-MOST_FAILED_LOOKS: Final = 30
-#: Latenesses that percentiles are taken of.
+CHECK_EVERY: Final = 1.0  # seconds
+#: Failed checks in a row after which a task ends, because its wave may be over.
+MOST_FAILED_CHECKS: Final = 30
+#: The number of latest messages that the percentiles are computed from.
 RECENT: Final = 10_000
 
 
 class DispatchCounter(logging.Handler):
-    """Counts what delayline tells of in this process."""
+    """Counts the events that delayline logs in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -201,7 +225,7 @@ class DispatchCounter(logging.Handler):
                 self.failed += 1
 
     def metrics(self, shard: int, wave: int) -> ShardMetrics:
-        """Return the counts, and the lateness of the last 10 000 where messages went through this process."""
+        """Return the counts, and the lateness of the last 10 000 messages that passed through this process."""
         late = sorted(self._late)
 
         def rank(share: float) -> float | None:
@@ -212,8 +236,8 @@ class DispatchCounter(logging.Handler):
         return ShardMetrics(shard, wave, place, *counts, rank(0.5), rank(0.99), rank(1.0))
 
 
-def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: Generation) -> Iterator[pa.RecordBatch]:
-    """Run in a task, for every row a shard."""
+def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: Wave) -> Iterator[pa.RecordBatch]:
+    """Run a shard for each row; the function of a task."""
     for batch in batches:
         for shard in batch.column(0).to_pylist():
             dispatched = asyncio.run(run_shard(settings, wave, shard))
@@ -222,48 +246,53 @@ def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: G
             )
 
 
-async def run_shard(settings: Settings, wave: Generation, shard: int) -> int:
-    """Dispatch what is due until the wave ends; return how many messages. Raises what has stopped the endpoint."""
-    logger, tally = logging.getLogger(LOGGER_NAME), DispatchCounter()
+async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
+    """Dispatch due messages until the wave ends.
+
+    Return their number. Raises BackendUnavailable after a critical error.
+    """
+    logger, counter = logging.getLogger(LOGGER_NAME), DispatchCounter()
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.DEBUG)
-    logger.addHandler(tally)
-    logger.propagate = False  # every batch would be on the executor's stderr
+    logger.addHandler(counter)
+    logger.propagate = False  # else every batch is logged to the executor's stderr
     try:
         async with endpoint_from(settings, send_only=True, setup_infrastructure=False) as endpoint:
             stopped = asyncio.ensure_future(endpoint.wait_stopped())
-            await _until_over(stopped, settings, wave, shard, tally)
-            by_itself = stopped.done()
+            await _until_wave_ends(stopped, settings, wave, shard, counter)
+            failed = stopped.done()
             stopped.cancel()
-        await _tell(settings, wave, tally.metrics(shard, wave.number))
+        await _report(settings, wave, counter.metrics(shard, wave.number))
     finally:
-        logger.removeHandler(tally)
+        logger.removeHandler(counter)
         logger.setLevel(level)
         logger.propagate = propagate
-    if by_itself:
-        raise BackendUnavailable(f"shard {shard} stopped after a critical error: its store or its queues are away")
-    return tally.dispatched
+    if failed:
+        raise BackendUnavailable(
+            f"shard {shard} stopped after a critical error: its store or its queues cannot be reached"
+        )
+    return counter.dispatched
 
 
-async def _until_over(
-    stopped: asyncio.Future[None], settings: Settings, wave: Generation, shard: int, tally: DispatchCounter
+async def _until_wave_ends(
+    stopped: asyncio.Future[None], settings: Settings, wave: Wave, shard: int, counter: DispatchCounter
 ) -> None:
-    control, failed_looks = DispatcherControl(settings.resolved_store_url), 0
+    control, failed_checks = DispatcherControl(settings.resolved_store_url), 0
     while not stopped.done():
         try:
-            await asyncio.to_thread(control.tell, wave.dispatcher, tally.metrics(shard, wave.number))
+            await asyncio.to_thread(control.tell, wave.dispatcher, counter.metrics(shard, wave.number))
             if not await asyncio.to_thread(control.goes_on, wave):
                 return
-            failed_looks = 0
+            failed_checks = 0
         except BackendUnavailable:
-            failed_looks += 1
-            if failed_looks >= MOST_FAILED_LOOKS:
+            failed_checks += 1
+            if failed_checks >= MOST_FAILED_CHECKS:
                 raise
-        await asyncio.wait([stopped], timeout=LOOK_EVERY)
+        await asyncio.wait([stopped], timeout=CHECK_EVERY)
 
 
-async def _tell(settings: Settings, wave: Generation, metrics: ShardMetrics) -> None:
+async def _report(settings: Settings, wave: Wave, metrics: ShardMetrics) -> None:
     try:
         await asyncio.to_thread(DispatcherControl(settings.resolved_store_url).tell, wave.dispatcher, metrics)
     except BackendUnavailable:
-        logging.getLogger(__name__).warning("the last metrics of shard %d are not written down", metrics.shard)
+        logging.getLogger(__name__).warning("could not save the last metrics of shard %d", metrics.shard)

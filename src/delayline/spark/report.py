@@ -1,4 +1,4 @@
-"""An audit as one HTML page that needs nothing else: no network, no script."""
+"""Write an audit as one HTML page with SVG charts, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from delayline.spark.audit import Audit, Totals
 
 
-#: A page is for people: what is more is in the DataFrames.
+#: Rows of a table on the page; the DataFrames have all of them.
 LONGEST_TABLE: Final = 50
 MOST_HOURS: Final = 24 * 14
 STYLE: Final = """
@@ -37,7 +37,19 @@ svg { width: 100%; height: auto; font: 11px system-ui, sans-serif } svg text { f
 
 
 def write_report(audit: Audit, path: str | Path, *, title: str = "Delayed messages") -> Totals:
-    """Write the page to a file on this machine, whole or not at all, and return the audit's totals; blocks."""
+    """Write an audit as an HTML page, atomically. Blocks.
+
+    Args:
+        audit: The audit.
+        path: File on this machine.
+        title: Title of the page.
+
+    Returns:
+        The totals of the audit.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     with translated_errors():
         totals = audit.totals()
         page = _page(title, totals, _tables(audit, totals))
@@ -46,7 +58,7 @@ def write_report(audit: Audit, path: str | Path, *, title: str = "Delayed messag
 
 
 def write_whole(path: Path, page: str) -> None:
-    """Write the page through a new file of an unpredictable name, so that no link is followed. Raises OSError."""
+    """Write the page atomically, through a new file of a random name so that no link is followed. Raises OSError."""
     beside = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with beside.open("x", encoding="utf-8", errors="backslashreplace") as file:
@@ -153,12 +165,12 @@ BOTTOM: Final = 40
 TOP: Final = 20
 COLORS: Final = ("var(--a)", "var(--b)", "var(--c)", "var(--d)")
 OTHERS: Final = "var(--e)"
-NOTHING: Final = '<p class="none">nothing to show</p>'
+NOTHING: Final = '<p class="none">no data</p>'
 MOST_LABELS: Final = 12
 
 
 def bars(values: Sequence[tuple[str, int]], title: str) -> str:
-    """Return a bar for each value."""
+    """Return a bar chart."""
     if not values:
         return NOTHING
     top = max(number for _, number in values) or 1
@@ -172,7 +184,7 @@ def bars(values: Sequence[tuple[str, int]], title: str) -> str:
 
 
 def stacked(values: Sequence[tuple[datetime, str, int]]) -> str:
-    """Return a column for each hour: the three names with most of all, and the others together."""
+    """Return a column for each hour, with the four most frequent names and the sum of the others."""
     if not values:
         return NOTHING
     sums: Counter[str] = Counter()
@@ -189,8 +201,8 @@ def stacked(values: Sequence[tuple[datetime, str, int]]) -> str:
         below = 0
         for name, number in column.items():
             color = COLORS[named.index(name)] if name in named else OTHERS
-            told = f"{hour:%Y-%m-%d %H:00} {name or 'others'}: {number:,}"
-            parts.append(_rectangle(LEFT + place * step, below, number, top, step, color, told))
+            tooltip = f"{hour:%Y-%m-%d %H:00} {name or 'others'}: {number:,}"
+            parts.append(_rectangle(LEFT + place * step, below, number, top, step, color, tooltip))
             below += number
     parts += _hours(list(columns))
     colors = dict(zip(named, COLORS, strict=False)) | ({"others": OTHERS} if len(sums) > len(named) else {})
@@ -198,7 +210,7 @@ def stacked(values: Sequence[tuple[datetime, str, int]]) -> str:
 
 
 def lines(hours: Sequence[datetime], series: Mapping[str, Sequence[float | None]]) -> str:
-    """Return a line for each name, over the hours."""
+    """Return a line chart over the hours, one line for each name."""
     top = max((value for values in series.values() for value in values if value is not None), default=None)
     if top is None:
         return NOTHING
@@ -229,13 +241,13 @@ def _height(value: float, top: float) -> float:
     return HEIGHT - BOTTOM - value / top * (HEIGHT - BOTTOM - TOP)
 
 
-def _rectangle(x: float, below: int, number: int, top: int, step: float, color: str, told: str) -> str:
+def _rectangle(x: float, below: int, number: int, top: int, step: float, color: str, tooltip: str) -> str:
     y = _height(below + number, top)
     height = _height(below, top) - y
     gap = min(step * 0.1, 4)
     return (
         f'<rect x="{x + gap:.1f}" y="{y:.1f}" width="{step - 2 * gap:.1f}" height="{height:.1f}" fill="{color}">'
-        f"<title>{html.escape(told)}</title></rect>"
+        f"<title>{html.escape(tooltip)}</title></rect>"
     )
 
 
