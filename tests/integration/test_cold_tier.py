@@ -171,7 +171,7 @@ async def test_a_file_that_is_missing_or_changed_is_told(store: TwoTierStore) ->
     [file] = await hold(store, ("a", NOON), ("b", NOON))
     await store._database.write(partial(store._catalog.register, files=[]))
     changed = file._replace(messages=3)
-    with pytest.raises(BackendUnusable, match="has 2 rows, and the catalog knows 3"):
+    with pytest.raises(BackendUnusable, match="has 2 rows, but the catalog lists 3"):
         list(store._folder.batches(changed))
     store._folder.delete(file.name, file.due_hour)
     with pytest.raises(BackendUnusable, match="where it was held"):

@@ -116,7 +116,7 @@ def test_a_table_of_another_database_is_scheduled(run: Callable[..., Result], st
     assert (message.message.headers["a"], message.message.body) == ("b", b"\x00\xff")
     # And what names no instant, or has no driver, is refused in a line
     for more, said in (
-        (["--column", "due=local"], "which names no instant"),
+        (["--column", "due=local"], "which is not an instant"),
         (["--column", "due=at", "--option", "url=jdbc:nonsense://x"], "Spark has no JDBC driver"),
         (["--column", "due=at", "--option", "url=jdbc:postgresql://127.0.0.1:1/x"], "127.0.0.1:1/x cannot be read: "),
         (["--column", "due=at", "--option", "passwordEnv=NOT_SET"], "passwordEnv='NOT_SET' is not set"),

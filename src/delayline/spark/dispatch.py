@@ -236,7 +236,7 @@ class DispatchCounter(logging.Handler):
         return ShardMetrics(shard, wave, place, *counts, rank(0.5), rank(0.99), rank(1.0))
 
 
-def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: Wave) -> Iterator[pa.RecordBatch]:
+def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: Generation) -> Iterator[pa.RecordBatch]:
     """Run a shard for each row; the function of a task."""
     for batch in batches:
         for shard in batch.column(0).to_pylist():
@@ -246,7 +246,7 @@ def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: W
             )
 
 
-async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
+async def run_shard(settings: Settings, wave: Generation, shard: int) -> int:
     """Dispatch due messages until the wave ends.
 
     Return their number. Raises BackendUnavailable after a critical error.
@@ -275,7 +275,7 @@ async def run_shard(settings: Settings, wave: Wave, shard: int) -> int:
 
 
 async def _until_wave_ends(
-    stopped: asyncio.Future[None], settings: Settings, wave: Wave, shard: int, counter: DispatchCounter
+    stopped: asyncio.Future[None], settings: Settings, wave: Generation, shard: int, counter: DispatchCounter
 ) -> None:
     control, failed_checks = DispatcherControl(settings.resolved_store_url), 0
     while not stopped.done():
@@ -291,7 +291,7 @@ async def _until_wave_ends(
         await asyncio.wait([stopped], timeout=CHECK_EVERY)
 
 
-async def _report(settings: Settings, wave: Wave, metrics: ShardMetrics) -> None:
+async def _report(settings: Settings, wave: Generation, metrics: ShardMetrics) -> None:
     try:
         await asyncio.to_thread(DispatcherControl(settings.resolved_store_url).tell, wave.dispatcher, metrics)
     except BackendUnavailable:
