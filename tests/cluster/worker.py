@@ -23,7 +23,7 @@ from delayline import Endpoint, Event, StoredDelivery, TransactionMode
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
+from delayline.sql.dialects.postgresql import PostgresqlForwarding
 from delayline.sql.forwarding import FileForwarding, LockedForwarding, Moved
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 from delayline.testing.faults import Faulty

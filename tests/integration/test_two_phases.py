@@ -28,7 +28,7 @@ from delayline import (
 )
 from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
-from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
+from delayline.sql.dialects.postgresql import PostgresqlTwoPhase
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -18,8 +18,7 @@ from delayline.bulk.stream_claims import tables as tables_taken
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
 from delayline.sql.deadlines import FACTOR
-from delayline.sql.dialects.sqlserver import SqlServer
-from delayline.sql.dialects.sqlserver_leases import LeaseTable
+from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
 from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.journal import Journal
 from delayline.sql.prepared import Prepared

@@ -13,8 +13,7 @@ from sqlalchemy.engine import make_url
 from delayline.bulk.ledger import runs_table
 from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
 from delayline.sql import setup
-from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, UNSEEN, SqlServer
-from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
+from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, UNSEEN, ApplicationLocks, SqlServer, only_row
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport

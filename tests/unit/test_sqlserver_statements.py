@@ -11,8 +11,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import ConfigurationError
-from delayline.sql.dialects.sqlserver import SqlServer
-from delayline.sql.dialects.sqlserver_leases import LeaseTable
+from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
 from delayline.sql.server_row_claims import LockStatements
@@ -197,7 +196,7 @@ def test_a_migration_asks_which_ids_wait() -> None:
 
 def test_receivers_lock_by_session() -> None:
     # Given the claims of a table; no connection is made before they are used
-    from delayline.sql.dialects.sqlserver_claims import ApplicationLocks
+    from delayline.sql.dialects.sqlserver import ApplicationLocks
 
     class Nobody:
         def session(self) -> None:

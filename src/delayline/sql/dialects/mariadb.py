@@ -8,26 +8,30 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import cast, collate, event, func, literal_column
+from sqlalchemy import BinaryExpression, Table, UniqueConstraint, cast, collate, event, func, literal_column
 from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
+from sqlalchemy.dialects.mysql.base import MySQLCompiler
 from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.sql.operators import in_op
+from sqlalchemy.sql.visitors import iterate
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, MissingExtra
 from delayline.sql.dialect import TableIdentity
-from delayline.sql.dialects.mariadb_claims import NamedLocks
 from delayline.sql.dialects.mariadb_errors import DENIED, ROLLED_BACK, is_disconnect, number_of, translated
-from delayline.sql.dialects.mariadb_sql import IndexedSql
 from delayline.sql.dialects.server import ServerDialect, run, watch_of
+from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.names import must_fit
 from delayline.sql.notifications import LocalNotifications
+from delayline.sql.prepared import LONGEST_LIST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Delete, FromClause, Insert, Select, Table, Update
+    from sqlalchemy.sql.dml import _DMLTableElement
 
     from delayline.sql.dialect import Finding
     from delayline.sql.dialects.staging import Stage
@@ -336,3 +340,95 @@ def _quoted_user(user: str) -> str:
 def _largest(packet: int) -> int:
     """Return how many bytes of body and headers fit into a statement, where each is written as two digits."""
     return packet // 2 - min(HEADROOM, packet // 8)
+
+
+# Claims on queue rows in MariaDB and MySQL: named locks of a session.
+
+NAMED_LOCK: Final = "GET_LOCK(%s, 0)"
+NAMED_UNLOCK: Final = "RELEASE_LOCK(%s)"
+
+
+class NamedLocks(SessionClaims):
+    """This process's claims on the rows of one table. The server knows the names of all its databases' locks."""
+
+    def __init__(self, database: ServerDatabase, table: str) -> None:
+        super().__init__(database)
+        self._prefix = f"delayline {hashlib.sha256(table.encode()).hexdigest()[:24]} "  # 64 characters with the number
+
+    def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
+        """Lock free rows, some hundreds in a round trip."""
+        return {row for row, locked in self._each(connection, NAMED_LOCK, rows) if locked}
+
+    def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
+        """Unlock, some hundreds in a round trip."""
+        self._each(connection, NAMED_UNLOCK, rows)
+
+    def _each(self, connection: Connection, function: str, rows: Sequence[int]) -> list[tuple[int, int | None]]:
+        answers: list[int | None] = []
+        for first in range(0, len(rows), LONGEST_LIST):
+            names = [f"{self._prefix}{row}" for row in rows[first : first + LONGEST_LIST]]
+            answers += run(connection, f"SELECT {', '.join([function] * len(names))}", *names)[0]
+        return list(zip(rows, answers, strict=True))
+
+
+# SQL for MariaDB and MySQL that forces an index on locking reads.
+#
+# InnoDB locks every row that it scans. On a small table the optimizer prefers a full scan, which waits for rows
+# locked by other transactions, or locks all rows where a few are wanted.
+
+
+class IndexedSql(MySQLCompiler):
+    """Forces an index wherever rows are locked."""
+
+    def visit_select(self, select_stmt: Select[Any], *arguments: object, **options: object) -> str:
+        """Force an index in SELECT ... FOR UPDATE."""
+        if select_stmt._for_update_arg is not None:
+            for table in select_stmt.get_final_froms():
+                hint = self._by_index(table).strip().replace("%", "%%")  # hints are templates
+                select_stmt = select_stmt.with_hint(table, hint)
+        text: str = super().visit_select(select_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
+        return text
+
+    def update_tables_clause(
+        self, update_stmt: Update, from_table: _DMLTableElement, extra_froms: list[FromClause], **options: object
+    ) -> str:
+        """Force an index in UPDATE."""
+        return super().update_tables_clause(update_stmt, from_table, extra_froms, **options) + self._by_index(
+            from_table
+        )
+
+    def visit_delete(self, delete_stmt: Delete, *arguments: object, **options: object) -> str:
+        """Go through a list in the order it has, and delete each row by its index.
+
+        With as many ids in the list as there are rows left, the optimizer would read the table, whichever index is
+        forced: pollers would wait for each other's rows, and deadlock.
+        """
+        table, where = delete_stmt.table, delete_stmt.whereclause
+        if not (isinstance(table, Table) and isinstance(where, BinaryExpression) and where.operator is in_op):
+            text: str = super().visit_delete(delete_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
+            return text
+        name, column = self.preparer.format_table(table), where.left
+        kind = self.dialect.type_compiler_instance.process(column.type)
+        listed = f"JSON_TABLE(JSON_ARRAY{self.process(where.right)}, '$[*]' COLUMNS (one {kind} PATH '$')) AS listed"
+        joined = f"{name}{self._by_index(table)} ON {self.process(column)} = listed.one"
+        return f"DELETE {name} FROM {listed} STRAIGHT_JOIN {joined}"
+
+    def delete_table_clause(
+        self, delete_stmt: Delete, from_table: _DMLTableElement, extra_froms: list[FromClause], **options: object
+    ) -> str:
+        """Force an index in DELETE, whose form for several tables allows it, unless rows go by their number.
+
+        The optimizer takes the primary key for the table itself: forced to use it, it reads all of it.
+        """
+        name = super().delete_table_clause(delete_stmt, from_table, extra_froms, **options)
+        key = list(from_table.primary_key) if isinstance(from_table, Table) else []
+        if delete_stmt.whereclause is None or any(one in key for one in iterate(delete_stmt.whereclause)):
+            return name
+        return f"{name} USING {name}{self._by_index(from_table)}"
+
+    def _by_index(self, table: object) -> str:
+        if not isinstance(table, Table):
+            return ""
+        unique = [next(iter(one.columns)).name for one in table.constraints if isinstance(one, UniqueConstraint)]
+        names = ["PRIMARY", *sorted(unique), *sorted(str(index.name) for index in table.indexes)]
+        return f" FORCE INDEX ({', '.join(map(self.preparer.quote, names))})"

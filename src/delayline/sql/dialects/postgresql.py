@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import BigInteger, cast, extract, literal_column
 from sqlalchemy.dialects import postgresql
@@ -20,15 +21,13 @@ from delayline.errors import (
     StorageFull,
     TransactionAborted,
 )
+from delayline.message import Headers, TimeoutHeaders
 from delayline.sql.dialect import TableIdentity
-from delayline.sql.dialects.postgresql_claims import AdvisoryLockClaims
-from delayline.sql.dialects.postgresql_forwarding import PostgresqlForwarding
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
-from delayline.sql.dialects.postgresql_rights import DENIED, UNKNOWN, missing_rights, remedy
-from delayline.sql.dialects.postgresql_timeouts import PostgresqlTimeouts
-from delayline.sql.dialects.postgresql_two_phase import PostgresqlTwoPhase
 from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
+from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.staging import need_arrow
+from delayline.sql.forwarding import EXPIRY_MARKER, MARKER, Moved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -354,3 +353,290 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "58": (BackendUnavailable, "{place} cannot read or write its files: {cause}. Check its disk"),
     "XX": (BackendUnavailable, "{place} reports an internal error: {cause}"),
 }
+
+
+# Claims on queue rows in PostgreSQL: advisory locks of a session.
+
+ADVISORY_LOCK: Final = "SELECT k FROM unnest(%s::bigint[]) AS k WHERE pg_try_advisory_lock(%s + k)"
+ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
+
+
+class AdvisoryLockClaims(SessionClaims):
+    """This process's claims on the rows of one table."""
+
+    def __init__(self, database: ServerDatabase, table: str) -> None:
+        super().__init__(database)
+        digest = hashlib.sha256(table.encode()).digest()
+        self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
+
+    def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
+        """Lock free rows in one round trip."""
+        return {row for (row,) in run(connection, ADVISORY_LOCK, list(rows), self._base)}
+
+    def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
+        """Unlock, in one round trip."""
+        run(connection, ADVISORY_UNLOCK, self._base, list(rows))
+
+
+# Due messages go from store to queue in PostgreSQL in one statement: one round trip, no body leaves the server.
+
+#: `due` takes the locks; skipped rows are unlocked when the statement ends, which commits.
+MOVE_DUE: Final = """
+WITH due AS MATERIALIZED (
+  SELECT seq, due, destination, octet_length(headers) + octet_length(body) AS size,
+    position(%s::bytea IN headers) = 0 AND position(%s::bytea IN headers) = 0
+      AND EXISTS (SELECT FROM {queues} WHERE name = destination) AS movable
+  FROM {table} WHERE due <= %s AND due >= %s AND (leased_until IS NULL OR leased_until < clock_timestamp())
+  ORDER BY due, seq LIMIT %s FOR UPDATE SKIP LOCKED
+), {chosen}, gone AS (
+  DELETE FROM {table} WHERE seq = ANY (ARRAY(SELECT seq FROM chosen)) RETURNING seq, due, destination, id, headers, body
+), put AS (
+  INSERT INTO {queued} (queue, id, headers, body)
+  SELECT destination, id, headers, body FROM gone ORDER BY due, seq
+)
+SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT destination FROM due WHERE movable),
+  (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable), (SELECT max(due) FROM gone)
+"""
+EVER: Final = "-infinity"
+ALL: Final = "chosen AS (SELECT seq FROM due WHERE movable AND (SELECT sum(size) FROM due) <= %s)"
+#: As many as fit, but at least one: sorting them once more costs a tenth of the whole move.
+SOME: Final = """
+  sized AS (
+    SELECT seq, movable, sum(size) OVER before <= %s OR row_number() OVER before = 1 AS fits
+    FROM due WINDOW before AS (ORDER BY due, seq)
+  ), chosen AS (SELECT seq FROM sized WHERE movable AND fits)
+"""
+
+
+class PostgresqlForwarding:
+    """Moves the earliest due messages of one store's table, skipping locked ones."""
+
+    one_statement = True
+
+    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Postgresql) -> None:
+        quote = dialect.sql.identifier_preparer.format_table
+        tables_named = {"table": statements.table, "queues": tables.queues, "queued": tables.queued}
+        names = {name: quote(table) for name, table in tables_named.items()}
+        self._all = MOVE_DUE.format(chosen=ALL, **names)
+        self._some = MOVE_DUE.format(chosen=SOME, **names)
+
+    def run(
+        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+    ) -> Moved:
+        """Move messages due from `since` on, where given, and say what became of them."""
+        bounds = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes)
+        moved, queues, due, left, last = run(connection, self._all, *bounds)[0]
+        if moved + left < due:
+            moved, queues, due, left, last = run(connection, self._some, *bounds)[0]
+        more = due == limit or moved + left < due
+        return Moved(moved, set(queues), left, until if more else None, None if left else last)
+
+
+# Expired timeouts go to their queues in PostgreSQL in one statement, which says as well when the next one expires.
+
+#: Headers in which one of these words occurs need more than moving.
+TIMEOUT_MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED, TimeoutHeaders.OLD_REPLY_TO)
+MOVE_EXPIRED: Final = """
+WITH held AS MATERIALIZED (
+  SELECT id, until FROM {leases} WHERE store = %s AND id <> '' AND until > %s
+), due AS MATERIALIZED (
+  SELECT "Id", "Time", "Destination",
+    coalesce(octet_length("State"), 0) + coalesce(octet_length("Headers"), 0) AS size,
+    coalesce(NOT ("Headers" LIKE ANY (%s)), false)
+      AND EXISTS (SELECT FROM {queues} WHERE name = "Destination") AS movable
+  FROM {table} WHERE "Time" <= %s AND "Id"::text NOT IN (SELECT id FROM held)
+  ORDER BY "Time" LIMIT %s FOR UPDATE SKIP LOCKED
+), sized AS (
+  SELECT "Id", movable, sum(size) OVER before <= %s OR row_number() OVER before = 1 AS fits
+  FROM due WINDOW before AS (ORDER BY "Time", "Id")
+), gone AS (
+  DELETE FROM {table} WHERE "Id" = ANY (ARRAY(SELECT "Id" FROM sized WHERE movable AND fits))
+  RETURNING "Id", "Time", "Destination", "State", "Headers"::jsonb AS headers
+), put AS (
+  INSERT INTO {queued} (queue, id, headers, body)
+  SELECT "Destination", coalesce(nullif(headers ->> %s::text, ''), "Id"::text),
+    convert_to((headers || jsonb_build_object(%s::text, %s::text, %s::text, "Id"::text))::text, 'UTF8'),
+    coalesce("State", '')
+  FROM gone ORDER BY "Time", "Id"
+)
+SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT "Destination" FROM gone),
+  (SELECT count(*) FROM due WHERE NOT movable), least(
+    (SELECT min(until) FROM held),
+    (SELECT "Time" AT TIME ZONE 'UTC' FROM {table}
+     WHERE "Time" IS NOT NULL AND "Id" <> ALL (ARRAY(SELECT "Id" FROM gone))
+       AND "Id"::text NOT IN (SELECT id FROM held) ORDER BY "Time" LIMIT 1))
+"""
+
+
+class PostgresqlTimeouts:
+    """Moves the earliest expired timeouts of one table, skipping locked and leased ones."""
+
+    def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
+        named = {"table": table, "leases": tables.leases, "queues": tables.queues, "queued": tables.queued}
+        quote = dialect.sql.identifier_preparer.format_table
+        self._move = MOVE_EXPIRED.format(**{name: quote(one) for name, one in named.items()})
+        self._name = str(table.name)
+        self._patterns = [f"%{marker}%" for marker in TIMEOUT_MARKERS]
+
+    def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
+        """Move expired timeouts and return the result."""
+        names = (Headers.MESSAGE_ID, Headers.TIME_SENT, sent, TimeoutHeaders.RELATED_TIMEOUT)
+        values = (self._name, at, self._patterns, until, limit, max_bytes, *names)
+        [(number, queues, left, next_due)] = run(connection, self._move, *values)
+        return Moved(number, set(queues), left, next_due)
+
+
+# Missing rights of a PostgreSQL user: a refusal names the table or schema, but not the right.
+
+DENIED: Final = "42501"
+UNKNOWN: Final = (
+    "As its owner, GRANT this user the missing rights: delayline needs USAGE on the schema, CREATE on it for "
+    "`delayline setup`, and SELECT, INSERT, UPDATE and DELETE on the tables"
+)
+#: Whatever has a name that is in the refusal, which may be in any language.
+LACKING: Final = """
+SELECT kind, format(CASE kind WHEN 'SCHEMA' THEN '%%2$I' ELSE '%%1$I.%%2$I' END, place, name), name::text,
+  CASE WHEN NOT pg_has_role(owner, 'USAGE') THEN pg_get_userbyid(owner) END, quote_ident(current_user),
+  ARRAY(SELECT need FROM unnest(needs) AS need WHERE NOT CASE kind
+    WHEN 'TABLE' THEN has_table_privilege(one, need)
+    WHEN 'SEQUENCE' THEN has_sequence_privilege(one, need)
+    ELSE has_schema_privilege(one, need) END)
+FROM (
+  SELECT 'TABLE', c.oid, n.nspname, c.relname, c.relowner, ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.relkind IN ('r', 'p', 'v')
+  UNION ALL
+  SELECT 'SEQUENCE', c.oid, n.nspname, c.relname, c.relowner, ARRAY['USAGE']
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.relkind = 'S'
+  UNION ALL
+  SELECT 'SCHEMA', oid, NULL, nspname, nspowner, ARRAY['USAGE', 'CREATE'] FROM pg_namespace
+) AS everything (kind, one, place, name, owner, needs)
+WHERE strpos(%s::text, name) > 0
+"""
+
+
+#: A table by its name, in its schema; where none is named, on the search path, or in a `public` that is not to be used.
+ON_TABLE: Final = """
+SELECT format('%%I.%%I', n.nspname, c.relname), quote_ident(n.nspname), has_schema_privilege(n.oid, 'USAGE'),
+  ARRAY(SELECT need FROM unnest(%s::text[]) AS need WHERE NOT has_table_privilege(c.oid, need)),
+  quote_ident(current_user)
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p') AND c.relname = %s AND (
+  n.nspname = %s::text OR %s::text IS NULL AND (
+    pg_table_is_visible(c.oid) OR n.nspname = 'public' AND NOT has_schema_privilege(n.oid, 'USAGE')))
+"""
+
+
+class MissingRights(NamedTuple):
+    """Rights that the user lacks on one object."""
+
+    kind: str
+    quoted: str
+    name: str
+    owner: str | None
+    """Who owns it, None where that is the user."""
+    user: str
+    rights: Sequence[str]
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        if not self.rights:
+            return f"Only its owner may do that: run it as {self.owner}"
+        for_setup = ", CREATE for `delayline setup` only" if self.kind == "SCHEMA" and len(self.rights) > 1 else ""
+        return (
+            f"Run as its owner{for_setup}: GRANT {', '.join(self.rights)} ON {self.kind} {self.quoted} TO {self.user}"
+        )
+
+
+def missing_rights(connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+    """Return the GRANT statements for missing rights on existing tables."""
+    schemas, grants = {}, []
+    for table, needs in needed.items():
+        for quoted, schema, may_use, rights, user in run(
+            connection, ON_TABLE, list(needs), table.name, table.schema, table.schema
+        ):
+            if not may_use:
+                schemas[schema] = f"GRANT USAGE ON SCHEMA {schema} TO {user};"
+            if rights:
+                grants.append(f"GRANT {', '.join(rights)} ON TABLE {quoted} TO {user};")
+    return [*schemas.values(), *grants]
+
+
+def remedy(connection: Connection, refusal: str) -> str:
+    """Return the rights to grant after a refusal by PostgreSQL."""
+    named = [
+        found for found in map(MissingRights._make, run(connection, LACKING, refusal)) if found.rights or found.owner
+    ]
+    if not named:
+        return UNKNOWN
+    best = max(_likeness(found, refusal) for found in named)
+    return "; ".join(found.remedy for found in named if _likeness(found, refusal) == best)
+
+
+def _likeness(found: MissingRights, refusal: str) -> tuple[bool, int]:
+    """Return how surely the refusal is about that: in most languages the name comes last."""
+    return refusal.endswith(found.name), len(found.name)
+
+
+# PostgreSQL's prepared transactions, which survive the connection and the server.
+
+IN_DOUBT: Final = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database() AND starts_with(gid, %s)"
+IDENTITY: Final = """
+SELECT c.system_identifier::text, d.oid::text FROM pg_control_system() AS c, pg_database AS d
+WHERE d.datname = current_database()
+"""
+#: A transaction that decides holds its row for a few milliseconds.
+WAIT_BRIEFLY: Final = "SET LOCAL lock_timeout = '200ms'"
+UNDEFINED: Final = "42704"
+
+
+class PostgresqlTwoPhase:
+    """Prepares transactions in one database and finishes them later, from any process."""
+
+    def __init__(self, dialect: Postgresql) -> None:
+        self._dialect = dialect
+
+    def check(self, connection: Connection) -> str:
+        """Return a short name of the database. Raises BackendUnusable where nothing can be prepared."""
+        if run(connection, "SHOW max_prepared_transactions")[0][0] == "0":
+            raise BackendUnusable(
+                f"{self._dialect} cannot prepare transactions: set max_prepared_transactions in postgresql.conf to the "
+                "number of messages handled at once and pollers, 100 for example, and restart the server"
+            )
+        return hashlib.sha256(":".join(run(connection, IDENTITY)[0]).encode()).hexdigest()[:12]
+
+    def prepare(self, connection: Connection, name: str) -> None:
+        """Prepare the open transaction; the connection has none afterwards, also when that fails."""
+        cursor: Any = connection.connection.cursor()
+        cursor.execute(f"PREPARE TRANSACTION '{name}'")
+        done = cursor.statusmessage
+        cursor.close()
+        if done != "PREPARE TRANSACTION":  # of a transaction that has failed PostgreSQL makes a rollback, and no fuss
+            raise BackendUnavailable(f"{self._dialect} has rolled the transaction back instead of preparing it")
+
+    def commit_prepared(self, connection: Connection, name: str) -> None:
+        """Commit the prepared transaction, unless it is finished."""
+        self._finish(connection, f"COMMIT PREPARED '{name}'")
+
+    def roll_back_prepared(self, connection: Connection, name: str) -> None:
+        """Roll back the prepared transaction, unless it is finished or was never prepared."""
+        self._finish(connection, f"ROLLBACK PREPARED '{name}'")
+
+    def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
+        """Return the names of prepared transactions."""
+        return [name for (name,) in run(connection, IN_DOUBT, prefix)]
+
+    def wait_briefly(self, connection: Connection) -> None:
+        """Let the transaction's statements fail that would have to wait for others'."""
+        run(connection, WAIT_BRIEFLY)
+
+    def wait_as_usual(self, connection: Connection) -> None:
+        """Do nothing: it was for the transaction only."""
+
+    def _finish(self, connection: Connection, sql: str) -> None:
+        try:
+            run(connection, sql)
+        except self._dialect.errors as error:
+            cause: Any = cause_of(error)
+            if getattr(cause, "sqlstate", None) != UNDEFINED:
+                raise

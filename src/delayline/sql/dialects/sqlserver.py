@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import math
 import re
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, collate, event, func, literal_column
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    and_,
+    bindparam,
+    case,
+    cast,
+    collate,
+    delete,
+    event,
+    exists,
+    func,
+    insert,
+    literal_column,
+    not_,
+)
 from sqlalchemy import __version__ as sqlalchemy_version
 from sqlalchemy import cast as cast_to
 from sqlalchemy import insert as insert_into
@@ -20,10 +40,10 @@ from sqlalchemy.sql import quoted_name
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, CorruptHeaders, MissingExtra
 from delayline.header_xml import to_xml
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, encode_headers
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
-from delayline.sql.dialects.sqlserver_claims import ApplicationLocks, only_row
+from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.sqlserver_errors import (
     ALREADY_THERE,
     DUPLICATE_KEY,
@@ -32,8 +52,6 @@ from delayline.sql.dialects.sqlserver_errors import (
     text_of,
     translated,
 )
-from delayline.sql.dialects.sqlserver_forwarding import SqlServerForwarding
-from delayline.sql.dialects.sqlserver_leases import LeaseTable
 from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.dialects.sqlserver_sql import (
     LATEST,
@@ -44,18 +62,22 @@ from delayline.sql.dialects.sqlserver_sql import (
     rounded_down,
     rounded_up,
 )
+from delayline.sql.forwarding import LockedForwarding
+from delayline.sql.leases import LEASE
 from delayline.sql.names import must_fit
 from delayline.sql.notifications import LocalNotifications
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, CONTENT
 from delayline.sql.server import IN_SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert
+    from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding
+    from delayline.sql.forwarding import Columns
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
@@ -435,3 +457,152 @@ def _installed(module: str) -> bool:
 
 def _durable(setting: str) -> str:
     return "lost with the server: set it to DISABLED or ALLOWED" if setting == "FORCED" else "durable"
+
+
+# Claims on queue rows in SQL Server: application locks of a session.
+
+AT_ONCE: Final = 100  # each lock is a procedure call; this many fit into a round trip
+APPLICATION_LOCK: Final = (
+    "EXEC @r{n} = sp_getapplock @Resource = N'{name}', @LockMode = N'Exclusive', @LockOwner = N'Session', "
+    "@LockTimeout = 0;"
+)
+APPLICATION_UNLOCK: Final = "EXEC sp_releaseapplock @Resource = N'{name}', @LockOwner = N'Session';"
+
+
+class ApplicationLocks(SessionClaims):
+    """This process's claims on the rows of one table."""
+
+    def __init__(self, database: ServerDatabase, table: str) -> None:
+        super().__init__(database)
+        self._prefix = f"delayline {hashlib.sha256(table.encode()).hexdigest()[:16]} "
+
+    def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
+        """Lock free rows, many in a round trip."""
+        taken: set[int] = set()
+        for some in _chunks(rows):
+            results = only_row(connection, self.lock_sql(some))
+            taken.update(row for row, result in zip(some, results, strict=True) if result >= 0)
+        return taken
+
+    def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
+        """Unlock, many in a round trip."""
+        for some in _chunks(rows):
+            run(connection, " ".join(APPLICATION_UNLOCK.format(name=self._name(row)) for row in some))
+
+    def lock_sql(self, rows: Sequence[int]) -> str:
+        """Return the batch that tries for each row, and answers with one row of results: negative where refused."""
+        names = [f"@r{n}" for n in range(len(rows))]
+        locks = [APPLICATION_LOCK.format(n=n, name=self._name(row)) for n, row in enumerate(rows)]
+        return f"DECLARE {', '.join(f'{name} int' for name in names)}; {' '.join(locks)} SELECT {', '.join(names)}"
+
+    def _name(self, row: int) -> str:
+        return f"{self._prefix}{row:d}"
+
+
+def only_row(connection: Connection, batch: str) -> tuple[Any, ...]:
+    """Run the statements and return the row of the only one that gives rows; others give counts, or nothing.
+
+    Raises BackendUnavailable where the server gives none.
+    """
+    cursor: Any = connection.connection.cursor()
+    cursor.execute(batch)
+    rows: list[Any] = []
+    while True:
+        if cursor.description:
+            rows += cursor.fetchall()
+        if not cursor.nextset():  # an error of a later statement is raised here
+            break
+    cursor.close()
+    if len(rows) != 1:
+        raise BackendUnavailable(f"SQL Server gave {len(rows)} rows instead of one for: {batch[:200]}")
+    return tuple(rows[0])
+
+
+def _chunks(rows: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (rows[first : first + AT_ONCE] for first in range(0, len(rows), AT_ONCE))
+
+
+# Leases in a separate table, because NServiceBus' table has no column for them.
+#
+# Application locks would do as well, and end with their connection; but every fetch would have to lock each message
+# separately. A lease is a row, which the query for due messages joins. A .NET endpoint ignores both kinds: messages
+# that it dispatches meanwhile are found missing when they are removed.
+
+
+class LeaseTable:
+    """The leases on one store's messages."""
+
+    in_row: ClassVar[bool] = False
+
+    def __init__(self, table: Table, tables: QueueTables, dialect: SqlServer) -> None:
+        leases, sql, self._dialect, self._store = tables.leases, dialect.sql, dialect, table.name
+        now, of_store = dialect.in_seconds(0), leases.c.store == bindparam("store")
+        ours = leases.c.store == bindparam("this_store", table.name)
+        self.free = not_(exists().where(ours, leases.c.id == table.c.id.collate(BINARY), leases.c.until >= now))
+        of_ids = delete(leases).where(of_store, dialect.one_of(leases.c.id, "keys"))
+        take = insert(leases).values(until=dialect.in_seconds(LEASE))
+        self._take = Prepared(take, sql, ["store", "id"])
+        self._sweep = Prepared(of_ids.where(leases.c.until < now), sql, ["store", "keys"])
+        self._end = Prepared(of_ids, sql, ["store", "keys"])
+
+    def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
+        """Lease the messages; if the server ignored the row locks, those that no other process leased."""
+        self._sweep.change_each(connection, self._store, keys=ids)
+        return [message_id for message_id in ids if self._take_one(connection, message_id)]
+
+    def end(self, connection: Connection, ids: Sequence[str]) -> None:
+        """End the leases."""
+        self._end.change_each(connection, self._store, keys=ids)
+
+    def _take_one(self, connection: Connection, message_id: str) -> bool:
+        try:
+            self._take.change(connection, self._store, message_id)
+        except self._dialect.errors as error:
+            if number_of(error) not in DUPLICATE_KEY:
+                raise
+            return False
+        return True
+
+
+# Due messages go from store to queue in SQL Server in three statements: no body leaves the server.
+
+#: Headers with one of these in them need more than moving, in JSON and in XML.
+MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED)
+
+
+class SqlServerForwarding(LockedForwarding):
+    """Moves the earliest due messages of one store's table, skipping locked ones.
+
+    Headers are moved unchanged: a reader distinguishes XML from JSON. A server that ignores lock hints may return the
+    same messages to two movers. Only one can delete them; the other rolls back and leaves them to the poller, which
+    counts deleted rows.
+    """
+
+    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: SqlServer) -> None:
+        self._dialect = dialect
+        super().__init__(statements, tables, dialect)
+
+    def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
+        """Return a CASE of 1 or 0: in T-SQL a condition is not a value."""
+        return case(
+            (and_(known, *map(_without(columns.headers), MARKERS)), literal_column("1")), else_=literal_column("0")
+        )
+
+    def body(self, columns: Columns) -> ColumnElement[bytes]:
+        """Return a missing body as an empty one."""
+        return func.coalesce(columns.body, literal_column("0x"))
+
+    def move(self, connection: Connection, ids: Sequence[str]) -> bool:
+        """Move messages, unless another process has removed one of them."""
+        self._dialect.set_savepoint(connection)
+        moved = self._move.change_each(connection, keys=ids)
+        alone = moved == self._remove.change_each(connection, keys=ids) == len(ids)
+        if not alone:
+            self._dialect.roll_back_to_savepoint(connection)
+        self._dialect.release_savepoint(connection)
+        return alone
+
+
+def _without(headers: ColumnElement[bytes]) -> Any:  # noqa: ANN401 - from a name to a condition
+    text = collate(cast(headers, mssql.VARCHAR("max")), BINARY)  # type: ignore[arg-type]
+    return lambda name: func.charindex(literal_column(f"'{name}'"), text) == literal_column("0")
