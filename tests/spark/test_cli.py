@@ -186,7 +186,7 @@ def test_there_is_nothing_to_stop_where_none_ever_ran(run: Callable[..., Result]
     ("words", "said"),
     [
         (["export", "there", "--conf", "spark.x"], "must be NAME=VALUE"),
-        (["schedule", "x.csv", "--column", "when=due"], "no column of a message"),
+        (["schedule", "x.csv", "--column", "when=due"], "not a column of a message"),
         (["schedule", "/nowhere/x.csv"], "/nowhere/x.csv"),
         (["promote"], "the cold tier is missing: --cold-tier"),
         (["promote", "--cold-tier", "cold", "--every", "13h"], "longer than half of"),

@@ -177,7 +177,7 @@ def test_a_message_for_a_queue_that_is_not_there_stays(
     legacy.add(ENDPOINT, Timeout(1), Timeout(2, destination="gone"))
     outcome = move(spark, legacy, target_at(store.url))
     assert (store.ids(), legacy.ids(ENDPOINT)) == ([Timeout(1).id], [Timeout(2).id])
-    assert "no queue 'gone'" in outcome.reasons[0][0]
+    assert "queue 'gone' does not exist" in outcome.reasons[0][0]
 
 
 def test_a_table_of_another_shape_is_refused_and_nothing_moves(

@@ -74,7 +74,7 @@ def test_the_commands_tell_one_story(shell: Shell, legacy: Legacy, tmp_path: Pat
 def test_a_dry_run_and_a_whole_run_end_with_their_codes(shell: Shell, legacy: Legacy) -> None:
     legacy.add(ENDPOINT, *some(3))
     assert "3 would move, 0 would be set aside" in shell.run("run", "--all-endpoints", "--target", "noop")
-    assert "there is no migration at all" in shell.run("status", code=2)
+    assert "no migration has run in" in shell.run("status", code=2)
     assert "no unfinished migration" in shell.run("resume", "--all-endpoints", code=2)
     assert "no unfinished migration" in shell.run("abort", "--all-endpoints", code=2)
     assert "3 moved" in shell.run("run", "--all-endpoints")

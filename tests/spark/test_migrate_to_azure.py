@@ -90,7 +90,7 @@ def test_timeouts_arrive_at_an_endpoint_on_azure_when_they_are_due(
         # and when they are moved, those that cannot go are back
         reasons = sorted(reason for reason, _ in Migration(plan).run(spark).reasons)
         expected = ["message with this id waits", "headers and body have more", "headers are not JSON"]
-        expected += ["it has no due time", "no queue 'gone'", "no queue 'never_a_queue'"]
+        expected += ["it has no due time", "queue 'gone' does not exist", "queue 'never_a_queue' does not exist"]
         assert len(reasons) == len(expected)
         assert [why for why, reason in zip(expected, reasons, strict=True) if why not in reason] == []
         assert legacy.ids(ENDPOINT) == [Timeout(number).id for number in range(5, 11)]

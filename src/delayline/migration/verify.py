@@ -103,13 +103,15 @@ def runs_of(source: TableSource) -> list[MigrationRun]:
 
 
 def run_named(source: TableSource, name: str | None) -> MigrationRun:
-    """Return that run, the last one for None. Raises ConfigurationError for none."""
+    """Return the run of that name, or the last one without a name. Raises ConfigurationError if there is none."""
     runs = runs_of(source)
     for run in runs:
         if name in (None, run.name):
             return run
-    known = ", ".join(run.name for run in runs) or "none"
-    raise ConfigurationError(f"migration {name or 'without a name'} not found in {source}; known: {known}")
+    if not runs:
+        raise ConfigurationError(f"no migration has run in {source}")
+    known = ", ".join(run.name for run in runs)
+    raise ConfigurationError(f"migration {name!r} not found in {source}; known: {known}")
 
 
 def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str | None = None) -> Verified:
