@@ -236,7 +236,7 @@ async def test_none_as_a_transaction_is_refused(tmp_path: Path, kind: str) -> No
     shop, nothing = shop_in(f"sqlite:///{tmp_path}/shop.db"), cast("Any", None)
     if kind == "endpoint":
         async with shop:
-            with pytest.raises(ConfigurationError, match=r"transaction=None .* outside of yours.*connection itself"):
+            with pytest.raises(ConfigurationError, match=r"transaction=None .* outside yours.*connection itself"):
                 await shop.send("shop", "", delay=LATER, transaction=nothing)
             assert list(await shop.delayed.pending()) == []
     else:

@@ -112,7 +112,7 @@ async def test_a_transaction_does_not_go_on_after_its_connection(store: SqlDelay
 
 async def test_a_commit_on_a_lost_connection_fails(store: SqlDelayedMessageStore, server: Server) -> None:
     told: list[str] = []
-    with pytest.raises(BackendUnavailable, match="whether it has is not known: look"):
+    with pytest.raises(BackendUnavailable, match="outcome is unknown: check"):
         async with store.transaction() as transaction:
             transaction.after_commit(lambda: told.append("committed"))
             transaction.after_end(lambda: told.append("ended"))
