@@ -71,19 +71,35 @@ async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
 
 
 class Endpoint:
-    """A named party: it sends, its input queue carries its name, its delayed delivery keeps what is due later.
+    """A named sender and receiver with an input queue of the same name and an optional delayed delivery.
 
-    delayed_delivery: how messages wait; a delayed message store alone stands for a StoredDelivery over it.
-    transaction_mode: the strongest that transport and delayed delivery can honour together when left out.
-    error_queue: where messages go that cannot be handled or forwarded.
-    recoverability: how handler failures are retried; the defaults where the transaction mode allows retries.
-    concurrency: how many messages are handled at once.
-    send_only: no input queue and no handlers; the delayed delivery still runs.
-    draining: the way of waiting used before; what waits there still arrives, nothing new goes there.
-    disable_timeout_manager: leave what `draining` names alone; `delayline doctor` says when it is empty.
-    on_critical_error: what to do when a fault lasted too long; logged first. The default stops the endpoint.
-    setup_infrastructure: create queues and tables at start; False leaves that to `delayline setup`.
-    Use it as `async with endpoint:`; it belongs to the event loop it was started on.
+    Use it as `async with endpoint:`. It belongs to the event loop on which it was started.
+
+    Args:
+        name: Name of the endpoint and of its input queue, 1 to 200 characters.
+        transport: Moves messages between queues.
+        delayed_delivery: How messages wait; a delayed message store alone stands for a StoredDelivery over it.
+        transaction_mode: By default the strongest that transport and delayed delivery support together.
+        error_queue: Queue for messages that cannot be handled or dispatched.
+        recoverability: Retries of failing handlers; by default what the transaction mode allows.
+        concurrency: Messages handled at once; 1 or more.
+        send_only: No input queue and no handlers; the delayed delivery still runs.
+        on_critical_error: Called, after logging, when a fault has lasted too long. The default stops the endpoint.
+        setup_infrastructure: Create queues and tables at start; False leaves that to `delayline setup`.
+        clock: Clock for delays and retries; by default the delayed delivery's, or the machine's.
+        draining: The delayed delivery used before: its messages are still delivered, new ones go elsewhere.
+        disable_timeout_manager: Do not start the `draining` delivery; `delayline doctor` shows when it is empty.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+        UnsupportedTransactionMode: The parts do not support the transaction mode together.
+
+    Example:
+        ```python
+        endpoint = Endpoint("sales", transport=SqlTransport(URL), delayed_delivery=SqlDelayedMessageStore(URL))
+        async with endpoint:
+            await endpoint.send("sales", {"order": 17}, delay=timedelta(days=3))
+        ```
     """
 
     def __init__(  # noqa: PLR0913 - the settings of an endpoint, all keyword-only
@@ -237,20 +253,36 @@ class Endpoint:
         transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
         check_destination: bool = True,
     ) -> str:
-        """Send a message, due now, after `delay` or at `deliver_at` (aware); return its id once it is durable.
+        """Send a message, due now, after `delay` or at `deliver_at`, and return its id once it is durable.
 
-        transaction: an external transaction, on the database of the queues or of the store: a connection or session
-        of SQLAlchemy, a connection of psycopg, psycopg2, sqlite3 or PyMySQL, or Django's `connection` or an alias of
-        its DATABASES. The message exists if and only if you commit it. None is an error: leave it out instead.
+        If cancelled, it returns at once, and the message is usually sent all the same.
 
-        check_destination: whether a delayed message for a queue that does not exist is refused, with QueueNotFound,
-        where the transport can say so; each queue is asked for once.
+        Args:
+            destination: Name of the queue, 1 to 200 characters.
+            body: Bytes as they are, str as UTF-8, anything else as JSON; the content type header says which.
+            headers: Further headers, str to str.
+            message_id: Id of 1 to 250 characters; by default a new UUID. Repeating a delayed send with the id of a
+                pending message changes nothing.
+            delay: Time to wait, zero or more; excludes `deliver_at`.
+            deliver_at: Due time, an aware `datetime`.
+            transaction: An external transaction on the database of the queues or of the store: a connection or
+                session of SQLAlchemy, a connection of psycopg, psycopg2, sqlite3 or PyMySQL, or Django's `connection`
+                or an alias of its DATABASES. The message exists if and only if you commit. None is an error: leave it
+                out instead.
+            check_destination: Whether a delayed message for a queue that does not exist is refused, where the
+                transport can look queues up; each queue is looked up once.
 
-        Body: bytes as they are, str as UTF-8, anything else as JSON; the content type header says which. Repeating a
-        delayed send with the same `message_id` while it waits changes nothing. Raises InvalidMessage,
-        InvalidDueTime, NotStarted, QueueNotFound, BackendUnavailable, or, for
-        a transaction that it cannot be part of, ConfigurationError, and TransactionAborted for one that has to be
-        rolled back. Cancelled, it returns at once, and the message is usually sent all the same.
+        Returns:
+            The message's id.
+
+        Raises:
+            InvalidMessage: The message cannot be sent on this transport.
+            InvalidDueTime: The delay or due time is out of range.
+            NotStarted: The endpoint is not started.
+            QueueNotFound: The destination does not exist.
+            BackendUnavailable: The back end did not answer; the text says whether the outcome is unknown.
+            ConfigurationError: The message cannot be part of the transaction.
+            TransactionAborted: The transaction has failed before and has to be rolled back.
         """
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")

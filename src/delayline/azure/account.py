@@ -76,12 +76,16 @@ class Clients:
 class AzureAccount:
     """A storage account, shared by the transport and the delayed messages of one event loop.
 
-    url: `azure://ACCOUNT` with DefaultAzureCredential, `azure://ACCOUNT?SAS`, `azure:CONNECTION STRING`, or `azure:`
-    alone, with the connection string in AZURE_STORAGE_CONNECTION_STRING.
-    credential: what to use instead of DefaultAzureCredential; it is not closed.
-    http: makes what carries a client's requests, where that is not aiohttp.
-    server_timeout: how many seconds a request may take, with its retries, before it fails as unanswered; in a URL
-        `server_timeout=15` after `?`, in a connection string after `;`. 15 where it is left out.
+    Args:
+        url: `azure://ACCOUNT` with DefaultAzureCredential, `azure://ACCOUNT?SAS`, `azure:CONNECTION STRING`, or
+            `azure:` alone, with the connection string in AZURE_STORAGE_CONNECTION_STRING.
+        credential: Used in place of DefaultAzureCredential; not closed.
+        http: Creates a client's HTTP transport, in place of aiohttp's.
+        server_timeout: Seconds that a request may take with its retries; by default 15. In a URL
+            `server_timeout=15` after `?`, in a connection string after `;`.
+
+    Raises:
+        ConfigurationError: The URL or another argument is invalid.
     """
 
     def __init__(

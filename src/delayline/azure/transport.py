@@ -54,17 +54,22 @@ NO_TIME: Final = timedelta(0)
 
 
 class AzureStorageQueueTransport:
-    """Moves messages between queues of a storage account.
+    """Transport with queues in a storage account.
 
-    account: its URL, or an AzureAccount shared with the delayed messages.
-    poll_interval: how long a waiting receiver leaves an empty queue alone, at most.
-    visibility_timeout: how long a crash of its handler's process keeps a message from others, 1 s to 7 days; a handler
-        that lives may take longer.
-    server_timeout: how many seconds a request may take, with its retries; the account's where it is left out.
-    queue_name_sanitizer: makes a queue's name of an endpoint's name and of each destination: a function, or
-        `dots-to-hyphens`; as the account's URL says where it is left out, where `queue_name_sanitizer=dots-to-hyphens`
-        is an option. A .NET endpoint of the same name needs the same one.
     Queue names are lower-cased. Several messages sent at once may arrive in any order.
+
+    Args:
+        account: Its URL, or an AzureAccount shared with the delayed messages.
+        poll_interval: The longest pause between looks at an empty queue.
+        visibility_timeout: How long other receivers do not see a message after its receiver's process has crashed,
+            1 second to 7 days; a running handler may take longer.
+        server_timeout: Seconds that a request may take with its retries; by default the account's.
+        queue_name_sanitizer: Converts names of endpoints and destinations to queue names: a function, or
+            `dots-to-hyphens`; by default the one in the account's URL (`queue_name_sanitizer=dots-to-hyphens`). A .NET
+            endpoint of the same name needs the same one.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
     """
 
     def __init__(

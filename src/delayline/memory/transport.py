@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryTransport:
-    """Moves messages between queues in memory; endpoints that talk to each other share one instance.
+    """Transport with queues in memory; endpoints of one process share an instance.
 
-    clock: says when a message has waited for longer than its time to be received.
+    Args:
+        clock: Decides when a message with a time to be received has expired.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:

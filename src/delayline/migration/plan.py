@@ -46,11 +46,15 @@ SPANS: Final = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """The scope of a migration: source, target, endpoints and due times. With target None it is only read.
+    """The scope of a migration: source, target, endpoints and due times.
 
-    endpoints: endpoint names, or None for all. cutoff: only messages due at this time or later; by default all.
-    batch_size: the most rows that are delivered, confirmed and marked together, and may be duplicated after a crash; by
-    default 1000, or 10 000 for targets without duplicates.
+    Attributes:
+        source: Where the messages are.
+        target: Where they go; None for a dry run that only reads.
+        endpoints: Endpoint names, or None for all.
+        cutoff: Only messages due at this time or later; by default all.
+        batch_size: The most rows that are delivered, confirmed and marked together, and may be duplicated after a
+            crash; by default 1000, or 10 000 for targets without duplicates.
     """
 
     source: TableSource
@@ -126,9 +130,18 @@ class EndpointPreview:
 
 
 def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[EndpointPreview]:
-    """Return what there is to move, endpoint by endpoint, and what could not be; changes nothing anywhere.
+    """Return the movable and unmovable messages of each endpoint; changes nothing.
 
-    bodies: read everything, as a run does. Raises DelaylineError where source or target cannot be looked at.
+    Args:
+        plan: The migration to preview.
+        spark: The session.
+        bodies: Read bodies as well, as a run does.
+
+    Returns:
+        One preview for each endpoint.
+
+    Raises:
+        DelaylineError: Source or target cannot be read.
     """
     if isinstance(plan.source, CollectedSource):
         return preview_taken(plan, plan.source, spark, bodies=bodies)

@@ -79,7 +79,9 @@ class MigrationResult:
 class Migration:
     """Runs a plan. One process at a time works on the migrations of one source; every method blocks.
 
-    progress: called repeatedly with the number of finished rows and of all rows.
+    Args:
+        plan: What to move, and where.
+        progress: Called repeatedly with the number of finished rows and of all rows.
     """
 
     def __init__(self, plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> None:

@@ -55,8 +55,12 @@ OLDEST_BROKER: Final = (3, 10)
 class DelayLevelDelivery:
     """Messages wait in the 28 delay levels of RabbitMQTransport's broker, for whole seconds, up to 3106 days.
 
-    stored: a store in front, for delays that the levels cannot hold yet, and for your own transactions.
-    stored_below: delays shorter than this wait in the store as well, to the microsecond; none if left out.
+    Args:
+        stored: A store in front of the levels, for longer delays and for external transactions.
+        stored_below: Delays shorter than this wait in the store as well, with microseconds; by default none.
+
+    Raises:
+        ConfigurationError: `stored_below` without a store.
     """
 
     finds_destinations = True

@@ -40,15 +40,22 @@ POISON_ID: Final = ""
 
 
 class RabbitMQTransport:
-    """Moves messages between queues of one virtual host; at least once, for AMQP has no transactions worth the name.
+    """Transport with queues in one virtual host of RabbitMQ; at least once, as AMQP has no suitable transactions.
 
-    url: where the broker is, with options, which the arguments below win over; or a connection string of NServiceBus.
-    queue_type: of queues that are created: `quorum`, which is replicated, or `classic`; as in the URL, else quorum.
-    topology: `conventional`, a fanout exchange before each queue, or `direct`; as in the URL, else conventional.
-    delays: the delay levels: `v2`, `v1` or a prefix of your own; as in the URL, else v2.
-    error_queue: where messages go that nothing could handle or name, as those without a message id: byte for byte.
-    name: begins the names of its connections, as the broker's management shows them.
-    server_timeout: seconds that a broker which does not answer is waited for; as in the URL, else 15.
+    Args:
+        url: The broker, as `amqp://user@host/vhost`, with options, which arguments override; or a connection string
+            of NServiceBus.
+        queue_type: Type of new queues: `quorum`, which is replicated, or `classic`; by default the URL's, or quorum.
+        topology: `conventional`, a fanout exchange before each queue, or `direct`; by default the URL's, or
+            conventional.
+        delays: The delay levels: `v2`, `v1` or a custom prefix; by default the URL's, or v2.
+        error_queue: Queue for messages that cannot be read, such as those without an id: byte for byte.
+        name: Prefix of its connections' names in the broker's management UI.
+        server_timeout: Seconds to wait for an answer of the broker; by default the URL's, or 15.
+
+    Raises:
+        ConfigurationError: The URL or another argument is invalid.
+        MissingExtra: The extra `rabbitmq` is not installed.
     """
 
     def __init__(

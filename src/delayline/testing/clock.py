@@ -67,8 +67,11 @@ class ManualClock:
     ) -> Result:
         """Wake one sleeper after another, each at its instant, until `done` has finished; return its result.
 
-        Waits, without moving time, while there is no sleeper. Give `done` a timeout.
-        quiet: returns once no thread works on something that may sleep, as `FaultyStore.quiet` does.
+        Waits, without moving time, while there is no sleeper.
+
+        Args:
+            done: The coroutine to finish; give it a timeout.
+            quiet: Returns once no thread works on something that may sleep, as `FaultyStore.quiet` does.
         """
         task = asyncio.ensure_future(done)
         try:

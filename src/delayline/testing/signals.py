@@ -56,9 +56,16 @@ class Signals:
     async def wait_for(
         self, event: Event, count: int = 1, *, timeout: float = 10, where: Condition | None = None
     ) -> Sequence[logging.LogRecord]:
-        """Return the records of `event` once it has happened `count` times since `with`; raises TimeoutError.
+        """Return the records of `event` once it has happened `count` times since `with`.
 
-        timeout: real seconds, for a test that would hang otherwise.
+        Args:
+            event: The event to wait for.
+            count: How often it has to happen.
+            timeout: Real seconds, for a test that would hang otherwise.
+            where: Counts only records for which it returns True.
+
+        Raises:
+            TimeoutError: It did not happen often enough in time.
         """
         loop, enough = asyncio.get_running_loop(), asyncio.Event()
         seen = 0

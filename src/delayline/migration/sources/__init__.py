@@ -32,10 +32,17 @@ PLACES: Final = {
 def source_at(
     kind: str, url: str, *, schema: str | None = None, journal: str | None = None, **names: str
 ) -> TableSource:
-    """Return the source of that kind. Raises ConfigurationError for an unknown one.
+    """Return the source of that kind.
 
-    journal: URL of the database for the journal, for sources that are not databases. names: `table` and `container` of
-    Azure Storage.
+    Args:
+        kind: For example `nservicebus-sql`; an unknown one raises an error that lists all.
+        url: Where the source is.
+        schema: Schema of its tables; by default the connection's.
+        journal: URL of the database for the journal, for sources that are not databases.
+        names: `table` and `container` of Azure Storage.
+
+    Raises:
+        ConfigurationError: The kind is unknown, or an argument does not fit it.
     """
     if names and kind != "azure-storage":
         raise ConfigurationError(f"only a source of kind 'azure-storage' has a {' and a '.join(names)} to name")

@@ -24,9 +24,16 @@ NOOP: Final = "noop"
 def target_at(
     url: str, *, schema: str | None = None, cold_tier: str | None = None, hot_horizon: timedelta = ONE_DAY
 ) -> Target | None:
-    """Return the target at the URL, None for `noop`, which is none. Raises ConfigurationError for another scheme.
+    """Return the target at the URL; None for `noop`.
 
-    cold_tier: where a store's far messages wait in files, those that are due later than hot_horizon from then on.
+    Args:
+        url: A store's database, a broker, a storage account, or `noop`.
+        schema: Schema of the store's tables; by default the connection's.
+        cold_tier: Folder or bucket for messages of a store that are due later than `hot_horizon` from now.
+        hot_horizon: See `cold_tier`.
+
+    Raises:
+        ConfigurationError: The URL has another scheme, or an option that does not fit it.
     """
     scheme = full_scheme(url).partition(":")[0].partition("+")[0].lower()
     if cold_tier is not None:
