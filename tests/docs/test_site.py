@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -104,3 +105,11 @@ def test_links_of_pages_outside_the_site_lead_to_files(page: Path) -> None:
 def test_pages_name_no_folder_of_their_authors() -> None:
     for page in [*OUTSIDE_THE_SITE, *(ROOT / "docs").rglob("*.md")]:
         assert not re.search(r"/root/|/home/\w|/Users/", page.read_text(encoding="utf-8")), page
+
+
+@pytest.mark.parametrize("module", ["delayline", "spi", "timeouts", "testing", "spark", "migration"])
+def test_the_api_reference_lists_every_exported_name(module: str) -> None:
+    exporting = importlib.import_module("delayline" if module == "delayline" else f"delayline.{module}")
+    page = (ROOT / "docs" / "reference" / "api" / f"{module}.md").read_text(encoding="utf-8")
+    listed = [line.rpartition(".")[2] for line in page.splitlines() if line.startswith("::: ")]
+    assert sorted(listed) == sorted(exporting.__all__)
