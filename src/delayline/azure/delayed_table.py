@@ -176,7 +176,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         return None
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
-        """Delete the messages; what tells where they were is deleted when nothing is due."""
+        """Delete the messages; their index rows are deleted later, when no message is due."""
         _refuse(transaction)
         rows = [self._row(message) for message in messages]
         deleted = await self._open.delete_each([row.key for row in rows])

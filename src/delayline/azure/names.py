@@ -129,7 +129,7 @@ def id_key(message_id: str) -> str:
 
 
 def place_key(message_id: str) -> Key:
-    """Return the key of the row that tells where the message of that id is kept."""
+    """Return the key of the index row of that message id."""
     row = id_key(message_id)
     bucket = hashlib.sha1(row.encode(), usedforsecurity=False).digest()[0] % ID_PARTITIONS
     return Key(f"id{bucket}", row)

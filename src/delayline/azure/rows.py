@@ -43,7 +43,7 @@ class TableRow:
     key: Key
     message: DelayedMessage
     own: bool
-    """Whether delayline wrote it: then a row tells where its id is."""
+    """Whether delayline wrote the row: then its id has an index row."""
 
 
 def row_of(message: DelayedMessage) -> TableRow:
@@ -97,7 +97,7 @@ def _row_in(entity: Mapping[str, Any]) -> TableRow:
 
 
 def place_entity(message_id: str, key: Key) -> Entity:
-    """Return the entity that tells where the message of that id is."""
+    """Return the index entity of that message id."""
     place = place_key(message_id)
     return {"PartitionKey": place.partition, "RowKey": place.row, PLACE: key.row}
 

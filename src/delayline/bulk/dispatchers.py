@@ -1,4 +1,4 @@
-"""The rows by which dispatchers that run as jobs are told to go on or to stop, and tell how they do; calls block."""
+"""Control rows of dispatchers that run as jobs: continue or stop, and the progress of their tasks; calls block."""
 
 from __future__ import annotations
 

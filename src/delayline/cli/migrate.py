@@ -238,7 +238,7 @@ class _shown:  # noqa: N801 - read as a verb
 def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
     for one in found:
         if one.unseen:
-            screen.echo(f"{one.unseen} of the messages were counted only: what follows tells of the others")
+            screen.echo(f"{one.unseen} of the messages were only counted: the following figures are about the others")
         times = "" if one.first is None or one.last is None else f", due {one.first:%Y-%m-%d %H:%M:%S} to "
         last = "" if one.last is None else f"{one.last:%Y-%m-%d %H:%M:%S} UTC"
         screen.echo(f"{one.endpoint}: {one.rows} messages{times}{last}, {one.overdue} overdue", "bold")

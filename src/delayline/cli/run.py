@@ -1,4 +1,4 @@
-"""`delayline run`: host one endpoint until it is told to stop."""
+"""`delayline run`: run one endpoint until a signal stops it."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def hold(
     there, left = sum(batches.values()), _delete_those_in(connection, source, table, held, movable)
     if left != there:
         raise BackendUnavailable(
-            f"{table.name} changed while its rows were taken aside: {there} were there, {left} a moment later. None of "
-            f"them was moved; stop the endpoint {some.part.endpoint!r}, and run it again, or resume it"
+            f"table {table.name} changed during the move ({there} rows, then {left}). None of them was moved: stop the "
+            f"endpoint {some.part.endpoint!r} and run the migration again, or resume it"
         )
     return batches
 

@@ -121,7 +121,7 @@ class EndpointPreview:
     not_taken: int = 0
     """How many more there are that no run takes, as they have no due time that can be read."""
     unseen: int = 0
-    """How many of the rows were counted only: nothing else here tells of them."""
+    """Number of rows that were only counted; not included in the other figures."""
 
     @property
     def left_behind(self) -> int:

@@ -61,14 +61,14 @@ class MigrationResult:
     state: RunState
     progress: Progress | None
     reasons: Sequence[tuple[str, int]]
-    """Why rows were set aside, and how many."""
+    """Reasons of rejected rows, with their numbers."""
     seconds: float = 0.0
     left: int = 0
-    """What was taken from a place that is no table and could not go back to it: it waits beside the journal."""
+    """Messages drained from a queue or file that could not be returned; kept in `delayline_taken_*`."""
     examples: Sequence[tuple[str, str]] = ()
-    """Ids of rows that were set aside, and why: the first ones."""
+    """Ids of the first rejected rows, with the reasons."""
     not_taken: int = 0
-    """Rows that no run takes, as they have no due time that can be read: counted in `reasons`, too."""
+    """Rows without a readable due time, which no run moves; included in `reasons`."""
 
     @property
     def complete(self) -> bool:
@@ -248,8 +248,8 @@ class Migration:
         rows = sum(one.rows for one in staged)
         if rows != expected:
             raise BackendUnavailable(
-                f"{rows} rows of {part.part.endpoint} were staged where {expected} were to be. Nothing of them "
-                "counts; resume the migration"
+                f"staged {rows} of {expected} rows for {part.part.endpoint}. None of them was committed; run "
+                "delayline migrate resume"
             )
 
     def _take_aside(self, run: MigrationRun, number: int, some: Slice, target: str) -> HeldPartition:

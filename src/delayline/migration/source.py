@@ -106,7 +106,7 @@ class TableSource(ABC):
         return func.length(rows.c[self.body])
 
     def name_column(self, table: Table) -> ColumnElement[Any]:
-        """Return what people are told of a row, so that they find its message."""
+        """Return the text that identifies a row's message to users."""
         return table.c[self.key]
 
     def shown_name(self, kept: Any) -> str:  # noqa: ANN401 - what the driver gives

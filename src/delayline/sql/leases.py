@@ -23,7 +23,7 @@ class Leases(Protocol):
     """The leases on one store's messages."""
 
     in_row: ClassVar[bool]
-    """Whether they are a part of the row: then they end with it, and whoever has locked it sees the last word."""
+    """Whether leases are columns of the row: then they end with it, and a transaction that locks it sees the latest."""
     free: ColumnElement[bool]
     """The condition that nobody has leased the row."""
 

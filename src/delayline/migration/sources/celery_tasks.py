@@ -65,7 +65,7 @@ def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
 def due_of(eta: Any) -> datetime:  # noqa: ANN401 - whatever a header holds
     """Return when a task is due. Raises NoMessage for no time, and for one without a zone: only its app knows that."""
     if eta is None:
-        raise NoMessage("it has no eta: nothing tells when it is due")
+        raise NoMessage("it has no eta: its due time is unknown")
     try:
         due = datetime.fromisoformat(eta)
         if due.tzinfo is not None:

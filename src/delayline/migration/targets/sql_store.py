@@ -174,7 +174,8 @@ class StoreSession(ConfirmingSession):
                 raise BackendUnavailable("an abort of this migration has begun: run delayline migrate abort again")
             return Delivered(counts)
         raise BackendUnavailable(
-            f"others schedule the same messages at {self._database.dialect}: stop them, and resume"
+            f"another process keeps inserting the same message ids into {self._database.dialect}: stop it, then run "
+            "delayline migrate resume"
         )
 
     def nowhere(self, messages: pa.RecordBatch) -> dict[int, str]:

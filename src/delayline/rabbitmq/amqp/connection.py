@@ -35,7 +35,7 @@ CAPABILITIES: Final = {
 
 
 class PublishingConnection(asyncio.Protocol):
-    """Speaks AMQP 0-9-1 as far as publishing goes; `open` makes one, `lost` tells why it is of no use any more."""
+    """An AMQP 0-9-1 connection for publishing; `open` creates one, `lost` is the reason for its end."""
 
     def __init__(self, address: BrokerAddress, name: str) -> None:
         self._address = address
