@@ -176,5 +176,5 @@ def test_a_session_that_runs_tasks_twice_is_refused(store: StoreAt, written: str
 
 
 def test_messages_in_the_memory_of_one_process_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="one process's own"):
+    with pytest.raises(ConfigurationError, match="the memory of one process"):
         Dispatcher(Settings(endpoint=ENDPOINT, url="memory:"))

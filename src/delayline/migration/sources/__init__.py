@@ -21,7 +21,7 @@ TABLES: Final[dict[str, type[TableSource]]] = {
 }
 #: Sources that are not tables; imported on use, as each needs its own extra.
 PLACES: Final = {
-    "rabbitmq-levels": "RabbitmqLevels",
+    "rabbitmq-levels": "RabbitmqLevelsSource",
     "azure-storage": "AzureStorage",
     "ravendb": "RavenDb",
     "celery-levels": "CeleryLevels",
