@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from delayline import (
     Endpoint,
@@ -12,9 +11,6 @@ from delayline import (
     MessageContext,
 )
 from delayline.azure import AzureAccount, AzureStorageQueueTransport, DelayedTableDelivery
-
-if TYPE_CHECKING:
-    pass
 
 PATIENCE = 20.0
 SECOND = timedelta(seconds=1)

@@ -18,7 +18,7 @@ from tests.servers.sqlite import database_of
 from delayline import DelaylineError, Endpoint, NotStarted, StoredDelivery, SyncEndpoint
 from delayline.message import DelayedMessage, Message
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.group_commit import GroupCommit, Write
+from delayline.sql.file_database import GroupCommit, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

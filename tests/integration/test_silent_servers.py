@@ -25,7 +25,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.endpoint import log_and_stop
 from delayline.errors import DelaylineError
 from delayline.sql.database import Database
-from delayline.sql.sessions import PING_AFTER
+from delayline.sql.server_database import PING_AFTER
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:

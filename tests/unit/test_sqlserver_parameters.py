@@ -18,13 +18,13 @@ from delayline.bulk.stream_claims import tables as tables_taken
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
 from delayline.sql.deadlines import FACTOR
+from delayline.sql.dialect import IN_SESSION
 from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
 from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.journal import Journal
 from delayline.sql.prepared import Prepared
+from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
-from delayline.sql.server import IN_SESSION
-from delayline.sql.server_row_claims import LockStatements
 from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.timeouts.management import TimeoutManagement
 from delayline.timeouts.nservicebus import timeout_table

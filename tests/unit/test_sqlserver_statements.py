@@ -13,8 +13,8 @@ from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import ConfigurationError
 from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
 from delayline.sql.prepared import Prepared
+from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
-from delayline.sql.server_row_claims import LockStatements
 from delayline.sql.setup import texts
 from delayline.sql.statements import QueueStatements, StoreStatements
 

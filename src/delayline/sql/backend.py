@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Table
 
     from delayline.clock import Clock
-    from delayline.sql.transactions import SqlTransaction
+    from delayline.sql.transactions import SqlTransaction, TwoPhaseTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
-    from delayline.sql.two_phase_transaction import TwoPhaseTransaction
 
 
 class SqlBackend:

@@ -21,8 +21,7 @@ from delayline.errors import ConfigurationError, DelaylineError
 from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING, checked_timeout
 from delayline.sql.external import hold_of
 from delayline.sql.setup import texts
-from delayline.sql.transactions import EnlistedTransaction, SqlTransaction
-from delayline.sql.two_phase_transaction import TwoPhaseTransaction
+from delayline.sql.transactions import EnlistedTransaction, SqlTransaction, TwoPhaseTransaction
 from delayline.sql.workers import in_thread, start_thread
 
 if TYPE_CHECKING:

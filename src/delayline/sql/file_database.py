@@ -1,4 +1,7 @@
-"""A database in one file: reads side by side, writes one transaction at a time."""
+"""A database in one file: reads side by side, writes one transaction at a time.
+
+Writes that wait for the same turn share one commit, the most expensive part of a short transaction.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,28 @@ import asyncio
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.dialects.sqlite import Sqlite
-from delayline.sql.dialects.sqlite_commit_watch import CommitWatch
-from delayline.sql.fair_semaphore import FairSemaphore
-from delayline.sql.file_row_claims import FileRowClaims
-from delayline.sql.group_commit import GroupCommit, Write
-from delayline.sql.workers import Workers
+from delayline.sql.dialects.sqlite_files import CommitWatch
+from delayline.sql.row_claims import FileRowClaims
+from delayline.sql.workers import FairSemaphore, Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from sqlalchemy import URL, Connection
 
-    from delayline.sql.dialects.sqlite_claims import FileClaims
-    from delayline.sql.dialects.sqlite_notifications import PipeNotifications
+    from delayline.sql.dialects.sqlite import Sqlite
+    from delayline.sql.dialects.sqlite_files import FileClaims, PipeNotifications
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
+
 
 Result = TypeVar("Result")
 READERS: Final = 2
@@ -244,3 +247,93 @@ class WriterCheckout:
     def discard(self) -> None:
         """End the write turn; the next writer rolls back first."""
         self.leave()
+
+
+MAXIMUM_GROUP: Final = 200
+
+
+class Write(Generic[Result]):
+    """One caller's work and what became of it."""
+
+    def __init__(self, work: Callable[[Connection], Result]) -> None:
+        self.work = work
+        self.asked_at = time.monotonic()
+        self.finished = False
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+
+    def run(self, connection: Connection) -> None:
+        """Run the work; its effect lasts only once the group is committed."""
+        self._results.append(self.work(connection))
+
+    def fail(self, error: BaseException) -> None:
+        """Note why it failed, unless that is known."""
+        self._error = self._error or error
+
+    def result(self) -> Result:
+        """Return or raise the result of the work."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+class GroupCommit:
+    """Collects writes; the first writer to get the turn runs all of them, each behind a savepoint."""
+
+    def __init__(self, dialect: Sqlite) -> None:
+        self._dialect = dialect
+        self._waiting: deque[Write[Any]] = deque()
+
+    def add(self, write: Write[Any]) -> None:
+        """Let the write take part in the next group."""
+        self._waiting.append(write)
+
+    def withdraw(self, write: Write[Any]) -> bool:
+        """Take the write back; False when a group has it already."""
+        try:
+            self._waiting.remove(write)
+        except ValueError:
+            return False
+        return True
+
+    def take(self) -> list[Write[Any]]:
+        """Return the writes of the next group."""
+        group: list[Write[Any]] = []
+        with contextlib.suppress(IndexError):  # not by the length: another loop's thread may withdraw one meanwhile
+            while len(group) < MAXIMUM_GROUP:
+                group.append(self._waiting.popleft())
+        return group
+
+    def run(self, group: list[Write[Any]], connection: Connection) -> None:
+        """Run the group in one transaction: those that fail alone are undone alone, the others committed."""
+        dialect = self._dialect
+        try:
+            dialect.begin(connection)
+            try:
+                for write in group:
+                    if len(group) == 1:
+                        write.run(connection)
+                    else:
+                        self._run_apart(write, connection)
+                dialect.commit(connection)
+            except BaseException:
+                dialect.rollback(connection)
+                raise
+        except BaseException as error:
+            failure = dialect.translated(error) if isinstance(error, dialect.errors) else error
+            for write in group:
+                write.fail(failure)
+        for write in group:
+            write.finished = True
+
+    def _run_apart(self, write: Write[Any], connection: Connection) -> None:
+        dialect = self._dialect
+        dialect.set_savepoint(connection)
+        try:
+            write.run(connection)
+        except Exception as error:
+            if not dialect.in_transaction(connection):
+                raise  # SQLite has undone everything: a full disk, an I/O error
+            dialect.roll_back_to_savepoint(connection)
+            write.fail(dialect.translated(error) if isinstance(error, dialect.errors) else error)
+        dialect.release_savepoint(connection)

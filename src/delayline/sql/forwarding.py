@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Column, ColumnElement, Connection, Select, Table
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
-    from delayline.sql.dialect import Dialect
+    from delayline.sql.dialect import Dialect, Server
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server import Server
     from delayline.sql.statements import StoreStatements
 
     Columns = ReadOnlyColumnCollection[str, Column[Any]]

@@ -1,19 +1,182 @@
-"""Protocol of row claims: the locks and leases of a store's messages."""
+"""Row claims: the locks and leases of a store's messages, and the watermark of its queries.
+
+On a server, messages fetched in a transaction are locked by it; others skip the locked rows. Messages fetched without
+one are leased for a minute, by the server's clock, or until they are removed, counted or released. SQLite's only lock
+is on the whole file: there, claims are kept beside the file, until the messages are removed, counted or released, or
+the process ends.
+
+The watermark lets queries for due messages skip index entries of messages that were dispatched before. A server removes
+the index entries of deleted rows only when no older transaction is open. Until then every query at the head of the
+index reads them all (50 000 of them cost 25 ms). Therefore queries start at a watermark. A message can be committed
+below the watermark, if its transaction took longer than its delay, or if another process released its claim. Full
+queries from the beginning find such messages. They run beside the poller, on a separate connection, at most
+`FULL_LOOK_WITHIN` seconds apart.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+import asyncio
+import contextlib
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from sqlalchemy import bindparam, func, select
+
+from delayline.clock import EPOCH
+from delayline.delayed.store import Outcome
+from delayline.errors import DelaylineError, NotStarted
+from delayline.sql.forwarding import FileForwarding, Moved
+from delayline.sql.prepared import LONGEST_LIST, Prepared
+from delayline.sql.schema import in_order
+from delayline.sql.server_clock import steady
+from delayline.sql.statements import store_channel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
 
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
+    from delayline.sql.dialect import Server
+    from delayline.sql.dialects.sqlite_files import FileClaims
+    from delayline.sql.file_database import FileDatabase
     from delayline.sql.forwarding import Moved
+    from delayline.sql.leases import Leases
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.statements import StoreStatements
     from delayline.transaction import Transaction
+
+
+FULL_LOOK_EVERY: Final = 1.0  # seconds between full looks that cost little
+FULL_LOOK_SHARE: Final = 20  # costlier ones pause for so many times as long as they take ...
+FULL_LOOK_WITHIN: Final = 5.0  # ... but never longer: this bounds how late a message below the watermark is found
+
+
+class DueQuery:
+    """One look in progress, from `since` on; a full look has None there."""
+
+    __slots__ = ("began", "lowest", "since", "stale")
+
+    def __init__(self, since: datetime | None, began: float) -> None:
+        self.since = since
+        self.began = began
+        self.lowest: datetime | None = None
+        """The earliest message stored meanwhile: the look may have missed it."""
+        self.stale = False
+        """Whether a message with an unknown due time was stored meanwhile."""
+
+
+class Watermark:
+    """The due time before which this process expects no message. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: datetime | None = None
+        self._looks: set[DueQuery] = set()
+        self._looked_at = 0.0
+        self._pause = FULL_LOOK_EVERY
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next full look."""
+        return self._pause
+
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether the last full look is longer ago than its pause."""
+        return time.monotonic() - self._looked_at >= self._pause
+
+    def begin(self, *, full: bool = False) -> DueQuery:
+        """Begin a look, which must be ended or abandoned. Without a watermark it is a full one, too."""
+        with self._lock:
+            look = DueQuery(None if full else self._since, time.monotonic())
+            self._looks.add(look)
+            return look
+
+    def end(self, look: DueQuery, reached: datetime | None = None) -> None:
+        """End a look; `reached` is the due time before which it left nothing that is not claimed by others."""
+        with self._lock:
+            self._looks.discard(look)
+            if look.stale:
+                return
+            if look.since is None:
+                self._looked_at = time.monotonic()
+                cost = FULL_LOOK_SHARE * (self._looked_at - look.began)
+                self._pause = min(FULL_LOOK_WITHIN, max(FULL_LOOK_EVERY, cost))
+            if reached is not None:
+                self._since = reached if look.lowest is None else min(reached, look.lowest)
+
+    def abandon(self, look: DueQuery) -> None:
+        """End a look that failed."""
+        with self._lock:
+            self._looks.discard(look)
+
+    def lower(self, due: datetime) -> bool:
+        """Lower the watermark to a message stored with that due time; return whether it was above it."""
+        with self._lock:
+            for look in self._looks:
+                look.lowest = due if look.lowest is None else min(due, look.lowest)
+            if self._since is None or due >= self._since:
+                return False
+            self._since = due
+            return True
+
+    def forget(self) -> None:
+        """Make the next look a full one: a message was stored, and its due time is unknown."""
+        with self._lock:
+            self._since = None
+            for look in self._looks:
+                look.stale = True
+
+
+class FullLooks:
+    """A task that takes a full look after others, so that messages below the watermark are found.
+
+    `look` returns the earliest due time below the watermark, or None; `found` is called with it.
+    """
+
+    def __init__(
+        self, watermark: Watermark, look: Callable[[], Awaitable[datetime | None]], found: Callable[[datetime], None]
+    ) -> None:
+        self._watermark = watermark
+        self._look = look
+        self._found = found
+        self._wanted = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="delayline full looks")
+
+    def want(self) -> None:
+        """Schedule a full look: one from the watermark on has ended."""
+        self._wanted.set()
+
+    def stop(self) -> None:
+        """End the task. Idempotent."""
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        with contextlib.suppress(NotStarted):  # closed meanwhile
+            while True:
+                await self._wanted.wait()
+                await asyncio.sleep(self._watermark.pause)
+                self._wanted.clear()
+                due = await self._look_once()
+                if due is not None:
+                    self._found(due)
+
+    async def _look_once(self) -> datetime | None:
+        try:
+            return await self._look()
+        except NotStarted:
+            raise
+        except DelaylineError:  # the poller finds and reports the same fault
+            self._wanted.set()
+            return None
+
 
 Result = TypeVar("Result")
 
@@ -68,3 +231,384 @@ class RowClaims(Protocol):
     async def close(self) -> None:
         """Unlock everything."""
         ...
+
+
+class LockStatements:
+    """How rows are locked, leased and read."""
+
+    def __init__(self, statements: StoreStatements, dialect: Server, leases: Leases) -> None:
+        table, sql = statements.table, dialect.sql
+        columns, by_ids, by_id = table.c, dialect.one_of(table.c.id, "keys"), table.c.id == bindparam("key")
+        size = func.length(columns.headers) + func.length(columns.body)
+        is_due, since = columns.due <= bindparam("until"), columns.due >= bindparam("since")
+        due = (
+            select(columns.id, size, columns.due)
+            .where(is_due, leases.free)
+            .order_by(*in_order(table))
+            .limit(bindparam("number"))
+        )
+        due = due.with_for_update(skip_locked=True)
+        next_due = select(func.min(columns.due), dialect.in_seconds(0))
+        one = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
+        read = statements.waiting.where(by_ids).order_by(*in_order(table))
+        self.due = Prepared(due, sql, ["until", "number"])
+        self.due_since = Prepared(due.where(since), sql, ["until", "since", "number"])
+        self.next_due = Prepared(next_due, sql, [])
+        self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
+        self.one = Prepared(one, sql, ["key"])
+        exists = select(columns.id).where(by_id).with_hint(table, "WITH (READCOMMITTEDLOCK)", "mssql")  # waits
+        self.exists = Prepared(exists, sql, ["key"])
+        self.read = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
+
+
+class ServerRowClaims:
+    """The rows of one store's table on a server."""
+
+    def __init__(self, database: ServerDatabase, statements: StoreStatements, tables: QueueTables) -> None:
+        self._database = database
+        self._statements = statements
+        self._leases = database.dialect.leases(statements, tables)
+        self._locks = LockStatements(statements, database.dialect, self._leases)
+        self._forwarding = database.dialect.forwarding(statements, tables)
+        self._from_due = database.dialect.from_due
+        self._channel = store_channel(statements.table)
+        database.notifications.knows(self._channel, statements.table.schema)
+        self._leased: set[str] = set()
+        self._watermark = Watermark()
+        self._full_looks: FullLooks | None = None
+        self._held: list[datetime] = []
+        """The earliest due time of each transaction with messages of ours: undone, they wait again."""
+
+    async def fetch(
+        self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return due messages."""
+        fetch = partial(self._fetch, until=until, limit=limit, max_bytes=max_bytes, leasing=transaction is None)
+        with self._looking():
+            messages = await self._database.write(fetch, transaction)
+        if transaction is None:
+            self._leased.update(message.id for message in messages)
+        elif messages:
+            first = messages[0].due
+            self._held.append(first)
+            self._watermark.lower(first)  # another look may have skipped these rows and raised it
+            transaction.after_end(lambda: self._held.remove(first))
+        return messages
+
+    async def next_due(self) -> Any:  # noqa: ANN401 - what the due column keeps
+        """Return the earliest due time of any message; others know from then on how long this process sleeps."""
+        with self._looking():
+            return await self._database.read(self._next_due)
+
+    def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
+        """Call `found` with the due time of each message found below the watermark; return how to stop."""
+        self._full_looks = looks = FullLooks(self._watermark, self._overlooked, found)
+
+        def stop() -> None:
+            looks.stop()
+            if self._full_looks is looks:
+                self._full_looks = None
+
+        return stop
+
+    def stored(self, due: datetime) -> None:
+        """Look there again."""
+        if due == EPOCH:  # EPOCH: the notification had no due time
+            self._watermark.forget()
+        else:
+            self._watermark.lower(due)
+
+    async def change(
+        self,
+        work: Callable[[Connection], Result],
+        messages: Sequence[DelayedMessage],
+        transaction: Transaction | None = None,
+        *,
+        one_statement: bool = True,
+    ) -> Result:
+        """Run `work` on the messages' rows; it ends the leases on them."""
+        leased = [message.id for message in messages if message.id in self._leased]
+        one_statement = one_statement and len(messages) <= LONGEST_LIST
+        if leased and not self._leases.in_row:
+            work, one_statement = partial(self._and_end, work, leased), False
+        result = await self._database.write(work, transaction, one_statement=one_statement)
+        for message in messages:
+            self._watermark.lower(message.due)
+        self._leased.difference_update(message.id for message in messages)
+        return result
+
+    async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
+        """Run `work` unless the message is locked or leased."""
+        return await self._database.write(partial(self._if_free, message_id, work))
+
+    async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
+        """Move due messages to their queues inside the server."""
+        forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes)
+        with self._looking():
+            moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
+        return moved if moved.next_due is not None else replace(moved, next_due=await self.next_due())
+
+    async def release(self, messages: Sequence[DelayedMessage]) -> None:
+        """Give up the leases on the messages."""
+        await self._release({message.id for message in messages} & self._leased)
+        for message in messages:
+            self._watermark.lower(message.due)
+
+    async def close(self) -> None:
+        """Give up every lease."""
+        await self._release(self._leased)
+
+    async def _release(self, ids: set[str]) -> None:
+        if ids:
+            await self._database.write(partial(self._leases.end, ids=list(ids)))
+            self._leased -= ids
+
+    def _fetch(
+        self, connection: Connection, *, until: object, limit: int, max_bytes: int, leasing: bool
+    ) -> Sequence[DelayedMessage]:
+        chosen: list[str] = []
+        for message_id, size, _ in self._lock_due(connection, until, limit):
+            max_bytes -= size
+            if chosen and max_bytes < 0:
+                break
+            chosen.append(message_id)
+        if not chosen:
+            return []
+        rows = self._locks.read.rows_each(connection, keys=chosen)
+        if leasing:
+            taken = set(self._leases.take(connection, [row[0] for row in rows]))
+            rows = [row for row in rows if row[0] in taken]
+        return [self._statements.message_of(row) for row in rows]
+
+    def _and_end(self, work: Callable[[Connection], Result], leased: Sequence[str], connection: Connection) -> Result:
+        result = work(connection)
+        self._leases.end(connection, leased)
+        return result
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Schedule a full look after one from the watermark on."""
+        try:
+            yield
+        finally:
+            if self._full_looks is not None:
+                self._full_looks.want()
+
+    def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
+        """Lock due rows from the watermark on; it rises to the first: its lock keeps other transactions off."""
+        locks, held = self._locks, list(self._held)
+
+        def look(since: object | None) -> tuple[Sequence[Any], datetime | None]:
+            if since is None:
+                rows = locks.due.rows(connection, until, limit)
+            else:
+                rows = locks.due_since.rows(connection, until, since, limit)
+            return rows, min([self._from_due(rows[0][2]), *held]) if rows else None
+
+        return self._from_watermark(look)
+
+    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
+        run = partial(self._forwarding.run, connection, until, limit=limit, max_bytes=max_bytes)
+
+        def look(since: object | None) -> tuple[Moved, datetime | None]:
+            moved = run(since=since)
+            return moved, None if moved.reached is None else self._from_due(moved.reached)
+
+        return self._from_watermark(look)
+
+    async def _overlooked(self) -> datetime | None:
+        """Return the earliest due time of all messages if it is below the watermark, which is then lowered to it."""
+
+        def look(connection: Connection) -> datetime | None:
+            look = partial(self._earliest, connection)
+            due = self._from_watermark(lambda since: (look(since), None), full=True)
+            return None if due is None else self._from_due(due)
+
+        due = await self._database.read(look)
+        return due if due is not None and self._watermark.lower(due) else None
+
+    def _next_due(self, connection: Connection) -> Any:  # noqa: ANN401
+        """Look; where others have to know how long we sleep tell them, and look again: they may have come between."""
+        due = self._look(connection)
+        if self._database.notifications.sleeps(connection, self._channel, None if due is None else self._from_due(due)):
+            due = self._look(connection)
+        return due
+
+    def _look(self, connection: Connection) -> Any:  # noqa: ANN401
+        return self._from_watermark(lambda since: (self._earliest(connection, since), None))
+
+    def _earliest(self, connection: Connection, since: object | None) -> Any:  # noqa: ANN401
+        locks, requested = self._locks, steady()
+        rows = locks.next_due.rows(connection) if since is None else locks.next_due_since.rows(connection, since)
+        ((due, now),) = rows
+        self._database.clock.answered(self._from_due(now), requested)
+        return due
+
+    def _from_watermark(
+        self, run: Callable[[object | None], tuple[Result, datetime | None]], *, full: bool = False
+    ) -> Result:
+        """Run a query from the watermark on, or a full one; it returns its findings and how far it looked."""
+        look = self._watermark.begin(full=full or (self._full_looks is None and self._watermark.is_unchecked))
+        try:
+            found, reached = run(None if look.since is None else self._database.dialect.to_due(look.since))
+        except BaseException:
+            self._watermark.abandon(look)
+            raise
+        self._watermark.end(look, reached)
+        return found
+
+    def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
+        if self._locks.one.one(connection, message_id) is not None:
+            work(connection)
+            return Outcome.DONE
+        exists = self._locks.exists.one(connection, message_id) is not None
+        return Outcome.DISPATCHING if exists else Outcome.NOT_PENDING
+
+
+class NumberStatements:
+    """The statements by row number, which SQLite's tables have."""
+
+    def __init__(self, statements: StoreStatements) -> None:
+        columns, sql = statements.table.c, statements.dialect.sql
+        is_due = columns.due <= bindparam("until")
+        numbers = select(columns.seq).where(is_due).order_by(*in_order(statements.table))
+        numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
+        claimed = statements.waiting.where(columns.seq == bindparam("sequence"), is_due)
+        self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
+        self.claimed_row = Prepared(claimed, sql, ["sequence", "until"])
+        self.number = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
+
+
+class FileRowClaims:
+    """The rows of one store's table in an SQLite file."""
+
+    def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
+        self._database = database
+        self._statements = statements
+        self._numbers = NumberStatements(statements)
+        self._claims: FileClaims = database.claims(statements.table.name)
+        self._claimed: dict[str, int] = {}
+        self._forwarding = FileForwarding(statements.table, tables, database.dialect)
+
+    async def fetch(
+        self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
+    ) -> Sequence[DelayedMessage]:
+        """Lock and return due messages."""
+        claimed: dict[str, int] = {}
+        if transaction is not None:
+            fetch = partial(self._fetch_unclaimed, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+            transaction.after_end(lambda: self._claims.release(claimed.values()))
+            return await self._database.write(fetch, transaction)
+        # Under the write lock: messages fetched by another transaction are locked by it until it ends.
+        claim = partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+        try:
+            batch = await self._database.write(claim)
+        except BaseException:
+            self._claims.release(claimed.values())  # the caller will never receive them
+            raise
+        self._claimed |= claimed
+        return batch
+
+    async def next_due(self) -> int | None:
+        """Return the earliest due time of any message."""
+        due: int | None = await self._database.read(self._statements.next_due.one)
+        return due
+
+    def stored(self, due: datetime) -> None:
+        """Nothing to know: every look is at the whole table."""
+
+    def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
+        """Do nothing: every look is a full one."""
+        del found
+        return lambda: None
+
+    async def change(
+        self,
+        work: Callable[[Connection], Result],
+        messages: Sequence[DelayedMessage],
+        transaction: Transaction | None = None,
+        *,
+        one_statement: bool = True,
+    ) -> Result:
+        """Run `work` on the messages' rows; without a transaction it ends the claims on them."""
+        result = await self._database.write(work, transaction, one_statement=one_statement)
+        if transaction is None:
+            self._unclaim(messages)
+        return result
+
+    async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
+        """Run `work` unless another process has claimed the message."""
+        taken: list[int] = []
+        try:
+            return await self._database.write(partial(self._if_unclaimed, message_id, work, taken))
+        finally:
+            self._claims.release(taken)  # after the commit: before it a poller would still see the row
+
+    async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
+        """Move due messages to their queues, unless messages are claimed."""
+        return await self._database.write(partial(self._forward, until=until, limit=limit, max_bytes=max_bytes))
+
+    async def release(self, messages: Sequence[DelayedMessage]) -> None:
+        """Give up the claims on the messages."""
+        self._unclaim(messages)
+
+    async def close(self) -> None:
+        """Give up every claim."""
+        self._claims.release(self._claimed.values())
+        self._claimed.clear()
+
+    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
+        moved = Moved(0, set())
+        if self._claims.nobody_holds_any():
+            moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes)
+        return replace(moved, next_due=self._statements.next_due.one(connection))
+
+    def _fetch_unclaimed(
+        self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
+    ) -> Sequence[DelayedMessage]:
+        """Fetch under the write lock, which suffices unless messages are claimed without a transaction."""
+        if self._claims.nobody_holds_any():
+            return self._statements.bounded(connection, until, limit=limit, max_bytes=max_bytes)
+        return self._claim_due(connection, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+
+    def _claim_due(
+        self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
+    ) -> Sequence[DelayedMessage]:
+        """Claim due rows page by page until there are enough; read those that are still there and still due."""
+        batch: list[DelayedMessage] = []
+        statements, size, skip = self._statements, 0, 0
+        while len(batch) < limit and size < max_bytes:
+            page = self._numbers.due_numbers.rows(connection, until, limit, skip)
+            for (number,) in page:
+                if len(batch) == limit or size >= max_bytes:
+                    break
+                if self._claims.take([number], 1):
+                    row = self._numbers.claimed_row.run(connection, number, until).fetchone()
+                    if row is None or (batch and size + len(row[3]) + len(row[4]) > max_bytes):
+                        self._claims.release([number])
+                        size = size if row is None else max_bytes
+                        continue
+                    size += len(row[3]) + len(row[4])
+                    claimed[row[0]] = number
+                    batch.append(statements.message_of(row))
+            if len(page) < limit:
+                break
+            skip += limit
+        return batch
+
+    def _unclaim(self, messages: Iterable[DelayedMessage]) -> None:
+        if self._claimed:
+            numbers = [self._claimed.pop(message.id, None) for message in messages]
+            self._claims.release(number for number in numbers if number is not None)
+
+    def _if_unclaimed(
+        self, message_id: str, work: Callable[[Connection], object], taken: list[int], connection: Connection
+    ) -> Outcome:
+        number = self._numbers.number.one(connection, message_id)
+        if number is None:
+            return Outcome.NOT_PENDING
+        taken += self._claims.take([number], 1)
+        if not taken:
+            return Outcome.DISPATCHING
+        work(connection)
+        return Outcome.DONE

@@ -19,10 +19,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
+from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 
 if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
+
 
 untyped: Final[Any] = mssql  # some of its types have constructors without annotations
 #: Row numbers: on SQLite only INTEGER counts up by itself.
@@ -174,3 +176,12 @@ def _index_name(table: str) -> str:
     if len(name.encode()) <= LONGEST_INDEX_NAME:
         return name
     return f"{hashlib.sha256(table.encode()).hexdigest()[:16]}.Index_Time"
+
+
+def must_fit(table: str, length: int, longest: int, unit: str, place: object) -> None:
+    """Raise ConfigurationError for a table's name that the database would cut or refuse."""
+    if length > longest:
+        raise ConfigurationError(
+            f"the table name {table!r} is longer than the {longest} {unit} that {place} allows: "
+            "give the endpoint a shorter name, or the store a table_name"
+        )

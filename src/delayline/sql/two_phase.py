@@ -27,7 +27,7 @@ from delayline.errors import (
 from delayline.events import Event, emit
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
-from delayline.sql.two_phase_transaction import TwoPhaseTransaction
+from delayline.sql.transactions import TwoPhaseTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

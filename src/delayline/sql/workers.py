@@ -1,4 +1,4 @@
-"""Worker threads for SQL, awaited from any event loop.
+"""Worker threads for SQL, awaited from any event loop, and a semaphore that serves tasks of several loops in order.
 
 A ThreadPoolExecutor costs twice as much per call, and the call is the largest part of a short transaction.
 """
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from delayline.errors import DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.sql.deadlines import FACTOR
+from delayline.transaction import WAITING_TASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 logger = logging.getLogger(__name__)
 
@@ -214,3 +217,57 @@ async def in_thread(work: Callable[[], Result]) -> Result:
     finally:
         if job.finished:
             thread.join()  # it has nothing left to do
+
+
+class FairSemaphore:
+    """Lets `width` callers in at a time, in order, from any event loop, without blocking a thread."""
+
+    def __init__(self, width: int = 1) -> None:
+        self._lock = threading.Lock()
+        self._width = width
+        self._free = width
+        self._holder: asyncio.Task[object] | None = None  # known where there is only one
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        """Wait for the turn. Cancelling gives it up. Raises RuntimeError for a task that would wait for itself."""
+        task = asyncio.current_task()
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                self._holds(task)
+                return
+            if self._holder is not None and self._holder in {task, WAITING_TASK.get()}:
+                raise RuntimeError("this task is in a transaction on the same database: pass it on, or end it first")
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            with self._lock:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                    raise
+            self.leave()
+            raise
+        self._holds(task)
+
+    def leave(self) -> None:
+        """Let the next one in."""
+        with self._lock:
+            self._holder = None
+            while self._waiting:
+                turn = self._waiting.popleft()
+                with contextlib.suppress(RuntimeError):  # that loop is closed
+                    turn.get_loop().call_soon_threadsafe(_grant, turn)
+                    return
+            self._free += 1
+
+    def _holds(self, task: asyncio.Task[object] | None) -> None:
+        if self._width == 1:
+            self._holder = task
+
+
+def _grant(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

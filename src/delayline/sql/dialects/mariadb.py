@@ -16,16 +16,22 @@ from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.sql.operators import in_op
 from sqlalchemy.sql.visitors import iterate
 
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, MissingExtra
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    InvalidMessage,
+    MissingExtra,
+    StorageFull,
+)
 from delayline.sql.dialect import TableIdentity
-from delayline.sql.dialects.mariadb_errors import DENIED, ROLLED_BACK, is_disconnect, number_of, translated
-from delayline.sql.dialects.server import ServerDialect, run, watch_of
+from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
 from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
-from delayline.sql.names import must_fit
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST
+from delayline.sql.schema import must_fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +45,96 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
+
+
+#: The connection is of no use any more: the server shuts down, has killed it, or is not there.
+DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
+#: Deadlocks end the whole transaction; whatever else fails undoes its statement only.
+ROLLED_BACK: Final = {1213, 1614}
+DENIED: Final = frozenset({1142, 1143})
+NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
+
+UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
+CREDENTIALS: Final = "{place} refuses this user: {cause}. Check the user and the password"
+RIGHTS: Final = "{place} does not allow this user that: {cause}. Run as an administrator: GRANT {missing}"
+#: A refusal names the missing commands, unless the user has no right at all on the database.
+REFUSED: Final = re.compile(r"(.+?) command denied to user .*? for (?:table|column) (.+)")
+EVERY_RIGHT: Final = "SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
+SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
+LOST: Final = "the connection to {place} is lost: {cause}"
+NAME: Final = "{place} cannot have a table of that name: {cause}. Choose another endpoint name or table_name"
+TLS: Final = "{place} and this machine agree on no encryption: {cause}. Check the ssl_ options in the URL"
+TEXT: Final = "{place} cannot keep this text: {cause}"
+FULL: Final = "{place} has no space left: {cause}"
+SHORT: Final = "{place} is short of resources: {cause}. Raise its limits, or connect less often"
+READ_ONLY: Final = "{place} is read-only, a replica perhaps: {cause}. Name the primary in the URL"
+NOT_REACHED: Final = "cannot reach {place}: {cause}. Check that the server runs and answers there"
+
+TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
+    (1045, 1130, 1251, 1698, 1820, 1862, 2059): (UNUSABLE, CREDENTIALS),
+    (1044, 1142, 1143, 1227, 1370): (UNUSABLE, RIGHTS),
+    (1049,): (UNUSABLE, "{place} does not exist: {cause}. Create it: CREATE DATABASE, or name another in the URL"),
+    (1146, 1932): (UNUSABLE, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
+    (1054, 1136, 1364): (UNUSABLE, SHAPE),
+    (1059, 1102, 1103, 1300): (ConfigurationError, NAME),
+    (2026, 3159, 4052): (UNUSABLE, TLS),
+    (1153, 1301): (InvalidMessage, "{place} cannot take something that large: {cause}. Raise max_allowed_packet"),
+    (1264, 1292, 1366, 1406): (InvalidMessage, TEXT),
+    (1021, 1114): (StorageFull, FULL),
+    (1037, 1038, 1040, 1041, 1129, 1135, 1203, 1206, 1226): (UNAVAILABLE, SHORT),
+    (1684,): (UNAVAILABLE, "another process is setting up {place}: {cause}"),
+    (1205, 3572): (UNAVAILABLE, "{place} did not get a lock in time: {cause}"),
+    (1020, 1213, 1305, 1613, 1614): (UNAVAILABLE, "{place} gave this transaction up in favour of another: {cause}"),
+    (1290, 1792, 1836): (UNAVAILABLE, READ_ONLY),
+    (1317, 1969, 3024): (UNAVAILABLE, "{place} has ended the statement: {cause}"),
+    (1053, 1927, 2006, 2013, 2014, 2055, 4031, 0): (UNAVAILABLE, LOST),
+    (1152, 1158, 1159, 1160, 1161): (UNAVAILABLE, LOST),
+    (1005, 1026, 1030, 1180, 1181): (UNAVAILABLE, "{place} cannot read or write its files: {cause}. Check its disk"),
+}
+BY_NUMBER: Final = {number: meaning for numbers, meaning in TRANSLATIONS.items() for number in numbers}
+
+
+def number_of(error: BaseException) -> int | None:
+    """Return the server's or the driver's number of an error, None for one that has none."""
+    arguments = cause_of(error).args
+    return arguments[0] if arguments and isinstance(arguments[0], int) else None
+
+
+def is_disconnect(error: Exception) -> bool:
+    """Tell whether the connection is of no use any more."""
+    return number_of(error) in DISCONNECTS
+
+
+def translated(error: Exception, place: str) -> Exception:
+    """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+    cause, number = _text(error), number_of(error)
+    if isinstance(error, UnicodeEncodeError):
+        return InvalidMessage(
+            TEXT.format(place=place, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
+        )
+    if number in {2002, 2003}:
+        if "SSL" in cause or "certificate" in cause:
+            return BackendUnusable(TLS.format(place=place, cause=cause))
+        return BackendUnavailable(NOT_REACHED.format(place=place, cause=cause))
+    if any(sign in cause for sign in NO_SPACE):
+        return StorageFull(FULL.format(place=place, cause=cause))
+    if number in BY_NUMBER:
+        kind, text = BY_NUMBER[number]
+        return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
+    return error
+
+
+def _missing(cause: str) -> str:
+    """Return the rights that a refusal says are missing, and on what."""
+    refused = REFUSED.match(cause)
+    return EVERY_RIGHT if refused is None else f"{refused[1]} ON {refused[2]}"
+
+
+def _text(error: BaseException) -> str:
+    """Return the server's text without the error numbers around it."""
+    arguments = cause_of(error).args
+    return str(arguments[1] if len(arguments) > 1 else arguments[0] if arguments else error).strip().rstrip(".")
+
 
 LONGEST_NAME: Final = 64  # characters
 LONGEST_FILE_NAME: Final = 250  # bytes; a table is a file, in whose name every special character takes five

@@ -119,7 +119,7 @@ class Postgresql(ServerDialect):
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""
-        from delayline.sql.dialects.postgresql_binary import use_binary
+        from delayline.sql.dialects.postgresql_copy import use_binary
 
         connection = super().connect()
         use_binary(_driver(connection))

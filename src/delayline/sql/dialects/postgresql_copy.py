@@ -1,7 +1,6 @@
-"""Many rows of messages by binary COPY, which asks less of the server than any INSERT.
+"""Binary COPY of many messages, which costs the server less than any INSERT.
 
-COPY knows nothing of ON CONFLICT: one that meets an id which is there already is undone as a whole, and the rows go in
-by an INSERT then.
+COPY has no ON CONFLICT: one with an id that is stored already is undone as a whole, and its rows go in by an INSERT.
 """
 
 from __future__ import annotations
@@ -12,12 +11,38 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
+from psycopg import Cursor
+from psycopg.pq import Format
+from psycopg.types.array import ListBinaryDumper
 
 from delayline.clock import to_microseconds
-from delayline.sql.dialects.postgresql_binary import COPY_END, COPY_HEADER, YEAR_2000
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from psycopg import Connection
+
+
+#: What binary COPY begins and ends with.
+COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+COPY_END: Final = b"\xff\xff"
+#: PostgreSQL counts microseconds from here, not from 1970.
+YEAR_2000: Final = 946_684_800_000_000
+
+
+def use_binary(connection: Connection[Any]) -> None:
+    """Let every cursor of the connection read in binary, and write lists so; other values are written as before."""
+    connection.adapters.register_dumper(list, ListBinaryDumper)
+    connection.cursor_factory = BinaryCursor
+
+
+class BinaryCursor(Cursor[Any]):
+    """A cursor that reads in binary."""
+
+    def __init__(self, connection: Connection[Any], **settings: Any) -> None:  # noqa: ANN401 - psycopg's own
+        super().__init__(connection, **settings)
+        self.format = Format.BINARY
+
 
 LEAST: Final = 100  # rows; fewer are inserted as fast in the time that its round trips take
 PART: Final = 64  # rows that are sent at once, so that the server takes some while the next are written

@@ -23,7 +23,7 @@ from psycopg.pq import ExecStatus
 
 from delayline.clock import to_microseconds
 from delayline.errors import NotStarted
-from delayline.sql.dialects.postgresql_binary import YEAR_2000
+from delayline.sql.dialects.postgresql_copy import YEAR_2000
 from delayline.sql.workers import WorkResult
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialects.postgresql import Postgresql
     from delayline.sql.prepared import Prepared
-    from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.sessions import Session
+    from delayline.sql.server_database import ServerDatabase, Session
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit

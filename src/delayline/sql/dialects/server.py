@@ -12,10 +12,9 @@ from sqlalchemy.pool import NullPool
 
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.deadlines import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, AnswerDeadline, StopLimit
+from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
 from delayline.sql.leases import LeaseColumn
-from delayline.sql.names import must_fit
-from delayline.sql.schema import timeouts_table
-from delayline.sql.server import IN_SESSION, NOT_COMMITTED
+from delayline.sql.schema import must_fit, timeouts_table
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -26,13 +25,12 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Executable, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import DecisionReader, PreparedTransactions, TableIdentity
+    from delayline.sql.dialect import DecisionReader, Inserts, PreparedTransactions, TableIdentity
     from delayline.sql.dialects.staging import Stage
     from delayline.sql.forwarding import TimeoutForwarding
     from delayline.sql.leases import Leases
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server import Inserts
     from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
 

@@ -21,11 +21,9 @@ from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
 from delayline.sql.dialect import TableIdentity
-from delayline.sql.dialects.sqlite_claims import FileClaims
-from delayline.sql.dialects.sqlite_notifications import PipeNotifications
+from delayline.sql.dialects.sqlite_files import FileClaims, PipeNotifications
 from delayline.sql.dialects.staging import need_arrow
-from delayline.sql.names import must_fit
-from delayline.sql.schema import timeouts_table
+from delayline.sql.schema import must_fit, timeouts_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

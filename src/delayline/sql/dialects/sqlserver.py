@@ -42,6 +42,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
+from delayline.sql.dialect import IN_SESSION
 from delayline.sql.dialects.server import ServerDialect, cause_of, run
 from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.sqlserver_errors import (
@@ -64,11 +65,9 @@ from delayline.sql.dialects.sqlserver_sql import (
 )
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.leases import LEASE
-from delayline.sql.names import must_fit
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import BINARY, CONTENT
-from delayline.sql.server import IN_SESSION
+from delayline.sql.schema import BINARY, CONTENT, must_fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
-    from delayline.sql.server import Server
+    from delayline.sql.dialect import Server
 
 COLUMNS: Final = "id, destination, due, headers, body"
 PREFIX: Final = "delayline_stage_"
