@@ -39,7 +39,7 @@ from delayline import (
     TransactionMode,
 )
 from delayline.events import Event
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -212,7 +212,7 @@ class Product:
 @contextlib.contextmanager
 def connected(url: str) -> Iterator[Connection]:
     """Provide a connection of its own, in autocommit."""
-    with Database.at(url).dialect.look() as connection:
+    with database_at(url).dialect.look() as connection:
         yield connection
 
 

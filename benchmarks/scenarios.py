@@ -27,7 +27,7 @@ from benchmarks.house import (
     store_on,
     together_rate,
 )
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.file_database import FileDatabase
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ async def rest(folder: Path) -> Figures:
     path, statements = folder / "rest.db", list[str]()
     async with store_on(path) as store:
         await fill_far(store, 1000)
-    database = Database.at(f"sqlite:///{path}")
+    database = database_at(f"sqlite:///{path}")
     assert isinstance(database, FileDatabase)
 
     def trace(connection: sqlite3.Connection, _: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -24,8 +25,12 @@ def eventually(condition: Callable[[], object], what: str = "the condition", pat
 async def eventually_async(
     condition: Callable[[], object], what: str = "the condition", patience: float = PATIENCE
 ) -> None:
-    """Like `eventually`, while the event loop runs on."""
+    """Like `eventually`, while the event loop runs on; the condition may be a coroutine function."""
     deadline = time.monotonic() + patience
-    while not condition():
+    while not await _result(condition()):
         assert time.monotonic() < deadline, f"not within {patience} s: {what}"
         await asyncio.sleep(INTERVAL)
+
+
+async def _result(found: object) -> object:
+    return await found if inspect.isawaitable(found) else found

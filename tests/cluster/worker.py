@@ -23,8 +23,9 @@ from delayline import Endpoint, Event, StoredDelivery, TransactionMode
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.dialect import Moved
 from delayline.sql.dialects.postgresql import PostgresqlForwarding
-from delayline.sql.forwarding import FileForwarding, LockedForwarding, Moved
+from delayline.sql.forwarding import FileForwarding, LockedForwarding
 from delayline.testing import Fault, FaultyStore, FaultyTransport
 from delayline.testing.faults import Faulty
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery

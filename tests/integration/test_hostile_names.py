@@ -11,7 +11,7 @@ import pyarrow as pa
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk.staging import Staging
 from delayline.external import ExternalTransaction
-from delayline.sql.dialects.staging import OnConflict
+from delayline.sql.dialect import OnConflict
 from delayline.testing.conformance.messages import delayed, operation
 
 SCHEMA = "50%s of {it} \"and\" 'more' %% VALUES ("

@@ -24,7 +24,7 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.server_database import ServerDatabase
 from delayline.testing.conformance.messages import delayed, operation
 
@@ -228,7 +228,7 @@ async def test_a_start_in_which_mariadb_is_killed_raises_backend_unavailable(sta
         endpoint = Endpoint(
             "shop", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))
         )
-        database = Database.at(url)
+        database = database_at(url)
         assert isinstance(database, ServerDatabase)
         with killing_at(statement, database, server.kill), pytest.raises(BackendUnavailable, match="lost"):
             await endpoint.start()

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.server_database import WORKERS, ServerDatabase
 from delayline.testing.conformance.messages import delayed
 
@@ -30,7 +30,7 @@ class Distant:
     def __init__(self, wire: Wire, url: str, near_url: str) -> None:
         self.wire = wire
         self.store, self.near = SqlDelayedMessageStore(url), SqlDelayedMessageStore(near_url)
-        database = Database.at(url)
+        database = database_at(url)
         assert isinstance(database, ServerDatabase)
         self.database = database
 

@@ -14,7 +14,7 @@ import pytest
 
 from delayline import BackendUnavailable, NotStarted, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.message import in_utc
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.server_database import TRANSACTIONS, ServerDatabase
 from delayline.testing.conformance.messages import AT, delayed, operation
 
@@ -69,7 +69,7 @@ async def transport(postgresql_url: str) -> AsyncIterator[SqlTransport]:
 
 @pytest.fixture
 def database(postgresql_url: str) -> ServerDatabase:
-    database = Database.at(postgresql_url)
+    database = database_at(postgresql_url)
     assert isinstance(database, ServerDatabase)
     return database
 

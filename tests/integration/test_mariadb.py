@@ -28,7 +28,7 @@ from delayline import (
 from delayline.events import Event
 from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.dialects.mariadb import HEADROOM, Mariadb
 from delayline.sql.dialects.server import run
 from delayline.sql.prepared import LONGEST_LIST
@@ -70,7 +70,7 @@ async def opened(url: str, endpoint: str = "orders") -> SqlDelayedMessageStore:
 
 
 def server_database(url: str) -> ServerDatabase:
-    database = Database.at(url)
+    database = database_at(url)
     assert isinstance(database, ServerDatabase)
     return database
 

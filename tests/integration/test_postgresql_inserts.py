@@ -22,7 +22,7 @@ from delayline import (
     SqlDelayedMessageStore,
     TransactionMode,
 )
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.dialects import postgresql_inserts
 from delayline.sql.dialects.postgresql import PART
 from delayline.sql.dialects.postgresql_inserts import LARGEST
@@ -102,7 +102,7 @@ def descriptors() -> int:
 
 async def test_no_thread_takes_part(store: SqlDelayedMessageStore, postgresql_url: str) -> None:
     # Given worker threads that are all busy
-    database = Database.at(postgresql_url)
+    database = database_at(postgresql_url)
     assert isinstance(database, ServerDatabase)
     end, busy = threading.Event(), threading.Barrier(WORKERS + 1)
 

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.dialects.server import run
 from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.server_database import TRANSACTIONS, ServerDatabase
@@ -33,7 +33,7 @@ async def store(postgresql_url: str) -> AsyncIterator[SqlDelayedMessageStore]:
 
 @pytest.fixture
 def database(postgresql_url: str) -> ServerDatabase:
-    database = Database.at(postgresql_url)
+    database = database_at(postgresql_url)
     assert isinstance(database, ServerDatabase)
     return database
 
@@ -129,7 +129,7 @@ async def test_a_removal_of_very_many_that_fails_has_removed_none(postgresql_url
 
 async def test_options_of_the_url_are_added_to_ours(postgresql_url: str) -> None:
     # Given a URL whose options name a setting that we set too, and one that we do not
-    database = Database.at(f"{postgresql_url}?options=-c%20lock_timeout%3D200ms%20-c%20work_mem%3D5MB")
+    database = database_at(f"{postgresql_url}?options=-c%20lock_timeout%3D200ms%20-c%20work_mem%3D5MB")
     await database.open()
     try:
         # When a connection is made, then theirs win, and ours stay

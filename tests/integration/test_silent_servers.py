@@ -24,7 +24,7 @@ from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDelay
 from delayline.delayed.delivery import StoredDelivery
 from delayline.endpoint import log_and_stop
 from delayline.errors import DelaylineError
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.server_database import PING_AFTER
 from delayline.sync import SyncEndpoint
 
@@ -391,7 +391,7 @@ async def test_a_start_that_finds_silence_is_stopped_in_time(postgresql_url: str
         transport=SqlTransport(postgresql_url),
         delayed_delivery=StoredDelivery(SqlDelayedMessageStore(postgresql_url)),
     )
-    database = Database.at(postgresql_url)
+    database = database_at(postgresql_url)
     await database.open()  # so that the start does not fail to connect
     frozen.stop()
     try:
@@ -442,7 +442,7 @@ def test_sigterm_ends_a_process_whose_server_is_silent(server_url: str, frozen: 
 
 async def test_a_lock_that_is_waited_for_is_no_silence(server_url: str) -> None:
     store = SqlDelayedMessageStore(server_url, server_timeout=9)
-    database = Database.at(server_url)
+    database = database_at(server_url)
     await store.setup_infrastructure("orders")
     await database.open()
     dialect = database.dialect

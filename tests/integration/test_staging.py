@@ -18,7 +18,7 @@ from delayline import BackendUnavailable, BackendUnusable, ConfigurationError, D
 from delayline.bulk.ledger import Committed
 from delayline.bulk.staging import STREAMS, Staging
 from delayline.sql import SqlDelayedMessageStore
-from delayline.sql.dialects.staging import OnConflict
+from delayline.sql.dialect import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.file_database import FileDatabase
 
 if TYPE_CHECKING:
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 def database_of(file: Path, options: str = "") -> FileDatabase:
     """Return this process's database for the file."""
-    database = Database.at(f"sqlite:///{file}{options}")
+    database = database_at(f"sqlite:///{file}{options}")
     assert isinstance(database, FileDatabase)
     return database

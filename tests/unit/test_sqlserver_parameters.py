@@ -138,7 +138,7 @@ def statements(dialect: SqlServer) -> Iterator[tuple[str, Prepared, Sequence[str
     store = StoreStatements(table, dialect)
     leases = LeaseTable(table, tables, dialect)
     timeouts = TimeoutStatements(timeout_table("Sales_", "dbo", dialect), tables, dialect)
-    owners: list[Any] = [store, leases, LockStatements(store, dialect, leases), dialect.forwarding(store, tables)]
+    owners: list[Any] = [store, leases, LockStatements(store, dialect, leases), dialect.forwarding(table, tables)]
     owners += [
         QueueStatements(tables, dialect),
         timeouts,

@@ -119,7 +119,7 @@ def on(results: list[list[tuple[Any, ...]] | None]) -> Any:  # noqa: ANN401 - st
 
 @pytest.mark.parametrize("results", [[[(0, -1)]], [None, [(0, -1)]], [None, None, [(0, -1)], None]])
 def test_locks_are_read_whatever_comes_before_them(results: list[list[tuple[Any, ...]] | None]) -> None:
-    locks = ApplicationLocks(SimpleNamespace(session=lambda: None), 'it\'s [a] "table";--')  # type: ignore[arg-type]
+    locks = ApplicationLocks(SimpleNamespace(session=lambda: None), 'it\'s [a] "table";--')
     assert locks.try_lock(on(results), [7, 8]) == {7}
 
 

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.schema import CreateTable
 
 from delayline import ConfigurationError
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.schema import queue_tables
 from delayline.timeouts import SqlTimeoutPersister
 from delayline.timeouts.nservicebus import TimeoutTimes, table_prefix, timeout_table
@@ -63,7 +63,7 @@ INDEXES = {
 
 @pytest.mark.parametrize("product", list(COLUMNS))
 def test_columns_and_indexes_are_those_of_the_reference(product: str) -> None:
-    dialect = Database.at(URLS[product]).dialect
+    dialect = database_at(URLS[product]).dialect
     table = timeout_table(table_prefix("Sales.Eu"), dialect.schema_of(None), dialect)
     text = re.sub(r'["`\[\]]', "", str(CreateTable(table).compile(dialect=dialect.sql)))
     lines = [line.strip().rstrip(",") for line in text.splitlines() if line.startswith("\t")]
@@ -75,7 +75,7 @@ def test_columns_and_indexes_are_those_of_the_reference(product: str) -> None:
 
 @pytest.mark.parametrize("url", URLS.values())
 def test_statements_compile_for_every_product(url: str) -> None:
-    dialect = Database.at(url).dialect
+    dialect = database_at(url).dialect
     table = timeout_table("s_", dialect.schema_of(None), dialect)
     statements = TimeoutStatements(table, queue_tables(dialect.schema_of(None)), dialect)
     assert "TimeoutData" in statements._lock.sql
@@ -85,7 +85,7 @@ def test_statements_compile_for_every_product(url: str) -> None:
 
 @pytest.mark.parametrize("product", list(URLS))
 def test_due_times_are_never_rounded_down(product: str) -> None:
-    times = TimeoutTimes(Database.at(URLS[product]).dialect)
+    times = TimeoutTimes(database_at(URLS[product]).dialect)
     step = timedelta(seconds=1) if product in {"mysql", "mariadb"} else timedelta(milliseconds=4)
     for microsecond in (0, 1, 3_334, 500_000, 999_999):
         due = datetime(2026, 12, 31, 23, 59, 59, microsecond, tzinfo=UTC)
@@ -95,7 +95,7 @@ def test_due_times_are_never_rounded_down(product: str) -> None:
 
 
 def test_due_times_of_another_zone_are_kept_in_utc() -> None:
-    times = TimeoutTimes(Database.at(URLS["postgresql"]).dialect)
+    times = TimeoutTimes(database_at(URLS["postgresql"]).dialect)
     due = datetime.fromisoformat("2026-06-01T12:00:00+02:00")
     assert times.kept(due) == datetime(2026, 6, 1, 10)  # noqa: DTZ001 - as the column keeps it
 

@@ -14,8 +14,10 @@ from delayline.bulk.ledger import CLOSED, Committed, JobLedger
 from delayline.bulk.staging import blocking, earliest_due, new_area
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.dialects.staging import breaks_a_key
+from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import queue_tables
 from delayline.sql.statements import StoreStatements, store_channel
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.dialects.staging import Stage
+    from delayline.sql.dialect import Stage
 
 Result = TypeVar("Result")
 
@@ -66,7 +68,7 @@ class LedgerBatchWriter:
         await database.open()
         stack.push_async_callback(database.close)
         statements = StoreStatements(self.table, database.dialect)
-        database.rows(statements, queue_tables(self.table.schema))  # with them its notifications know the table
+        row_claims(database, statements, queue_tables(self.table.schema))  # with them its notifications know the table
         return database
 
     @job_work
@@ -106,7 +108,7 @@ class LedgerBatchWriter:
 
     @cached_property
     def _database(self) -> Database:
-        return Database.at(self.url)
+        return database_at(self.url)
 
     @cached_property
     def _stage(self) -> Stage:

@@ -12,7 +12,7 @@ from sqlalchemy.schema import CreateTable
 
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.deadlines import long_work
 from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, text
 
@@ -93,7 +93,7 @@ class DispatcherControl:
     """The rows of all dispatchers in one schema of one database, where their store is."""
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
-        self._database = Database.at(url)
+        self._database = database_at(url)
         self._dialect = self._database.dialect
         self._tables = dispatcher_tables(self._dialect.schema_of(schema))
 

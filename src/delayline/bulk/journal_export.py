@@ -13,7 +13,7 @@ from sqlalchemy import delete, func, insert, inspect, select
 
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.journal import journal_tables
 
@@ -42,7 +42,7 @@ class JournalExport:
     """The way out of the journal that is in one schema of one database."""
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
-        self._database = Database.at(url)
+        self._database = database_at(url)
         self._dialect = self._database.dialect
         self._tables = journal_tables(self._dialect.schema_of(schema))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import func, select
 
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.schema import in_order
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class PendingScan:
     """The pending messages of one store's table that meet all conditions."""
 
     def __init__(self, url: str, table_name: str, schema: str | None, conditions: Sequence[Condition]) -> None:
-        self._dialect = Database.at(url).dialect
+        self._dialect = database_at(url).dialect
         dialect = self._dialect
         self._table = dialect.timeouts_table(dialect.kept_name(table_name), dialect.schema_of(schema))
         self._conditions = [self._compared(*condition) for condition in conditions]

@@ -20,9 +20,12 @@ from delayline.bulk.ledger import Committed, JobLedger, check_run
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
-from delayline.sql.dialects.staging import PREFIX, OnConflict, breaks_a_key, doubled_id
+from delayline.sql.dialect import OnConflict
+from delayline.sql.dialects.staging import PREFIX, breaks_a_key, doubled_id
 from delayline.sql.journal import Journal, JournalEvent
+from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import queue_tables
 from delayline.sql.statements import StoreStatements, store_channel
 
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
-    from delayline.sql.dialects.staging import Stage
+    from delayline.sql.dialect import Stage
 
 Result = TypeVar("Result")
 #: What all streams write to.
@@ -161,7 +164,7 @@ class Staging:
     def _database(self) -> Database:
         found: Database | None = self.__dict__.get("_kept_database")
         if found is None:
-            found = self.__dict__["_kept_database"] = Database.at(self.url)
+            found = self.__dict__["_kept_database"] = database_at(self.url)
         return found
 
     @property
@@ -211,7 +214,7 @@ class Staging:
     async def _and_tell(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
         database, table = self._database, self._store_table
         statements = StoreStatements(table, database.dialect)
-        database.rows(statements, queue_tables(table.schema))  # with them its notifications know the table
+        row_claims(database, statements, queue_tables(table.schema))  # with them its notifications know the table
         committed = await database.write(move)
         earliest = [one.earliest for one in attempts if one.earliest is not None]
         if committed.stored and earliest and not committed.repeated:

@@ -16,7 +16,7 @@ from sqlalchemy.schema import CreateTable
 from delayline.bulk.scan import readings
 from delayline.errors import BackendUnavailable
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import CONTENT, DUE, text
@@ -67,7 +67,7 @@ class StreamClaims:
     """One stream's way of taking messages out of a store; of two with one name, the later one goes on."""
 
     def __init__(self, url: str, table_name: str, schema: str | None, app: str) -> None:
-        self._database = Database.at(url)
+        self._database = database_at(url)
         self._store = SqlDelayedMessageStore(url, table_name=table_name, schema=schema)
         self._readers, self._taken = tables(self._database.dialect.schema_of(schema))
         self._app = app

@@ -12,6 +12,7 @@ from sqlalchemy.sql import quoted_name
 
 from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ class TableSource(ABC):
         """This process's database for the URL."""
         found: Database | None = self.__dict__.get("_kept_database")
         if found is None:
-            found = self.__dict__["_kept_database"] = Database.at(self.url)
+            found = self.__dict__["_kept_database"] = database_at(self.url)
         return found
 
     @property

@@ -17,7 +17,7 @@ from delayline.bulk.staging import Attempt, blocking
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.writer import completed
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.journal import Journal
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ColdTier:
         self.options = options
         self.store = StoreOptions.of(options)
         self.path = path
-        self._database = Database.at(self.store.address)
+        self._database = database_at(self.store.address)
         dialect = self._database.dialect
         table = dialect.timeouts_table(dialect.kept_name(self.store.table), dialect.schema_of(self.store.schema))
         self.catalog = ColdFiles(dialect, table)

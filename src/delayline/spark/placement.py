@@ -52,7 +52,8 @@ from delayline.spark.options import COLUMNS, choice
 from delayline.spark.sources import HIDDEN
 from delayline.spark.validation import INSTANT, Validator, valid_rows
 from delayline.sql.database import Database
-from delayline.sql.dialects.staging import OnConflict
+from delayline.sql.databases import database_at
+from delayline.sql.dialect import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -137,7 +138,7 @@ class PartitionLedger:
 
     async def opened(self, stack: AsyncExitStack) -> Database:
         """Open the database until the stack closes."""
-        database = Database.at(self._store.address)
+        database = database_at(self._store.address)
         await database.open()
         stack.push_async_callback(database.close)
         return database
@@ -363,7 +364,7 @@ class _Job:
     @property
     def _database(self) -> Database:
         assert self._store is not None  # noqa: S101 - only a job with a store has a transaction
-        return Database.at(self._store.address)
+        return database_at(self._store.address)
 
     def _repeated(self, before: Committed, parameters: JobParameters) -> Placed:
         """Return the counts of the attempt that has committed."""

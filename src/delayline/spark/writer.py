@@ -18,7 +18,7 @@ from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders
 from delayline.spark.options import COLUMNS, StoreOptions, choice
 from delayline.spark.validation import invalid_reasons, raise_for_invalid, valid_rows
-from delayline.sql.dialects.staging import OnConflict
+from delayline.sql.dialect import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Table
 
     from delayline.clock import Clock
-    from delayline.sql.transactions import SqlTransaction, TwoPhaseTransaction
-    from delayline.sql.two_phase import TwoPhaseCommit
+    from delayline.sql.transactions import SqlTransaction
+    from delayline.sql.two_phase import TwoPhaseCommit, TwoPhaseTransaction
 
 
 class SqlBackend:
@@ -23,7 +23,7 @@ class SqlBackend:
     def __init__(
         self, url: str, schema: str | None, two_phase: TwoPhaseCommit | None, server_timeout: float | None = None
     ) -> None:
-        self._database = Database.at(url, server_timeout)
+        self._database = database_at(url, server_timeout)
         self._schema = self._database.dialect.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._two_phase = two_phase

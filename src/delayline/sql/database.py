@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
-from urllib.parse import unquote
-from weakref import WeakValueDictionary
 
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
-
-from delayline.checks import full_scheme
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
-from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING, checked_timeout
+from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING
 from delayline.sql.external import hold_of
 from delayline.sql.setup import texts
-from delayline.sql.transactions import EnlistedTransaction, SqlTransaction, TwoPhaseTransaction
+from delayline.sql.transactions import CompositeTransaction, EnlistedTransaction, SqlTransaction
 from delayline.sql.workers import in_thread, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from sqlalchemy import URL, Connection, Executable, Table
+    from sqlalchemy import Connection, Executable, Table
 
     from delayline.clock import Clock
     from delayline.external import ExternalTransaction
     from delayline.sql.dialect import Claims, Dialect, TableIdentity
     from delayline.sql.notifications import Notifications
     from delayline.sql.prepared import Prepared
-    from delayline.sql.row_claims import RowClaims
-    from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import Checkout
     from delayline.transaction import Transaction
 
@@ -46,7 +36,7 @@ SOON: Final = timedelta(hours=1)
 
 
 class Database(ABC):
-    """Runs SQL in worker threads. Get one with `Database.at`; every `open` needs a `close`.
+    """Runs SQL in worker threads. Get one with `database_at`; every `open` needs a `close`.
 
     May be used from several event loops.
     """
@@ -55,36 +45,10 @@ class Database(ABC):
     #: Whether a transaction locks only the rows it touches, so that it may stay open for a while.
     locks_rows: ClassVar[bool]
 
-    _shared: ClassVar[WeakValueDictionary[Hashable, Database]] = WeakValueDictionary()
-    _sharing: ClassVar[threading.Lock] = threading.Lock()
-
     def __init__(self) -> None:
         self._users = 0
         self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
-
-    @classmethod
-    def at(cls, url: str, server_timeout: float | None = None) -> Database:
-        """Return this process's database for the URL, without opening it. Raises ConfigurationError.
-
-        server_timeout: seconds to wait for an answer; by default from the URL. If several are given for one database,
-        the shortest applies.
-        """
-        try:
-            unquote(url, errors="strict").replace("\0", "\udc00").encode()  # rejects NUL and invalid UTF-8
-            parsed = make_url(full_scheme(url))
-        except (ArgumentError, ValueError):
-            raise ConfigurationError(
-                "the database URL cannot be read; write it like sqlite:///file.db or "
-                "postgresql://user:password@host/database, with special characters in the password as %XX, in UTF-8"
-            ) from None  # its text may have a part of the password
-        named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
-        database = _new(parsed.difference_update_query(["server_timeout"]))
-        with cls._sharing:
-            shared = cls._shared.setdefault(database.domain, database)
-            if named is not None:
-                shared.limit_waits(checked_timeout(named))
-            return shared
 
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or as long as was said before if that is shorter."""
@@ -190,7 +154,7 @@ class Database(ABC):
         """
         if transaction is None:
             return await self._write_alone(work, one_statement=one_statement)
-        if isinstance(transaction, TwoPhaseTransaction):
+        if isinstance(transaction, CompositeTransaction):
             return await transaction.branch(self).run(work)
         if isinstance(transaction, SqlTransaction | EnlistedTransaction) and transaction.domain == self.domain:
             return await transaction.run(work)
@@ -268,10 +232,6 @@ class Database(ABC):
         """Return this process's claims on one table's rows."""
 
     @abstractmethod
-    def rows(self, statements: StoreStatements, tables: QueueTables) -> RowClaims:
-        """Return the row claims of a store's table."""
-
-    @abstractmethod
     def before_fork(self) -> None:
         """Come to rest."""
 
@@ -319,72 +279,3 @@ class Database(ABC):
             return work()
         except self.dialect.errors as error:
             raise self.dialect.translated(error) from error
-
-
-def _new(url: URL) -> Database:
-    """Return a database object; a product's driver is loaded only when a URL names it."""
-    match url.get_backend_name():
-        case "sqlite":
-            try:
-                from delayline.sql.file_database import FileDatabase
-            except ModuleNotFoundError as error:
-                if error.name != "fcntl":
-                    raise
-                raise ConfigurationError(
-                    "delayline on SQLite needs POSIX file locks, which Windows does not have: run it in WSL, or on "
-                    "Linux or macOS"
-                ) from error
-            return FileDatabase(url)
-        case "postgresql":
-            from delayline.sql.dialects.postgresql import Postgresql
-            from delayline.sql.server_database import ServerDatabase
-
-            return ServerDatabase(Postgresql(url))
-        case "mssql":
-            from delayline.sql.dialects.sqlserver import SqlServer
-            from delayline.sql.server_database import ServerDatabase
-
-            return ServerDatabase(SqlServer(url))
-        case "mariadb" | "mysql" as product:
-            from delayline.sql.dialects.mariadb import Mariadb, Mysql
-            from delayline.sql.server_database import ServerDatabase
-
-            return ServerDatabase(Mariadb(url) if product == "mariadb" else Mysql(url))
-        case other:
-            raise ConfigurationError(
-                f"no SQL dialect for {other!r} URLs; supported: sqlite:///file.db, postgresql://user@host/database, "
-                "and mariadb:, mysql: and mssql: likewise"
-            )
-
-
-class _Fork:
-    """What happens to the databases when the process forks."""
-
-    databases: ClassVar[list[Database]] = []
-
-    @classmethod
-    def before(cls) -> None:
-        Database._sharing.acquire()  # a child must not inherit it from another thread's hands
-        cls.databases = list(Database._shared.values())
-        for database in cls.databases:
-            database.before_fork()
-
-    @classmethod
-    def in_parent(cls) -> None:
-        for database in cls.databases:
-            database.after_fork()
-        cls._end()
-
-    @classmethod
-    def in_child(cls) -> None:
-        for database in cls.databases:
-            database.after_fork_in_child()
-        cls._end()
-
-    @classmethod
-    def _end(cls) -> None:
-        cls.databases = []
-        Database._sharing.release()
-
-
-os.register_at_fork(before=_Fork.before, after_in_parent=_Fork.in_parent, after_in_child=_Fork.in_child)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime, timedelta
 
+    import pyarrow as pa
     import sqlalchemy
     from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
-    from delayline.sql.dialects.staging import Stage
-    from delayline.sql.forwarding import Forwarding, TimeoutForwarding
-    from delayline.sql.leases import Leases
     from delayline.sql.notifications import ServerNotifications
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.statements import StoreStatements
+    from delayline.sql.server_clock import ServerClock
 
 
+Result = TypeVar("Result")
 #: A finding of `doctor`: its subject, whether it is as it should be, and its value.
 Finding = tuple[str, bool, str]
 
@@ -100,20 +100,282 @@ class PreparedTransactions(Protocol):
         ...
 
 
-class Dialect(Protocol):
-    """One database of one product: its SQL, its errors, its ways to begin and end."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How many messages moved, to which queues, and how many due ones were passed over."""
+
+    number: int
+    queues: set[str]
+    left: int = 0
+    next_due: Any = None
+    """What the due column keeps of the earliest message left, or `until` where more may be due; None for none left."""
+    reached: Any = None
+    """What the due column keeps of a message such that nothing movable is due before it; None where unknown."""
+
+
+class Forwarding(Protocol):
+    """Moves the earliest due messages of one store's table on a server."""
+
+    one_statement: bool
+    """Whether `run` is a single statement."""
+
+    def run(
+        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+    ) -> Moved:
+        """Move messages due from `since` on, where given, and say what became of them.
+
+        `next_due` is `until` where more may be due, else None.
+
+        Those that need more than moving are passed over: their queue does not exist, or their headers hold
+        properties that are meant for the dispatch only, or a time to be received.
+        """
+        ...
+
+
+class TimeoutForwarding(Protocol):
+    """Moves the earliest expired timeouts of one table on a server, in a single statement."""
+
+    def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
+        """Move expired timeouts and return the result; `next_due` is when the next one expires or its lease ends.
+
+        Skips timeouts that need more than moving: an unknown queue, or headers that the dispatcher has to read.
+        at, until: the present time in the types of leases and of due times; sent: the same as a header.
+        """
+        ...
+
+
+class Leases(Protocol):
+    """The leases on one store's messages."""
+
+    in_row: ClassVar[bool]
+    """Whether leases are columns of the row: then they end with it, and a transaction that locks it sees the latest."""
+    free: ColumnElement[bool]
+    """The condition that nobody has leased the row."""
+
+    def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
+        """Lease messages whose rows are locked; return the ones that no other process leased at the same moment."""
+        ...
+
+    def end(self, connection: Connection, ids: Sequence[str]) -> None:
+        """End the leases on these messages."""
+        ...
+
+
+class OnConflict(StrEnum):
+    """What becomes of a message whose id waits already."""
+
+    FAIL = "fail"
+    IGNORE = "ignore"
+    REPLACE = "replace"
+
+
+class Stage(Protocol):
+    """A staging area in one database. `write` is called in tasks, the others on the driver."""
+
+    table: Table
+    """Where the rows are when `move` is called."""
+
+    def create(self, connection: Connection) -> None:
+        """Make it, unless it is there."""
+        ...
+
+    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
+        """Stage the rows on a separate connection; raises if the staging area is gone."""
+        ...
+
+    def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
+        """Make the attempts' rows ready to be moved and return how many there are."""
+        ...
+
+    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
+        """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
+        ...
+
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
+        ...
+
+    def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
+        """Delete the rows of the attempts, and of those with a number below `before`."""
+        ...
+
+    def drop(self, connection: Connection) -> None:
+        """Remove it."""
+        ...
+
+    def found(self, connection: Connection) -> Sequence[str]:
+        """Return the names of all staging areas beside this one."""
+        ...
+
+    def named(self, name: str) -> Stage:
+        """Return another one."""
+        ...
+
+
+#: Set on a connection whose commit failed: if the connection is lost as well, the outcome is unknown.
+NOT_COMMITTED: Final = "delayline not committed"
+
+
+#: Noted of a connection whose session limits its waits.
+IN_SESSION: Final = "delayline session"
+
+
+@dataclass(frozen=True, slots=True)
+class JournalTriggers:
+    """Templates of the statements about the triggers that write a store's journal.
+
+    Names in braces are those of tables, quoted, and `store`, a literal.
+    """
+
+    create: Mapping[str, str]
+    drop: str
+    found: str
+    """The query for the names of a table's triggers."""
+    needs_rights: bool = False
+    """Whether triggers run with the rights of the user that changes a row, not with their owner's."""
+
+
+class Inserts(Protocol):
+    """A short way for the insert of a single message, outside transactions."""
+
+    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
+        """Insert the row; False when it has to go the ordinary way, and nothing was done."""
+        ...
+
+    def close(self) -> None:
+        """Finish the work in progress and accept no more; blocks."""
+        ...
+
+
+class ServerClaims(Claims, Protocol):
+    """Claims on the rows of one table, held by a connection."""
+
+    def close(self) -> None:
+        """Give up every claim."""
+        ...
+
+
+class ValueTypes(Protocol):
+    """How a product's columns keep values, and its clock."""
 
     clock_tick: timedelta
     """The resolution of the clock that `in_seconds` reads: it may be read that much too early."""
 
-    server_timeout: float
-    """Seconds to wait for an answer of the server."""
-
     largest_message: int
     """How many bytes the headers and the body of a message may have together, so that it can also be read again."""
 
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the database's time so many seconds from now, as the due column keeps times."""
+        ...
+
+    def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
+        """Return the due column's value for `due`, rounded up to its precision."""
+        ...
+
+    def to_until(self, at: datetime) -> Any:  # noqa: ANN401 - as above
+        """Return the value that due times are compared with: never later than `at`."""
+        ...
+
+    def from_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
+        """Return the due time that the column keeps."""
+        ...
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the due column as microseconds since 1970 UTC."""
+        ...
+
+    def headers_of(self, message: Message) -> bytes:
+        """Return a message's headers as the store's table keeps them."""
+        ...
+
+
+class StatementWords(Protocol):
+    """The parts of statements that differ between products."""
+
     forces_indexes: bool
     """Whether statements name the indexes to use, which then have to exist."""
+
+    @property
+    def sql(self) -> sqlalchemy.Dialect:
+        """SQLAlchemy's dialect, which statements are compiled for."""
+        ...
+
+    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        """Return the condition that the column is one of the list bound as `name`."""
+        ...
+
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return a destination's column such that it equals a text only character for character."""
+        ...
+
+    @property
+    def journal(self) -> JournalTriggers | None:
+        """The triggers that write a store's journal; None where none can be kept."""
+        ...
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is."""
+        ...
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Run the insert for every row."""
+        ...
+
+    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
+        """Return how expired timeouts move inside the server, or None where they do not."""
+        ...
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return the staging area of that name for bulk writes to `store`.
+
+        Raises ConfigurationError where the product has none, and MissingExtra without pyarrow.
+        """
+        ...
+
+
+class Catalog(Protocol):
+    """The tables of one database: names, set-up, checks and rights."""
+
+    def kept_name(self, table: str) -> str:
+        """Return the name under which the database keeps a table; raises ConfigurationError for one too long."""
+        ...
+
+    def schema_of(self, schema: str | None) -> str | None:
+        """Return the schema that the user has named, or the one to use, None for the connection's own."""
+        ...
+
+    def timeouts_table(self, name: str, schema: str | None) -> Table:
+        """Return the table of a delayed message store, whose columns have the names that `schema` gives them."""
+        ...
+
+    def make(self, connection: Connection, step: Executable) -> None:
+        """Run a DDL statement; ignores an object that another process has just created."""
+        ...
+
+    def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
+        """Let one process at a time create tables, in the transaction that is open."""
+        ...
+
+    def place(self, connection: Connection, table: Table) -> TableIdentity:
+        """Return the table's identity, the same on any connection to this product; uses cursors only."""
+        ...
+
+    def findings(self, connection: Connection) -> list[Finding]:
+        """Return the findings about the database for `delayline doctor`."""
+        ...
+
+    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
+        """Return the GRANT statements for missing rights on existing tables."""
+        ...
+
+    @property
+    def rights_to_store(self) -> Sequence[str]:
+        """The rights on its table that storing messages needs."""
+        ...
+
+
+class TransactionControl(Protocol):
+    """How transactions begin and end."""
 
     @property
     def identity(self) -> Hashable:
@@ -128,115 +390,6 @@ class Dialect(Protocol):
     @property
     def two_phase(self) -> PreparedTransactions | None:
         """How transactions are prepared; None where they cannot be."""
-        ...
-
-    @property
-    def sql(self) -> sqlalchemy.Dialect:
-        """SQLAlchemy's dialect, which statements are compiled for."""
-        ...
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The driver's exceptions, raw and wrapped by SQLAlchemy."""
-        ...
-
-    def kept_name(self, table: str) -> str:
-        """Return the name under which the database keeps a table; raises ConfigurationError for one too long."""
-        ...
-
-    def schema_of(self, schema: str | None) -> str | None:
-        """Return the schema that the user has named, or the one to use, None for the connection's own."""
-        ...
-
-    def timeouts_table(self, name: str, schema: str | None) -> Table:
-        """Return the table of a delayed message store, whose columns have the names that `schema` gives them."""
-        ...
-
-    def must_exist(self) -> None:
-        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
-        ...
-
-    def look(self) -> AbstractContextManager[Connection]:
-        """Return a connection to look around with: nothing is made or changed, not even by opening it."""
-        ...
-
-    def make(self, connection: Connection, step: Executable) -> None:
-        """Run a DDL statement; ignores an object that another process has just created."""
-        ...
-
-    def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
-        """Let one process at a time create tables, in the transaction that is open."""
-        ...
-
-    def findings(self, connection: Connection) -> list[Finding]:
-        """Return what can be told of the database, for `delayline doctor`."""
-        ...
-
-    def translated(self, error: Exception) -> Exception:
-        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-        ...
-
-    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return the database's time so many seconds from now, as the due column keeps times."""
-        ...
-
-    def place(self, connection: Connection, table: Table) -> TableIdentity:
-        """Return where the table is, seen from any connection to this product; uses cursors only."""
-        ...
-
-    def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
-        """Return the due column's value for `due`, rounded up to its precision."""
-        ...
-
-    def to_until(self, at: datetime) -> Any:  # noqa: ANN401 - as above
-        """Return what due times are compared with: never later than `at`."""
-        ...
-
-    def headers_of(self, message: Message) -> bytes:
-        """Return a message's headers as the store's table keeps them."""
-        ...
-
-    def from_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
-        """Return the due time that the column keeps."""
-        ...
-
-    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
-        """Return the due column as microseconds since 1970 UTC."""
-        ...
-
-    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Return the condition that the column is one of the list bound as `name`."""
-        ...
-
-    def plans_without(self, error: Exception) -> bool:
-        """Tell whether set-up can be planned in spite of the error, which kept the server from being asked."""
-        ...
-
-    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANT statements for missing rights on existing tables."""
-        ...
-
-    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
-        """Return a destination's column such that it equals a text only character for character."""
-        ...
-
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is."""
-        ...
-
-    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Run the insert for every row."""
-        ...
-
-    def stage(self, store: Table, name: str) -> Stage:
-        """Return the staging area of that name for bulk writes to `store`.
-
-        Raises ConfigurationError where the product has none, and MissingExtra without pyarrow.
-        """
-        ...
-
-    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
-        """Return how expired timeouts move inside the server, or None where they do not."""
         ...
 
     def begin(self, connection: Connection) -> None:
@@ -264,36 +417,97 @@ class Dialect(Protocol):
         ...
 
 
-#: Set on a connection whose commit failed: if the connection is lost as well, the outcome is unknown.
-NOT_COMMITTED: Final = "delayline not committed"
+class DatabaseAccess(Protocol):
+    """Connections outside the database's own, and the errors of its driver."""
+
+    server_timeout: float
+    """Seconds to wait for an answer of the server."""
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """The driver's exceptions, raw and wrapped by SQLAlchemy."""
+        ...
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        ...
+
+    def plans_without(self, error: Exception) -> bool:
+        """Return whether set-up can be planned in spite of the error, which kept the server from being asked."""
+        ...
+
+    def must_exist(self) -> None:
+        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
+        ...
+
+    def look(self) -> AbstractContextManager[Connection]:
+        """Return a connection for reading: nothing is made or changed, not even by opening it."""
+        ...
 
 
-#: Noted of a connection whose session limits its waits.
-IN_SESSION: Final = "delayline session"
+class Dialect(ValueTypes, StatementWords, Catalog, TransactionControl, DatabaseAccess, Protocol):
+    """One database of one product."""
 
 
-class Inserts(Protocol):
-    """A short way for the insert of a single message, outside transactions."""
+class ServerSession(Protocol):
+    """A connection to a server that is made anew when it was lost. Used by one thread at a time."""
 
-    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
-        """Insert the row; False when it has to go the ordinary way, and nothing was done."""
+    @property
+    def trusted(self) -> bool:
+        """Whether the connection can be used without trying it first."""
+        ...
+
+    def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
+        """Run `work` while no transaction is open; raises delayline's errors.
+
+        commits: it is a statement that commits by itself, so that with its answer its outcome is lost.
+        """
+        ...
+
+    def waits(self) -> None:
+        """Expect an answer within the limit."""
+        ...
+
+    def answered(self) -> None:
+        """Note that the connection was alive a moment ago."""
+        ...
+
+    def failed(self, error: Exception, *, commits: bool) -> Exception:
+        """Return delayline's error for a driver's, having given the connection up if that was its end."""
         ...
 
     def close(self) -> None:
-        """Finish the work in progress and accept no more; blocks."""
+        """Disconnect. Idempotent."""
         ...
 
 
-class ServerClaims(Claims, Protocol):
-    """Claims on the rows of one table, held by a connection."""
+class ServerSessions(Protocol):
+    """The sessions and worker threads of a server's database."""
 
-    def close(self) -> None:
-        """Give up every claim."""
+    @property
+    def clock(self) -> ServerClock:
+        """The server's."""
+        ...
+
+    def session(self) -> ServerSession:
+        """Return an idle connection, or a new one; on a worker thread."""
+        ...
+
+    def use_session(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on an idle connection, or on a new one; on a worker thread."""
+        ...
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on a worker thread."""
+        ...
+
+    def spawn(self, work: Callable[[], object]) -> None:
+        """Schedule `work` on a worker thread without waiting for it. No-op once closed."""
         ...
 
 
-class Server(Dialect, Protocol):
-    """One database of a server."""
+class ServerConnections(Protocol):
+    """How a server is connected to, and what the errors mean for a connection."""
 
     stops: StopLimit
     """The limit of waits while an endpoint stops."""
@@ -308,12 +522,8 @@ class Server(Dialect, Protocol):
         """Seconds that connecting may take."""
         ...
 
-    def is_broken(self, connection: Connection) -> bool:
-        """Tell whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
-        ...
-
     def check(self) -> None:
-        """Connect once and refuse what cannot work: an old version, missing rights. Raises BackendUnusable."""
+        """Connect once and refuse unusable servers: an old version, missing rights. Raises BackendUnusable."""
         ...
 
     def connect(self) -> Connection:
@@ -324,19 +534,27 @@ class Server(Dialect, Protocol):
         """Ask the server for a sign of life; raises one of `errors`."""
         ...
 
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Tell whether the server has rolled back the whole transaction, so that what follows would be outside it."""
-        ...
-
-    def is_deadlock(self, error: Exception) -> bool:
-        """Tell whether the transaction was given up in favour of another, so that it can be done again as a whole."""
+    def is_broken(self, connection: Connection) -> bool:
+        """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
         ...
 
     def is_disconnect(self, error: Exception) -> bool:
-        """Tell whether the error means that the connection is of no use any more."""
+        """Return whether the error means that the connection is of no use any more."""
         ...
 
-    def inserts(self, database: ServerDatabase) -> Inserts | None:
+    def is_deadlock(self, error: Exception) -> bool:
+        """Return whether the transaction was given up in favour of another, so that it can be repeated as a whole."""
+        ...
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Return whether the server has rolled back the whole transaction; later work would be outside it."""
+        ...
+
+
+class ServerFeatures(Protocol):
+    """The implementations that a server's product has for claims, notifications, inserts and forwarding."""
+
+    def inserts(self, database: ServerSessions) -> Inserts | None:
         """Return the fast route for inserting single messages; None if there is none."""
         ...
 
@@ -344,18 +562,22 @@ class Server(Dialect, Protocol):
         """Insert many rows by one statement that commits by itself; False for another way, and nothing was done."""
         ...
 
-    def notifications(self, database: ServerDatabase) -> ServerNotifications:
+    def notifications(self, database: ServerSessions) -> ServerNotifications:
         """Return the notifications of this server."""
         ...
 
-    def claims(self, database: ServerDatabase, table: str) -> ServerClaims:
+    def claims(self, database: ServerSessions, table: str) -> ServerClaims:
         """Return claims on the rows of that table."""
         ...
 
-    def leases(self, statements: StoreStatements, tables: QueueTables) -> Leases:
-        """Return how messages are leased that are fetched without a transaction."""
+    def leases(self, table: Table, tables: QueueTables) -> Leases:
+        """Return the leases on a store's messages that are fetched without a transaction."""
         ...
 
-    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> Forwarding:
-        """Return how due messages move inside the server."""
+    def forwarding(self, table: Table, tables: QueueTables) -> Forwarding:
+        """Return how due messages of a store move inside the server."""
         ...
+
+
+class Server(Dialect, ServerConnections, ServerFeatures, Protocol):
+    """One database of a server."""

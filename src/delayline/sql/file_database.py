@@ -17,7 +17,6 @@ from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.dialects.sqlite import Sqlite
 from delayline.sql.dialects.sqlite_files import CommitWatch
-from delayline.sql.row_claims import FileRowClaims
 from delayline.sql.workers import FairSemaphore, Workers
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialects.sqlite import Sqlite
     from delayline.sql.dialects.sqlite_files import FileClaims, PipeNotifications
-    from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
 
 
@@ -72,10 +69,6 @@ class FileDatabase(Database):
     def claims(self, table: str) -> FileClaims:
         """Byte-range locks beside the file."""
         return self.dialect.claims(table)
-
-    def rows(self, statements: StoreStatements, tables: QueueTables) -> FileRowClaims:
-        """Rows stood for by claims."""
-        return FileRowClaims(self, statements, tables)
 
     def begin_stop(self) -> None:
         """Limit the waits for other processes' transactions."""

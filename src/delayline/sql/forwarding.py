@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import and_, bindparam, delete, exists, func, insert, literal_column, select
 
 from delayline.message import Headers
+from delayline.sql.dialect import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.statements import QueueStatements
@@ -20,57 +20,12 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Dialect, Server
     from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import StoreStatements
 
     Columns = ReadOnlyColumnCollection[str, Column[Any]]
 
 #: Headers with one of these in them need more than moving.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """How many messages moved, to which queues, and how many due ones were passed over."""
-
-    number: int
-    queues: set[str]
-    left: int = 0
-    next_due: Any = None
-    """What the due column keeps of the earliest message left, or `until` where more may be due; None for none left."""
-    reached: Any = None
-    """What the due column keeps of a message such that nothing movable is due before it; None where unknown."""
-
-
-class Forwarding(Protocol):
-    """Moves the earliest due messages of one store's table on a server."""
-
-    one_statement: bool
-    """Whether `run` is a single statement."""
-
-    def run(
-        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
-    ) -> Moved:
-        """Move messages due from `since` on, where given, and say what became of them.
-
-        `next_due` is `until` where more may be due, else None.
-
-        Those that need more than moving are passed over: their queue does not exist, or their headers hold
-        properties that are meant for the dispatch only, or a time to be received.
-        """
-        ...
-
-
-class TimeoutForwarding(Protocol):
-    """Moves the earliest expired timeouts of one table on a server, in a single statement."""
-
-    def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
-        """Move expired timeouts and return the result; `next_due` is when the next one expires or its lease ends.
-
-        Skips timeouts that need more than moving: an unknown queue, or headers that the dispatcher has to read.
-        at, until: the present time in the types of leases and of due times; sent: the same as a header.
-        """
-        ...
 
 
 class FileForwarding:
@@ -129,11 +84,11 @@ class LockedForwarding:
 
     one_statement = False
 
-    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Server) -> None:
-        table, columns, sql = statements.table, statements.table.c, dialect.sql
+    def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
+        columns, sql = table.c, dialect.sql
         size = func.length(columns.headers) + func.length(columns.body)
         movable = self.movable(columns, exists().where(tables.queues.c.name == dialect.exact(columns.destination)))
-        is_due = and_(columns.due <= bindparam("until"), dialect.leases(statements, tables).free)
+        is_due = and_(columns.due <= bindparam("until"), dialect.leases(table, tables).free)
         heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
         heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
         chosen = dialect.one_of(columns.id, "keys")

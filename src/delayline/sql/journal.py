@@ -18,6 +18,7 @@ from sqlalchemy import (
     Identity,
     Integer,
     MetaData,
+    String,
     Table,
     bindparam,
     func,
@@ -34,7 +35,6 @@ from sqlalchemy.schema import CreateTable, ExecutableDDLElement
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql import schema
-from delayline.sql.dialects import journal_triggers
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _trigger(element: Trigger, compiler: DDLCompiler, **_: object) -> str:
         function=quote(Table("delayline_journal_entry", beside)),
         table=quote(element.store),
         journal=quote(element.journal),
-        store=_literal(element.store.name, compiler),
+        store=compiler.sql_compiler.render_literal_value(element.store.name, String()),
     )
 
 
@@ -143,14 +143,12 @@ class Journal:
 
         Raises ConfigurationError for a product that cannot keep one.
         """
-        product = connection.dialect.name
-        triggers = journal_triggers.TRIGGERS.get(product)
+        triggers = self._dialect.journal
         if triggers is None:
             raise ConfigurationError(f"no journal is kept on {self._dialect} yet: leave journal out")
         there = self._found(connection)
         if not kept:
-            drop = journal_triggers.DROP[product]
-            return [Trigger(drop, name, self._store, self._tables.entries) for name in sorted(there)]
+            return [Trigger(triggers.drop, name, self._store, self._tables.entries) for name in sorted(there)]
         inspector = inspect(connection)
         steps: list[Executable] = [
             CreateTable(table)
@@ -158,10 +156,10 @@ class Journal:
             if not inspector.has_table(table.name, schema=table.schema)
         ]
         missing = {word: name for word, name in self._names.items() if name not in there}
-        if missing and "function" in triggers:
+        if missing and "function" in triggers.create:
             missing = {"function": "", **missing}
         return steps + [
-            Trigger(triggers[word], name, self._store, self._tables.entries) for word, name in missing.items()
+            Trigger(triggers.create[word], name, self._store, self._tables.entries) for word, name in missing.items()
         ]
 
     def look(self, connection: Connection) -> None:
@@ -233,17 +231,10 @@ class Journal:
         return {word: f"delayline_journal_{word}_{own}" for word in ("stored", "changed", "gone")}
 
     def _found(self, connection: Connection) -> set[str]:
-        query = journal_triggers.FOUND.get(connection.dialect.name)
-        if query is None:
+        if self._dialect.journal is None:
             return set()
         names = self._names.values()
-        found = connection.execute(text(query), {"table": self._store.name, "schema": self._store.schema}).scalars()
+        found = connection.execute(
+            text(self._dialect.journal.found), {"table": self._store.name, "schema": self._store.schema}
+        ).scalars()
         return {name for name in found if name in names}
-
-
-def _literal(name: str, compiler: DDLCompiler) -> str:
-    quoted = name.replace("'", "''")
-    if compiler.dialect.name in {"mysql", "mariadb"}:
-        quoted = quoted.replace("\\", "\\\\")
-    doubled: Any = quoted.replace("%", "%%") if compiler.dialect.paramstyle in {"format", "pyformat"} else quoted
-    return f"'{doubled}'"

@@ -21,17 +21,19 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from sqlalchemy import bindparam, func, select
 
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
 from delayline.errors import DelaylineError, NotStarted
-from delayline.sql.forwarding import FileForwarding, Moved
+from delayline.sql.dialect import Moved
+from delayline.sql.forwarding import FileForwarding
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
+from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import store_channel
 
 if TYPE_CHECKING:
@@ -42,13 +44,11 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
-    from delayline.sql.dialect import Server
+    from delayline.sql.database import Database
+    from delayline.sql.dialect import Leases, Server
     from delayline.sql.dialects.sqlite_files import FileClaims
     from delayline.sql.file_database import FileDatabase
-    from delayline.sql.forwarding import Moved
-    from delayline.sql.leases import Leases
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server_database import ServerDatabase
     from delayline.sql.statements import StoreStatements
     from delayline.transaction import Transaction
 
@@ -267,9 +267,9 @@ class ServerRowClaims:
     def __init__(self, database: ServerDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
         self._statements = statements
-        self._leases = database.dialect.leases(statements, tables)
+        self._leases = database.dialect.leases(statements.table, tables)
         self._locks = LockStatements(statements, database.dialect, self._leases)
-        self._forwarding = database.dialect.forwarding(statements, tables)
+        self._forwarding = database.dialect.forwarding(statements.table, tables)
         self._from_due = database.dialect.from_due
         self._channel = store_channel(statements.table)
         database.notifications.knows(self._channel, statements.table.schema)
@@ -612,3 +612,10 @@ class FileRowClaims:
             return Outcome.DISPATCHING
         work(connection)
         return Outcome.DONE
+
+
+def row_claims(database: Database, statements: StoreStatements, tables: QueueTables) -> RowClaims:
+    """Return the row claims of a store's table."""
+    if isinstance(database, ServerDatabase):
+        return ServerRowClaims(database, statements, tables)
+    return FileRowClaims(cast("FileDatabase", database), statements, tables)

@@ -18,7 +18,6 @@ from delayline.sql.database import Database
 from delayline.sql.deadlines import ABANDONED_AFTER, FACTOR, STOPPING, WATCH, StopLimit, long_work
 from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
 from delayline.sql.prepared import Prepared
-from delayline.sql.row_claims import ServerRowClaims
 from delayline.sql.server_clock import ServerClock, steady
 from delayline.sql.workers import FairSemaphore, Workers
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from delayline.sql.deadlines import AnswerDeadline
     from delayline.sql.dialect import Server, ServerClaims
     from delayline.sql.notifications import ServerNotifications
-    from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
 
@@ -349,10 +346,6 @@ class ServerDatabase(Database):
                 self._claims[table] = self.dialect.claims(self, table)
             return self._claims[table]
 
-    def rows(self, statements: StoreStatements, tables: QueueTables) -> ServerRowClaims:
-        """Rows locked by transactions."""
-        return ServerRowClaims(self, statements, tables)
-
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on some connection, each of its statements by itself."""
         return await self.run(lambda: self._own_session().run(work))
@@ -406,6 +399,14 @@ class ServerDatabase(Database):
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         return self._new_session()
+
+    def use_session(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on an idle connection, or on a new one; on a worker thread."""
+        session = self.session()
+        try:
+            return session.run(work)
+        finally:
+            self.give_back(session)
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next transaction."""
@@ -509,11 +510,7 @@ class ServerDatabase(Database):
         return session
 
     def _ask_the_time(self) -> None:
-        session = self.session()
-        try:
-            session.run(self._read_the_time)
-        finally:
-            self.give_back(session)
+        self.use_session(self._read_the_time)
 
     def _read_the_time(self, connection: Connection) -> None:
         requested = steady()

@@ -16,7 +16,8 @@ from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import Journal
 from delayline.sql.notifications import ChangePoller
-from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_PUT, TO_WRITE, in_order
+from delayline.sql.row_claims import row_claims
+from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_WRITE, in_order
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
@@ -107,14 +108,10 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
         """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         table, dialect = self._table(endpoint_name), self._database.dialect
-        if takes:
-            own: tuple[str, ...] = EVERY_RIGHT
-        else:  # MariaDB's insert of what may be there already is an update
-            own = (*TO_PUT, "UPDATE") if dialect.sql.name in {"mysql", "mariadb"} else TO_PUT
-        needed: dict[Table, Sequence[str]] = {table: own}
+        needed: dict[Table, Sequence[str]] = {table: EVERY_RIGHT if takes else dialect.rights_to_store}
         journal = Journal(table, dialect)
         await self._database.look(journal.look)
-        if journal.kept and dialect.sql.name == "postgresql":  # other products' triggers have their owner's rights
+        if journal.kept and dialect.journal is not None and dialect.journal.needs_rights:
             needed[journal.entries] = TO_WRITE
         return await self._missing_rights(needed, takes=takes)
 
@@ -135,7 +132,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
             await self._close_database()
             raise
         self._open, self._journal = StoreStatements(table, self._database.dialect), journal
-        self._rows = self._database.rows(self._open, self._tables)
+        self._rows = row_claims(self._database, self._open, self._tables)
 
     async def close(self) -> None:
         """Release claimed messages and disconnect. Idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.schema import queue_tables
 from delayline.sql.setup import SCHEMA_VERSION, read_versions
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 def must_exist(url: str) -> None:
     """Raise BackendUnusable if the database does not exist and opening it would create an empty one."""
-    Database.at(url).dialect.must_exist()
+    database_at(url).dialect.must_exist()
 
 
 async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
     """Return what can be told of the database itself. Raises BackendUnusable or BackendUnavailable."""
-    database = Database.at(url)
+    database = database_at(url)
     await database.open()
     try:
         tables = queue_tables(database.dialect.schema_of(schema))

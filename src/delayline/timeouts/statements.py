@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Insert, Table
 
-    from delayline.sql.dialect import Dialect
-    from delayline.sql.forwarding import Moved
+    from delayline.sql.dialect import Dialect, Moved
     from delayline.sql.schema import QueueTables
 
 #: The value of the column PersistenceVersion; .NET writes the version of its persistence.

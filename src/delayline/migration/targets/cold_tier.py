@@ -19,7 +19,7 @@ from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
 from delayline.spark.validation import INSTANT
-from delayline.sql.dialects.staging import OnConflict
+from delayline.sql.dialect import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

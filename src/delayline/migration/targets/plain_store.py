@@ -11,7 +11,7 @@ from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
 from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
 from delayline.migration.targets.sql_store import SUFFIX, TAKEN, UNKNOWN, SqlStore
-from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
 
@@ -76,7 +76,7 @@ class PlainSession(ConfirmingSession):
     def __init__(self, wave: PlainWave, store: SqlDelayedMessageStore) -> None:
         self._wave = wave
         self._store = store
-        self._dialect = Database.at(wave.url).dialect
+        self._dialect = database_at(wave.url).dialect
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Store the messages; one that waits there as it is, from an attempt before, is not stored twice."""

@@ -18,6 +18,7 @@ from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
 from delayline.sql import setup
 from delayline.sql.database import Database
+from delayline.sql.databases import database_at
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
 from delayline.sql.store import MICROSECOND
@@ -51,7 +52,7 @@ class SqlStore:
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self.url = url
         self.schema = schema
-        self._database = Database.at(url)
+        self._database = database_at(url)
 
     @property
     def largest_message(self) -> int:

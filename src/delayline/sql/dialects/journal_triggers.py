@@ -1,12 +1,13 @@
-"""The triggers that keep the journal, in the words of each product.
+"""The triggers that write a store's journal, for each product.
 
-Names in braces are those of tables, quoted, and `store`, a literal. A negative number of retries is a mark: see the
-journal.
+A negative number of retries marks the reason of a deletion: see `journal`.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+from delayline.sql.dialect import JournalTriggers
 
 COLUMNS: Final = "(store, event, id, destination, due, at, retries)"
 GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"
@@ -15,7 +16,7 @@ IS_CHANGE: Final = "NEW.retry_count >= 0 AND (NEW.due <> OLD.due OR NEW.retry_co
 
 #: Whole statements at once, as their rows come: a batch costs one insert more. Whose path the caller has set does not
 #: matter: the tables are those that were there at the beginning.
-POSTGRESQL: Final = {
+ON_STATEMENTS: Final = {
     "function": f"""
 CREATE OR REPLACE FUNCTION {{function}}() RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
@@ -46,7 +47,7 @@ CREATE TRIGGER {{name}} AFTER UPDATE OF due, retry_count ON {{table}}
 FOR EACH ROW WHEN ({IS_CHANGE}) EXECUTE FUNCTION {{function}}({{store}})
 """,
 }
-OF_ROWS: Final = {
+ON_ROWS: Final = {
     "stored": """
 CREATE TRIGGER {trigger} AFTER INSERT ON {{table}} FOR EACH ROW {begin}
 INSERT INTO {{journal}} {columns}
@@ -66,7 +67,7 @@ SELECT {{store}}, {changed}, NEW.id, NEW.destination, NEW.due, {now}, NEW.retry_
 }
 
 
-def _of_rows(**words: str) -> dict[str, str]:
+def _on_rows(**words: str) -> dict[str, str]:
     filled = {
         **words,
         "columns": COLUMNS,
@@ -74,36 +75,37 @@ def _of_rows(**words: str) -> dict[str, str]:
         "changed": CHANGED,
         "is_change": IS_CHANGE,
     }
-    return {word: template.format(**filled) for word, template in OF_ROWS.items()}
+    return {word: template.format(**filled) for word, template in ON_ROWS.items()}
 
 
-MYSQL: Final = _of_rows(trigger="{qualified}", begin="", end="", now="UTC_TIMESTAMP(6)", nowhere="FROM DUAL ")
-#: Its time has milliseconds: rounded up, as nothing may look earlier than it was.
-SQLITE: Final = _of_rows(
-    trigger="{name}",
-    begin="BEGIN",
-    end=";\nEND",
-    now="(CAST(ROUND((julianday('now') - 2440587.5) * 86400000) AS INTEGER) + 1) * 1000",
-    nowhere="",
-)
-TRIGGERS: Final = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
-DROP: Final = {
-    "postgresql": "DROP TRIGGER IF EXISTS {name} ON {table}",
-    "mysql": "DROP TRIGGER IF EXISTS {qualified}",
-    "mariadb": "DROP TRIGGER IF EXISTS {qualified}",
-    "sqlite": "DROP TRIGGER IF EXISTS {name}",
-}
 IN_SCHEMA: Final = """
 SELECT TRIGGER_NAME FROM information_schema.TRIGGERS
 WHERE EVENT_OBJECT_TABLE = :table AND EVENT_OBJECT_SCHEMA = COALESCE(:schema, DATABASE())
 """
-FOUND: Final = {
-    "postgresql": """
+POSTGRESQL: Final = JournalTriggers(
+    create=ON_STATEMENTS,
+    drop="DROP TRIGGER IF EXISTS {name} ON {table}",
+    found="""
 SELECT tgname FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid
 WHERE relname = :table AND CASE WHEN CAST(:schema AS text) IS NULL THEN pg_table_is_visible(pg_class.oid)
 ELSE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = :schema) END
 """,
-    "mysql": IN_SCHEMA,
-    "mariadb": IN_SCHEMA,
-    "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger' AND tbl_name = :table AND :schema IS NULL",
-}
+    needs_rights=True,
+)
+MYSQL: Final = JournalTriggers(
+    create=_on_rows(trigger="{qualified}", begin="", end="", now="UTC_TIMESTAMP(6)", nowhere="FROM DUAL "),
+    drop="DROP TRIGGER IF EXISTS {qualified}",
+    found=IN_SCHEMA,
+)
+SQLITE: Final = JournalTriggers(
+    create=_on_rows(
+        trigger="{name}",
+        begin="BEGIN",
+        end=";\nEND",
+        # Its time has milliseconds: rounded up, as nothing may look earlier than it was.
+        now="(CAST(ROUND((julianday('now') - 2440587.5) * 86400000) AS INTEGER) + 1) * 1000",
+        nowhere="",
+    ),
+    drop="DROP TRIGGER IF EXISTS {name}",
+    found="SELECT name FROM sqlite_master WHERE type = 'trigger' AND tbl_name = :table AND :schema IS NULL",
+)

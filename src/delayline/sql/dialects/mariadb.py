@@ -25,13 +25,14 @@ from delayline.errors import (
     StorageFull,
 )
 from delayline.sql.dialect import TableIdentity
+from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
 from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST
-from delayline.sql.schema import must_fit
+from delayline.sql.schema import TO_PUT, must_fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,12 +40,9 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Delete, FromClause, Insert, Select, Table, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
-    from delayline.sql.dialect import Finding
-    from delayline.sql.dialects.staging import Stage
+    from delayline.sql.dialect import Finding, ServerSessions, Stage
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.statements import StoreStatements
 
 
 #: The connection is of no use any more: the server shuts down, has killed it, or is not there.
@@ -174,6 +172,8 @@ class Mariadb(ServerDialect):
     extra = "mariadb"
     default_port = 3306
     forces_indexes = True
+    journal = journal_triggers.MYSQL
+    rights_to_store = (*TO_PUT, "UPDATE")  # its insert of a row that may be there already is an update
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
     exact_collation: ClassVar[str] = "utf8mb4_nopad_bin"
 
@@ -383,18 +383,18 @@ class Mariadb(ServerDialect):
         """Wait as every session of ours does."""
         run(connection, f"SET SESSION innodb_lock_wait_timeout = {self._lock_patience}")
 
-    def notifications(self, database: ServerDatabase) -> LocalNotifications:
+    def notifications(self, database: ServerSessions) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
         del database
         return LocalNotifications()
 
-    def claims(self, database: ServerDatabase, table: str) -> NamedLocks:
+    def claims(self, database: ServerSessions, table: str) -> NamedLocks:
         """Named locks, which all databases of a server share."""
         return NamedLocks(database, table if "." in table else f"{self.url.database}.{table}")
 
-    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> LockedForwarding:
+    def forwarding(self, table: Table, tables: QueueTables) -> LockedForwarding:
         """Three statements."""
-        return LockedForwarding(statements, tables, self)
+        return LockedForwarding(table, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
         """Tell whether the server has gone, or this connection to it."""
@@ -447,7 +447,7 @@ NAMED_UNLOCK: Final = "RELEASE_LOCK(%s)"
 class NamedLocks(SessionClaims):
     """This process's claims on the rows of one table. The server knows the names of all its databases' locks."""
 
-    def __init__(self, database: ServerDatabase, table: str) -> None:
+    def __init__(self, database: ServerSessions, table: str) -> None:
         super().__init__(database)
         self._prefix = f"delayline {hashlib.sha256(table.encode()).hexdigest()[:24]} "  # 64 characters with the number
 

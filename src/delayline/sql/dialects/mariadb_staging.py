@@ -9,8 +9,9 @@ import pyarrow.compute as pc
 from sqlalchemy import insert
 
 from delayline.clock import from_microseconds
+from delayline.sql.dialect import OnConflict
 from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staging import COLUMNS, OnConflict, StagedTable
+from delayline.sql.dialects.staging import COLUMNS, StagedTable
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:

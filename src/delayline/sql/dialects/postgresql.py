@@ -22,25 +22,23 @@ from delayline.errors import (
     TransactionAborted,
 )
 from delayline.message import Headers, TimeoutHeaders
-from delayline.sql.dialect import TableIdentity
+from delayline.sql.dialect import Moved, TableIdentity
+from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
 from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.staging import need_arrow
-from delayline.sql.forwarding import EXPIRY_MARKER, MARKER, Moved
+from delayline.sql.forwarding import EXPIRY_MARKER, MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
-    from delayline.sql.dialect import Finding
+    from delayline.sql.dialect import Finding, ServerSessions, Stage
     from delayline.sql.dialects.postgresql_inserts import LoopInserts
-    from delayline.sql.dialects.staging import Stage
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.statements import StoreStatements
 
 OLDEST: Final = 13
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
@@ -82,6 +80,7 @@ class Postgresql(ServerDialect):
     extra = "postgresql"
     default_port = 5432
     longest_name = 63
+    journal = journal_triggers.POSTGRESQL
     largest_message = 500_000_000  # a field has 1 GB, and others, pg_dump too, read bytes as hexadecimal text
 
     def __init__(self, url: URL) -> None:
@@ -224,23 +223,23 @@ class Postgresql(ServerDialect):
         """PREPARE TRANSACTION."""
         return PostgresqlTwoPhase(self)
 
-    def inserts(self, database: ServerDatabase) -> LoopInserts:
+    def inserts(self, database: ServerSessions) -> LoopInserts:
         """Let the event loop insert by itself."""
         from delayline.sql.dialects.postgresql_inserts import LoopInserts
 
         return LoopInserts(database, self)
 
-    def notifications(self, database: ServerDatabase) -> PostgresqlNotifications:
+    def notifications(self, database: ServerSessions) -> PostgresqlNotifications:
         """LISTEN and NOTIFY."""
         return PostgresqlNotifications(database, self)
 
-    def claims(self, database: ServerDatabase, table: str) -> AdvisoryLockClaims:
+    def claims(self, database: ServerSessions, table: str) -> AdvisoryLockClaims:
         """Advisory locks."""
         return AdvisoryLockClaims(database, table)
 
-    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> PostgresqlForwarding:
+    def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
         """One statement."""
-        return PostgresqlForwarding(statements, tables, self)
+        return PostgresqlForwarding(table, tables, self)
 
     def timeout_forwarding(self, table: Table, tables: QueueTables) -> PostgresqlTimeouts:
         """One statement."""
@@ -364,7 +363,7 @@ ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigi
 class AdvisoryLockClaims(SessionClaims):
     """This process's claims on the rows of one table."""
 
-    def __init__(self, database: ServerDatabase, table: str) -> None:
+    def __init__(self, database: ServerSessions, table: str) -> None:
         super().__init__(database)
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
@@ -413,9 +412,9 @@ class PostgresqlForwarding:
 
     one_statement = True
 
-    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Postgresql) -> None:
+    def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
         quote = dialect.sql.identifier_preparer.format_table
-        tables_named = {"table": statements.table, "queues": tables.queues, "queued": tables.queued}
+        tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
         self._all = MOVE_DUE.format(chosen=ALL, **names)
         self._some = MOVE_DUE.format(chosen=SOME, **names)

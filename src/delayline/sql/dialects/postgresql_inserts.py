@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
     from sqlalchemy import Connection
 
-    from delayline.sql.dialects.postgresql import Postgresql
+    from delayline.sql.dialect import Server, ServerSession, ServerSessions
     from delayline.sql.prepared import Prepared
-    from delayline.sql.server_database import ServerDatabase, Session
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit
@@ -51,11 +50,11 @@ class LoopInserts:
     `_free` is held from the start of an insert until its answer has been read.
     """
 
-    def __init__(self, database: ServerDatabase, dialect: Postgresql) -> None:
+    def __init__(self, database: ServerSessions, dialect: Server) -> None:
         self._database = database
         self._dialect = dialect
         self._free = threading.Lock()
-        self._session: Session | None = None
+        self._session: ServerSession | None = None
         self._driver: psycopg.Connection[Any] | None = None
         self._names: dict[str, bytes] = {}
         self._watch: SocketWatch | None = None
@@ -114,7 +113,7 @@ class LoopInserts:
             self._free.release()
             raise
 
-    def _insert_blocking(self, session: Session, statement: Prepared, row: tuple[Any, ...]) -> None:
+    def _insert_blocking(self, session: ServerSession, statement: Prepared, row: tuple[Any, ...]) -> None:
         try:
             session.run(partial(self._prepare_and_insert, statement, row), commits=True)
         finally:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.sql.dialects.postgresql import Postgresql
-    from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.dialect import Server, ServerSessions
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class PostgresqlNotifications:
 
     reach_others = True
 
-    def __init__(self, database: ServerDatabase, dialect: Postgresql) -> None:
+    def __init__(self, database: ServerSessions, dialect: Server) -> None:
         self._database = database
         self._dialect = dialect
         self.listeners = Listeners()
@@ -190,11 +189,7 @@ class PostgresqlNotifications:
 
     def send(self, untold: dict[str, int]) -> None:
         """Notify every process, this one included; on a worker thread."""
-        session = self._database.session()
-        try:
-            session.run(lambda connection: self._send(connection, untold))
-        finally:
-            self._database.give_back(session)
+        self._database.use_session(lambda connection: self._send(connection, untold))
 
     def _send(self, connection: Connection, untold: dict[str, int]) -> None:
         for channel, at in untold.items():

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delayline.sql.dialect import OnConflict
 from delayline.sql.dialects.postgresql_copy import COPY_END, COPY_HEADER, YEAR_2000
 from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staging import COLUMNS, OnConflict, StagedTable
+from delayline.sql.dialects.staging import COLUMNS, StagedTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

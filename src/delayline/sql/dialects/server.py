@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import URL, bindparam, create_engine, event
+from sqlalchemy import URL, bindparam, create_engine, event, null, or_, update
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.deadlines import LOCK_TIMEOUT, LONG_WORK, SERVER_TIMEOUT, WATCH, AnswerDeadline, StopLimit
 from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
-from delayline.sql.leases import LeaseColumn
-from delayline.sql.schema import must_fit, timeouts_table
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -25,17 +26,22 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Executable, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import DecisionReader, Inserts, PreparedTransactions, TableIdentity
-    from delayline.sql.dialects.staging import Stage
-    from delayline.sql.forwarding import TimeoutForwarding
-    from delayline.sql.leases import Leases
-    from delayline.sql.prepared import Prepared
+    from delayline.sql.dialect import (
+        DecisionReader,
+        Inserts,
+        JournalTriggers,
+        Leases,
+        PreparedTransactions,
+        ServerSessions,
+        Stage,
+        TableIdentity,
+        TimeoutForwarding,
+    )
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.statements import StoreStatements
+LEASE: Final = 60  # seconds; a dispatch takes less
 
 
-class ServerDialect:
+class ServerDialect(ABC):
     """One database of a server, reached through a SQLAlchemy driver."""
 
     product: ClassVar[str]
@@ -51,6 +57,8 @@ class ServerDialect:
     """Seconds to wait for an answer."""
     largest_message = 500_000_000
     forces_indexes = False
+    journal: JournalTriggers | None = None
+    rights_to_store: ClassVar[Sequence[str]] = TO_PUT
 
     @property
     def decides(self) -> DecisionReader | None:
@@ -123,7 +131,7 @@ class ServerDialect:
         """Seconds that a set-up waits for another one: less than its answers may take."""
         return min(60.0, self.server_timeout * LONG_WORK * 2 / 3)
 
-    def limit_connect(self, arguments: dict[str, Any]) -> None:
+    def limit_connect(self, arguments: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Add the time limits to the driver's connect options; options in the URL win."""
 
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
@@ -181,10 +189,14 @@ class ServerDialect:
         del table, tables
         return None
 
-    def leases(self, statements: StoreStatements, tables: QueueTables) -> Leases:
+    def leases(self, table: Table, tables: QueueTables) -> Leases:
         """Leases in a column of the store's table."""
         del tables
-        return LeaseColumn(statements.table, self.sql, statements.dialect)
+        return LeaseColumn(table, self)
+
+    @abstractmethod
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the database's time so many seconds from now, as the due column keeps times."""
 
     def to_due(self, due: datetime) -> datetime:
         """Return the instant: the column keeps microseconds."""
@@ -203,7 +215,7 @@ class ServerDialect:
         must_fit(table, len(table.encode()), self.longest_name, "bytes", self)
         return table
 
-    def must_exist(self) -> None:
+    def must_exist(self) -> None:  # noqa: B027 - enough for servers
         """Do nothing: connecting makes no database."""
 
     def look(self) -> Connection:
@@ -225,7 +237,7 @@ class ServerDialect:
         watch_of(connection).end()
         return connection
 
-    def inserts(self, database: ServerDatabase) -> Inserts | None:
+    def inserts(self, database: ServerSessions) -> Inserts | None:
         """None: a worker thread inserts."""
         del database
         return None
@@ -298,6 +310,27 @@ class ServerDialect:
         """Release the savepoint and keep the work since."""
         if self.RELEASE:
             run(connection, self.RELEASE)
+
+
+class LeaseColumn:
+    """Leases in a column of the store's table."""
+
+    in_row: ClassVar[bool] = True
+
+    def __init__(self, table: Table, dialect: ServerDialect) -> None:
+        sql, until, by_ids = dialect.sql, table.c.leased_until, dialect.one_of(table.c.id, "keys")
+        self.free = or_(until.is_(None), until < dialect.in_seconds(0))
+        self._take = Prepared(update(table).where(by_ids).values(leased_until=dialect.in_seconds(LEASE)), sql, ["keys"])
+        self._end = Prepared(update(table).where(by_ids).values(leased_until=null()), sql, ["keys"])
+
+    def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
+        """Lease the messages."""
+        self._take.change_each(connection, keys=ids)
+        return ids
+
+    def end(self, connection: Connection, ids: Sequence[str]) -> None:
+        """End the leases."""
+        self._end.change_each(connection, keys=ids)
 
 
 def watch_of(connection: Connection) -> AnswerDeadline:

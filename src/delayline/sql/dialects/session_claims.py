@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.sql.server_database import ServerDatabase
+    from delayline.sql.dialect import ServerSessions
 
 
 FORGOTTEN_AT_ONCE: Final = 100  # locks on rows that are gone; a server has room for some thousands
@@ -28,7 +28,7 @@ FORGOTTEN_AT_ONCE: Final = 100  # locks on rows that are gone; a server has room
 class SessionClaims(ABC):
     """This process's claims on the rows of one table. Safe to call from any thread; `take` blocks for a round trip."""
 
-    def __init__(self, database: ServerDatabase) -> None:
+    def __init__(self, database: ServerSessions) -> None:
         self._database = database
         self._session = database.session()
         self._held: set[int] = set()

@@ -21,9 +21,10 @@ from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
 from delayline.sql.dialect import TableIdentity
+from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.sqlite_files import FileClaims, PipeNotifications
 from delayline.sql.dialects.staging import need_arrow
-from delayline.sql.schema import must_fit, timeouts_table
+from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from delayline.message import Message
-    from delayline.sql.dialect import Finding
-    from delayline.sql.dialects.staging import Stage
-    from delayline.sql.forwarding import TimeoutForwarding
+    from delayline.sql.dialect import Finding, JournalTriggers, Stage, TimeoutForwarding
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
 
@@ -54,6 +53,8 @@ class Sqlite:
     clock_tick = timedelta(milliseconds=1)
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
     forces_indexes = False
+    journal: JournalTriggers | None = journal_triggers.SQLITE
+    rights_to_store: Sequence[str] = TO_PUT
 
     def __init__(self, url: URL) -> None:
         if not url.database or url.database == ":memory:":

@@ -12,7 +12,8 @@ from sqlalchemy import insert, select
 from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnusable
-from delayline.sql.dialects.staging import PREFIX, OnConflict, stage_table
+from delayline.sql.dialect import OnConflict
+from delayline.sql.dialects.staging import PREFIX, stage_table
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
 from delayline.sql.dialect import IN_SESSION
-from delayline.sql.dialects.server import ServerDialect, cause_of, run
+from delayline.sql.dialects.server import LEASE, ServerDialect, cause_of, run
 from delayline.sql.dialects.session_claims import SessionClaims
 from delayline.sql.dialects.sqlserver_errors import (
     ALREADY_THERE,
@@ -64,7 +64,6 @@ from delayline.sql.dialects.sqlserver_sql import (
     rounded_up,
 )
 from delayline.sql.forwarding import LockedForwarding
-from delayline.sql.leases import LEASE
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, CONTENT, must_fit
@@ -75,12 +74,10 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import Finding
+    from delayline.sql.dialect import Finding, ServerSessions
     from delayline.sql.forwarding import Columns
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server_database import ServerDatabase
-    from delayline.sql.statements import StoreStatements
 
 OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
 #: How @@VERSION begins on a server whose version counts; that of Azure SQL has been 12.0.2000.8 for ever.
@@ -400,22 +397,22 @@ class SqlServer(ServerDialect):
         """Release the savepoint and keep the work since."""
         connection.info["savepoints"] -= 1
 
-    def notifications(self, database: ServerDatabase) -> LocalNotifications:
+    def notifications(self, database: ServerSessions) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
         del database
         return LocalNotifications()
 
-    def claims(self, database: ServerDatabase, table: str) -> ApplicationLocks:
+    def claims(self, database: ServerSessions, table: str) -> ApplicationLocks:
         """Application locks of a session."""
         return ApplicationLocks(database, table)
 
-    def leases(self, statements: StoreStatements, tables: QueueTables) -> LeaseTable:
+    def leases(self, table: Table, tables: QueueTables) -> LeaseTable:
         """Leases in a separate table."""
-        return LeaseTable(statements.table, tables, self)
+        return LeaseTable(table, tables, self)
 
-    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> SqlServerForwarding:
+    def forwarding(self, table: Table, tables: QueueTables) -> SqlServerForwarding:
         """Three statements."""
-        return SqlServerForwarding(statements, tables, self)
+        return SqlServerForwarding(table, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
         """Tell whether the connection is of no use any more; pymssql's is out of step when a transaction has ended."""
@@ -471,7 +468,7 @@ APPLICATION_UNLOCK: Final = "EXEC sp_releaseapplock @Resource = N'{name}', @Lock
 class ApplicationLocks(SessionClaims):
     """This process's claims on the rows of one table."""
 
-    def __init__(self, database: ServerDatabase, table: str) -> None:
+    def __init__(self, database: ServerSessions, table: str) -> None:
         super().__init__(database)
         self._prefix = f"delayline {hashlib.sha256(table.encode()).hexdigest()[:16]} "
 
@@ -577,9 +574,9 @@ class SqlServerForwarding(LockedForwarding):
     counts deleted rows.
     """
 
-    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: SqlServer) -> None:
+    def __init__(self, table: Table, tables: QueueTables, dialect: SqlServer) -> None:
         self._dialect = dialect
-        super().__init__(statements, tables, dialect)
+        super().__init__(table, tables, dialect)
 
     def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
         """Return a CASE of 1 or 0: in T-SQL a condition is not a value."""

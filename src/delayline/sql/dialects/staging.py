@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, inspect, or_, select
 from sqlalchemy.schema import CreateTable, DropTable
@@ -21,61 +20,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
-    from delayline.sql.dialect import Server
+    from delayline.sql.dialect import OnConflict, Server
 
 COLUMNS: Final = "id, destination, due, headers, body"
 PREFIX: Final = "delayline_stage_"
-
-
-class OnConflict(StrEnum):
-    """What becomes of a message whose id waits already."""
-
-    FAIL = "fail"
-    IGNORE = "ignore"
-    REPLACE = "replace"
-
-
-class Stage(Protocol):
-    """A staging area in one database. `write` is called in tasks, the others on the driver."""
-
-    table: Table
-    """Where the rows are when `move` is called."""
-
-    def create(self, connection: Connection) -> None:
-        """Make it, unless it is there."""
-        ...
-
-    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
-        """Stage the rows on a separate connection; raises if the staging area is gone."""
-        ...
-
-    def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
-        """Make the attempts' rows ready to be moved and return how many there are."""
-        ...
-
-    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
-        ...
-
-    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
-        """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
-        ...
-
-    def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
-        """Delete the rows of the attempts, and of those with a number below `before`."""
-        ...
-
-    def drop(self, connection: Connection) -> None:
-        """Remove it."""
-        ...
-
-    def found(self, connection: Connection) -> Sequence[str]:
-        """Return the names of all staging areas beside this one."""
-        ...
-
-    def named(self, name: str) -> Stage:
-        """Return another one."""
-        ...
 
 
 class StagedTable(ABC):

@@ -1,0 +1,116 @@
+"""The databases of this process: stores and transports that name the same one share it, and its transactions."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, ClassVar, Final
+from urllib.parse import unquote
+from weakref import WeakValueDictionary
+
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from delayline.checks import full_scheme
+from delayline.errors import ConfigurationError
+from delayline.sql.deadlines import checked_timeout
+from delayline.sql.server_database import ServerDatabase
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from sqlalchemy import URL
+
+    from delayline.sql.database import Database
+
+_shared: Final[WeakValueDictionary[Hashable, Database]] = WeakValueDictionary()
+_sharing: Final = threading.Lock()
+
+
+def database_at(url: str, server_timeout: float | None = None) -> Database:
+    """Return this process's database for the URL, without opening it. Raises ConfigurationError.
+
+    server_timeout: seconds to wait for an answer; by default from the URL. If several are given for one database,
+    the shortest applies.
+    """
+    try:
+        unquote(url, errors="strict").replace("\0", "\udc00").encode()  # rejects NUL and invalid UTF-8
+        parsed = make_url(full_scheme(url))
+    except (ArgumentError, ValueError):
+        raise ConfigurationError(
+            "the database URL cannot be read; write it like sqlite:///file.db or "
+            "postgresql://user:password@host/database, with special characters in the password as %XX, in UTF-8"
+        ) from None  # its text may have a part of the password
+    named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
+    database = _new(parsed.difference_update_query(["server_timeout"]))
+    with _sharing:
+        shared = _shared.setdefault(database.domain, database)
+        if named is not None:
+            shared.limit_waits(checked_timeout(named))
+        return shared
+
+
+def _new(url: URL) -> Database:
+    """Return a database object; a product's driver is loaded only when a URL names it."""
+    match url.get_backend_name():
+        case "sqlite":
+            try:
+                from delayline.sql.file_database import FileDatabase  # which needs fcntl
+            except ModuleNotFoundError as error:
+                if error.name != "fcntl":
+                    raise
+                raise ConfigurationError(
+                    "delayline on SQLite needs POSIX file locks, which Windows does not have: run it in WSL, or on "
+                    "Linux or macOS"
+                ) from error
+            return FileDatabase(url)
+        case "postgresql":
+            from delayline.sql.dialects.postgresql import Postgresql
+
+            return ServerDatabase(Postgresql(url))
+        case "mssql":
+            from delayline.sql.dialects.sqlserver import SqlServer
+
+            return ServerDatabase(SqlServer(url))
+        case "mariadb" | "mysql" as product:
+            from delayline.sql.dialects.mariadb import Mariadb, Mysql
+
+            return ServerDatabase(Mariadb(url) if product == "mariadb" else Mysql(url))
+        case other:
+            raise ConfigurationError(
+                f"no SQL dialect for {other!r} URLs; supported: sqlite:///file.db, postgresql://user@host/database, "
+                "and mariadb:, mysql: and mssql: likewise"
+            )
+
+
+class _Fork:
+    """What happens to the databases when the process forks."""
+
+    databases: ClassVar[list[Database]] = []
+
+    @classmethod
+    def before(cls) -> None:
+        _sharing.acquire()  # a child must not inherit it from another thread's hands
+        cls.databases = list(_shared.values())
+        for database in cls.databases:
+            database.before_fork()
+
+    @classmethod
+    def in_parent(cls) -> None:
+        for database in cls.databases:
+            database.after_fork()
+        cls._end()
+
+    @classmethod
+    def in_child(cls) -> None:
+        for database in cls.databases:
+            database.after_fork_in_child()
+        cls._end()
+
+    @classmethod
+    def _end(cls) -> None:
+        cls.databases = []
+        _sharing.release()
+
+
+os.register_at_fork(before=_Fork.before, after_in_parent=_Fork.in_parent, after_in_child=_Fork.in_child)
