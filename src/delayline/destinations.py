@@ -38,6 +38,10 @@ class Destinations:
         self._unchecked_until: datetime | None = None
         self._asking = asyncio.Lock()
 
+    def needs_check(self, queue: str) -> bool:
+        """Return whether `check` asks the transport."""
+        return queue not in self._found and isinstance(self._transport, SupportsQueueLookup)
+
     async def check(self, queue: str) -> None:
         """Raise QueueNotFound for a queue that does not exist; pass where the transport cannot say so now."""
         if queue in self._found or not isinstance(self._transport, SupportsQueueLookup):

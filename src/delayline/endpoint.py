@@ -294,11 +294,14 @@ class Endpoint:
         if external is not None and not isinstance(external, Transaction):
             given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
             outgoing, external = await self._enlist(given, outgoing)
-        work = self._check_and_deliver(outgoing, external, check_destination=check_destination)
-        if external is None:
-            await self._deliver_shielded(work, outgoing)
-        else:
+        destinations = self._destinations if check_destination and outgoing.due is not None else None
+        if destinations is not None and not destinations.needs_check(destination):
+            destinations = None
+        work = self._check_and_deliver(outgoing, external, destinations)
+        if external is not None or (destinations is None and self._returns_when_cancelled(outgoing)):
             await work
+        else:
+            await self._deliver_shielded(work, outgoing)
         return outgoing.operation.message.id
 
     async def __aenter__(self) -> Self:
@@ -349,11 +352,16 @@ class Endpoint:
             raise failed.failures[0] from failed
 
     async def _check_and_deliver(
-        self, outgoing: Outgoing, transaction: Transaction | None, *, check_destination: bool
+        self, outgoing: Outgoing, transaction: Transaction | None, destinations: Destinations | None
     ) -> None:
-        if check_destination and outgoing.due is not None and self._destinations is not None:
-            await self._destinations.check(outgoing.operation.destination)
+        if destinations is not None:
+            await destinations.check(outgoing.operation.destination)
         await self._deliver(outgoing, transaction)
+
+    def _returns_when_cancelled(self, outgoing: Outgoing) -> bool:
+        """Return whether delivery needs no task of its own: a store's group goes on without the sender."""
+        stored = isinstance(self.delayed_delivery, StoredDelivery)
+        return stored and outgoing.due is not None and outgoing.due > self._clock.now()
 
     async def _deliver_shielded(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
         """Deliver; cancelled, return at once and let the delivery go on: its effect may be there already."""

@@ -199,7 +199,8 @@ class StoredDelivery:
         """Open the store, then start the poller."""
         host = self.host
         await self.store.initialize(host.endpoint_name, host.mode)
-        self._group = StoreGroup(self.store, self._breaker("DelayedDeliveryStore", "Failed to store delayed message"))
+        breaker = self._breaker("DelayedDeliveryStore", "Failed to store delayed message")
+        self._group = StoreGroup(self.store, breaker, self._signal)
         if self.polling:
             self._poller = self._new_poller()
             if isinstance(self.store, SupportsNotifications):
@@ -242,7 +243,6 @@ class StoredDelivery:
         message = DelayedMessage(operation.message, operation.destination, due)
         if transaction is None:
             await self._group.store(message)
-            self._signal(due)
         else:
             await self.store.store(message, transaction)
             transaction.after_commit(lambda: self._signal(due))

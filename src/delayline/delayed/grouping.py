@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from delayline.delayed.store import SupportsBatches
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.events import Event, emit
+from delayline.transaction import WAITING_TASK
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
+    from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.delayed.store import DelayedMessageStore
@@ -20,15 +22,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAXIMUM_GROUP: Final = 500
+ABANDONED: Final = "Message %s, whose send was cancelled, is not sent: %s"
 
 PendingStore = tuple["DelayedMessage", "asyncio.Future[None]"]
 
 
 class StoreGroup:
-    """Stores messages; messages that arrive while a transaction is running share the next one."""
+    """Stores messages; messages that arrive while a transaction is running share the next one.
 
-    def __init__(self, store: DelayedMessageStore, breaker: RepeatedFailuresOverTime) -> None:
+    Args:
+        store: Takes the messages, in batches if it can.
+        breaker: Counts failures.
+        stored: Called with the due time of each stored message.
+    """
+
+    def __init__(
+        self,
+        store: DelayedMessageStore,
+        breaker: RepeatedFailuresOverTime,
+        stored: Callable[[datetime], None],
+    ) -> None:
         self._store = store
+        self._stored = stored
         self._batches = store if isinstance(store, SupportsBatches) else None
         self._breaker = breaker
         self._waiting: list[PendingStore] = []
@@ -40,17 +55,20 @@ class StoreGroup:
     async def store(self, message: DelayedMessage) -> None:
         """Return when the message is durable; raises the store's error.
 
-        After a cancellation the message may or may not be stored, but not twice.
+        If cancelled, it returns at once, and the message is usually stored all the same, though not twice.
         """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        caller = asyncio.current_task()
         try:
             if self._batches is None:
-                await asyncio.shield(self._start(self._store_one(message)))
-            elif self._writing:
-                done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._waiting.append((message, done))
-                await done
+                self._start(self._store_one((message, done), caller))
             else:
-                await self._store_alone(self._batches, message)
+                self._waiting.append((message, done))
+                if not self._writing:
+                    self._writing = True
+                    self._idle.clear()
+                    self._start(self._write(self._batches, caller))
+            await done
         except Exception as error:
             emit(
                 logger,
@@ -73,32 +91,32 @@ class StoreGroup:
         while self._under_way or not self._idle.is_set():
             await asyncio.gather(self._idle.wait(), *self._under_way, return_exceptions=True)
 
-    async def _store_one(self, message: DelayedMessage) -> None:
-        await self._store.store(message)
-
-    async def _store_alone(self, batches: SupportsBatches, message: DelayedMessage) -> None:
-        """Store without creating a task: most sends are alone. Sends during it form the next group."""
-        self._writing = True
-        self._idle.clear()
+    async def _store_one(self, pending: PendingStore, caller: asyncio.Task[Any] | None) -> None:
+        WAITING_TASK.set(caller)
         try:
-            await batches.store_many([message])
-        finally:
-            if self._waiting:
-                self._start(self._write(batches))
-            else:
-                self._end()
+            await self._store.store(pending[0])
+        except Exception as error:
+            self._finish([pending], error)
+        except BaseException:
+            pending[1].cancel()
+            raise
+        else:
+            self._finish([pending], None)
 
-    async def _write(self, batches: SupportsBatches) -> None:
+    async def _write(self, batches: SupportsBatches, caller: asyncio.Task[Any] | None) -> None:
+        WAITING_TASK.set(caller)
         try:
             while self._waiting:
                 group, self._waiting = self._waiting[:MAXIMUM_GROUP], self._waiting[MAXIMUM_GROUP:]
                 await self._write_group(batches, group)
+        except asyncio.CancelledError:
+            for _, done in self._waiting:
+                done.cancel()
+            self._waiting = []
+            raise
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._writing = False
-        self._idle.set()
+            self._writing = False
+            self._idle.set()
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="delayline store")
@@ -110,10 +128,10 @@ class StoreGroup:
         try:
             await batches.store_many([message for message, _ in group])
         except (BackendUnavailable, BackendUnusable) as error:
-            _finish(group, error)
+            self._finish(group, error)
         except Exception as error:
             if len(group) == 1:
-                _finish(group, error)
+                self._finish(group, error)
                 return
             # A message that the store cannot take must not fail the others.
             for one in group:
@@ -123,14 +141,13 @@ class StoreGroup:
                 done.cancel()
             raise
         else:
-            _finish(group, None)
+            self._finish(group, None)
 
-
-def _finish(group: list[PendingStore], error: Exception | None) -> None:
-    for _, done in group:
-        if done.done():
-            continue
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+    def _finish(self, group: list[PendingStore], error: Exception | None) -> None:
+        for message, done in group:
+            if error is None:
+                self._stored(message.due)
+            if not done.done():
+                done.set_result(None) if error is None else done.set_exception(error)
+            elif error is not None:
+                emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, message.id, error)
