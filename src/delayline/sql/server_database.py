@@ -285,6 +285,7 @@ class SessionCheckout:
 WORKERS: Final = 4
 TRANSACTIONS: Final = 8
 PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
+LARGE_INSERT: Final = 8_000_000  # bytes of headers and bodies from which on the answer may take longer
 DEADLOCKS: Final = 5  # in a row; after that the caller decides
 
 
@@ -355,15 +356,13 @@ class ServerDatabase(Database):
     ) -> None:
         """Insert the rows; a single one the short way, where there is one that is free."""
         if transaction is None and len(rows) > 1:
-            await self._insert_all(statement, rows)
+            insert = partial(self.run, partial(self._insert_many, statement, rows))
+            is_large = sum(len(row[3]) + len(row[4]) for row in rows) > LARGE_INSERT
+            await (long_work(insert) if is_large else insert)()
             return
         short = self._inserts if transaction is None else None
         if short is None or not await short.insert(statement, rows[0]):
             await super().insert(statement, rows, transaction)
-
-    @long_work
-    async def _insert_all(self, statement: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        await self.run(partial(self._insert_many, statement, rows))
 
     async def hold(self) -> SessionCheckout:
         """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
