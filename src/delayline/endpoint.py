@@ -22,7 +22,6 @@ from delayline.delayed.delivery import (
 )
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import SupportsRightsCheck, managed
-from delayline.destinations import Destinations
 from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
@@ -33,7 +32,7 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
-from delayline.outgoing import Composer, HeaderMap, check_endpoint_name
+from delayline.outgoing import Composer, Destinations, HeaderMap, check_endpoint_name
 from delayline.pipeline import Handler, Pipeline, open_satellite
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
 from delayline.transaction import (
@@ -287,7 +286,7 @@ class Endpoint:
         if self._stopped is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
         self._process.check(f"endpoint {self.name!r}")
-        external = checked_transaction(transaction)
+        external = None if transaction is UNSET else checked_transaction(transaction)
         outgoing = self._composer.compose(
             destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
         )

@@ -23,7 +23,6 @@ START: Final = (
 )
 #: Every reader expects this entry. An empty value means that the header was not set.
 CORRELATION_ID: Final = "CorrId"
-BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 #: Characters that XML 1.0 cannot hold, and the carriage return, which a reader would turn into a line feed.
 _INVALID: Final = "\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff"
@@ -36,11 +35,6 @@ _TO_SPELL: Final = re.compile(f"&#(?:x([0-9a-fA-F]{{1,8}})|([0-9]{{1,10}}));|[{_
 _REFUSED: Final = re.compile(f"[{_MARK}{_INVALID}]")
 _SPELLED: Final = re.compile(f"{_MARK}([0-9a-f]+);")
 _HIGHEST: Final = 0x10FFFF
-
-
-def is_xml(encoded: bytes) -> bool:
-    """Tell whether stored headers are in the XML form; the other one, JSON, never begins like that."""
-    return encoded[:1] == b"<" or encoded[:4] == BYTE_ORDER_MARK + b"<"
 
 
 def to_xml(headers: Mapping[str, str]) -> bytes:

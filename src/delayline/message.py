@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import CorruptBody, CorruptHeaders, InvalidDueTime, InvalidMessage
-from delayline.header_xml import from_xml, is_xml
+from delayline.header_xml import from_xml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +29,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encod
 MAXIMUM_ID_LENGTH: Final = 250  # NServiceBus's column Id nvarchar(250)
 MAXIMUM_DESTINATION_LENGTH: Final = 200  # NServiceBus's column Destination nvarchar(200)
 TEXTS: Final = frozenset([str])
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 UNUSABLE_IN_IDS: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL keeps no NUL, UTF-8 has no lone surrogates
 UNUSABLE_IDS: Final = uuid.UUID("c3b0f4f2-7c0b-4b43-8a53-0f6f2f0d6c1e")
 TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,7}))?")
@@ -268,6 +269,11 @@ class DelayedMessage:
 def encode_headers(headers: Mapping[str, str]) -> bytes:
     """Return the stored form of headers: UTF-8 JSON without spaces."""
     return _encode_json(dict(headers)).encode("utf-8", "surrogatepass")
+
+
+def is_xml(encoded: bytes) -> bool:
+    """Return whether stored headers are XML, as NServiceBus writes them; JSON never begins like that."""
+    return encoded[:1] == b"<" or encoded[:4] == _BYTE_ORDER_MARK + b"<"
 
 
 def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:

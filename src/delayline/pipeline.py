@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
-    from delayline.destinations import Destinations
     from delayline.message import Body
+    from delayline.outgoing import Destinations
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage, Receiver
 
@@ -317,7 +317,8 @@ class Pipeline:
             else:
                 self._unmoved.pop(message.id, None)
                 seen = message.logical
-                emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
+                if logger.isEnabledFor(logging.DEBUG):
+                    emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
                 return
 
     async def _run_handlers(self, received: ReceivedMessage, attempt: int) -> list[Outgoing]:

@@ -18,7 +18,7 @@ import pytest
 
 from delayline.delayed.poller import Poller
 from delayline.events import Event
-from delayline.sql.dialects.sqlite_files import READ_SIZE, RECORD, PipeNotifications
+from delayline.sql.dialects.sqlite import READ_SIZE, RECORD, PipeNotifications
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ PATIENCE = 10.0
 
 LISTEN = """
 import asyncio, pathlib, sys
-from delayline.sql.dialects.sqlite_files import PipeNotifications
+from delayline.sql.dialects.sqlite import PipeNotifications
 async def main():
     told = PipeNotifications(pathlib.Path(sys.argv[1]))
     told.subscribe("channel", lambda at: print("told", at, flush=True))

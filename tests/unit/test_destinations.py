@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayline import BackendUnavailable, MemoryTransport, QueueNotFound
-from delayline import destinations as module
-from delayline.destinations import Destinations
+from delayline import outgoing as module
+from delayline.outgoing import Destinations
 from delayline.testing import Fault, FaultyTransport
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tests.unit.conftest import Faults, FaultyStore, SixVerbs, delayed
 
 from delayline import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime
-from delayline.delayed.grouping import MAXIMUM_GROUP, StoreGroup
+from delayline.delayed.delivery import MAXIMUM_GROUP, StoreGroup
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:

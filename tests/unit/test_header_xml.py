@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayline.errors import CorruptHeaders
-from delayline.header_xml import from_xml, is_xml, to_xml
-from delayline.message import Message, encode_headers
+from delayline.header_xml import from_xml, to_xml
+from delayline.message import Message, encode_headers, is_xml
 
 ROOT = (
     '<?xml version="1.0"?>\r\n<ArrayOfHeaderInfo xmlns:xsd="http://www.w3.org/2001/XMLSchema" '

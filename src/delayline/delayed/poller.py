@@ -190,8 +190,9 @@ class Poller:
             self._bypass_forwarding = forwarded.left > 0
             self._fetch_breaker.success()
             self._dispatch_breaker.success()
-            text = "moved %d messages inside the store"
-            emit(logger, logging.DEBUG, Event.DISPATCHED, text, forwarded.number, count=forwarded.number)
+            if logger.isEnabledFor(logging.DEBUG):
+                text = "moved %d messages inside the store"
+                emit(logger, logging.DEBUG, Event.DISPATCHED, text, forwarded.number, count=forwarded.number)
         return forwarded.number
 
     async def _batch_failed(self, batch: Batch, error: Exception) -> None:
@@ -269,9 +270,11 @@ class Poller:
         self._wakes_at = wake_at
         seconds = (wake_at - self._clock.now()).total_seconds()
         if seconds > 0 and not self._woken.is_set():
-            emit(logger, logging.DEBUG, Event.SLEEPS, "sleeps until %s", wake_at, until=wake_at)
+            if logger.isEnabledFor(logging.DEBUG):
+                emit(logger, logging.DEBUG, Event.SLEEPS, "sleeps until %s", wake_at, until=wake_at)
             await first_of(self._woken.wait(), self._clock.sleep(seconds))
-            emit(logger, logging.DEBUG, Event.WOKE, "woke")
+            if logger.isEnabledFor(logging.DEBUG):
+                emit(logger, logging.DEBUG, Event.WOKE, "woke")
 
     async def _pause(self, wait: Coroutine[None, None, None]) -> None:
         await first_of(self._stopping.wait(), wait)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
-from delayline.sql.dialects.sqlite import Sqlite
-from delayline.sql.dialects.sqlite_files import CommitWatch
+from delayline.sql.dialects.sqlite import CommitWatch, Sqlite
 from delayline.sql.workers import FairSemaphore, Workers
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection
 
-    from delayline.sql.dialects.sqlite import Sqlite
-    from delayline.sql.dialects.sqlite_files import FileClaims, PipeNotifications
+    from delayline.sql.dialects.sqlite import FileClaims, PipeNotifications, Sqlite
     from delayline.sql.transactions import EnlistedTransaction
 
 

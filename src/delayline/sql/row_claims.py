@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from delayline.message import DelayedMessage
     from delayline.sql.database import Database
     from delayline.sql.dialect import Leases, Server
-    from delayline.sql.dialects.sqlite_files import FileClaims
+    from delayline.sql.dialects.sqlite import FileClaims
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
