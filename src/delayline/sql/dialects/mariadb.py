@@ -26,8 +26,7 @@ from delayline.errors import (
 )
 from delayline.sql.dialect import TableIdentity
 from delayline.sql.dialects import journal_triggers
-from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
-from delayline.sql.dialects.session_claims import SessionClaims
+from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.notifications import LocalNotifications

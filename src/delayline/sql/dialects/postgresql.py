@@ -25,8 +25,7 @@ from delayline.message import Headers, TimeoutHeaders
 from delayline.sql.dialect import Moved, TableIdentity
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
-from delayline.sql.dialects.server import ServerDialect, cause_of, run, watch_of
-from delayline.sql.dialects.session_claims import SessionClaims
+from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import EXPIRY_MARKER, MARKER
 

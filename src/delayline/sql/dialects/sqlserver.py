@@ -43,8 +43,7 @@ from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
 from delayline.sql.dialect import IN_SESSION
-from delayline.sql.dialects.server import LEASE, ServerDialect, cause_of, run
-from delayline.sql.dialects.session_claims import SessionClaims
+from delayline.sql.dialects.server import LEASE, ServerDialect, SessionClaims, cause_of, run
 from delayline.sql.dialects.sqlserver_errors import (
     ALREADY_THERE,
     DUPLICATE_KEY,
