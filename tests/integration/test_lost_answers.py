@@ -12,7 +12,7 @@ from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
 from delayline.sql.databases import database_at
-from delayline.sql.server_database import WORKERS, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase
 from delayline.testing.conformance.messages import delayed
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tests.integration.wire_between import Wire
 
+WORKERS = POOL_SIZE // 3
 PATIENCE = 20.0
 UNKNOWN = "The commit's outcome is unknown: check whether the data was written before repeating it"
 

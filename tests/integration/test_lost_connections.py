@@ -15,7 +15,7 @@ import pytest
 from delayline import BackendUnavailable, NotStarted, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.message import in_utc
 from delayline.sql.databases import database_at
-from delayline.sql.server_database import TRANSACTIONS, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase
 from delayline.testing.conformance.messages import AT, delayed, operation
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from delayline.transport import Receiver
 
+TRANSACTIONS = POOL_SIZE - POOL_SIZE // 3
 PATIENCE = 20.0
 
 

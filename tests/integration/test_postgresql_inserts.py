@@ -26,12 +26,13 @@ from delayline.sql.databases import database_at
 from delayline.sql.dialects import postgresql_inserts
 from delayline.sql.dialects.postgresql import PART
 from delayline.sql.dialects.postgresql_inserts import LARGEST
-from delayline.sql.server_database import WORKERS, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase
 from delayline.testing.conformance.messages import delayed, same
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+WORKERS = POOL_SIZE // 3
 PATIENCE = 20.0
 LATER = datetime(2100, 1, 1, tzinfo=UTC)  # nobody has to be told on another connection
 #: The first insert connects, on a worker thread; from then on the loop goes by itself.

@@ -13,12 +13,13 @@ from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMod
 from delayline.sql.databases import database_at
 from delayline.sql.dialects.server import run
 from delayline.sql.prepared import LONGEST_LIST
-from delayline.sql.server_database import TRANSACTIONS, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase
 from delayline.testing.conformance.messages import AT, delayed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+TRANSACTIONS = POOL_SIZE - POOL_SIZE // 3
 PATIENCE = 20.0
 
 

@@ -270,7 +270,7 @@ def limits_given(url: str, seconds: float) -> dict[str, Any]:
     one = server(url)
     options: dict[str, Any] = {}
     one.server_timeout = seconds
-    one._limits(None, None, (), options)
+    one.limit_connect(options)
     return options
 
 

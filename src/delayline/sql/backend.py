@@ -8,9 +8,9 @@ from delayline.sql.databases import database_at
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from sqlalchemy import Table
+    from sqlalchemy import Engine, Table
 
     from delayline.clock import Clock
     from delayline.sql.transactions import SqlTransaction
@@ -21,9 +21,15 @@ class SqlBackend:
     """A database, alone or as one of the two of a two-phase commit."""
 
     def __init__(
-        self, url: str, schema: str | None, two_phase: TwoPhaseCommit | None, server_timeout: float | None = None
+        self,
+        url: str | Engine,
+        schema: str | None,
+        two_phase: TwoPhaseCommit | None,
+        server_timeout: float | None = None,
+        pool_size: int | None = None,
+        connect: Callable[[], object] | None = None,
     ) -> None:
-        self._database = database_at(url, server_timeout)
+        self._database = database_at(url, server_timeout, pool_size, connect)
         self._schema = self._database.dialect.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._two_phase = two_phase

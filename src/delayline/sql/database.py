@@ -55,6 +55,14 @@ class Database(ABC):
         self._server_timeouts.append(server_timeout)
         self.dialect.server_timeout = min(self._server_timeouts)
 
+    def resize_pool(self, size: int) -> None:
+        """Use up to so many connections from the next `open` on, or as many as were given before if that is more."""
+        raise ConfigurationError(f"pool_size= is for servers: {self.dialect} has one writer. Leave it out")
+
+    def connect_with(self, connect: Callable[[], object]) -> None:
+        """Make connections by a function of the user's."""
+        raise ConfigurationError(f"connect= and Engines are for servers: name {self.dialect} by its URL")
+
     @property
     def domain(self) -> Hashable:
         """Equal for parts that can share a transaction."""

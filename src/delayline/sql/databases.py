@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import ArgumentError
 
 from delayline.checks import full_scheme
@@ -17,7 +19,7 @@ from delayline.sql.deadlines import checked_timeout
 from delayline.sql.server_database import ServerDatabase
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from sqlalchemy import URL
 
@@ -25,14 +27,34 @@ if TYPE_CHECKING:
 
 _shared: Final[WeakValueDictionary[Hashable, Database]] = WeakValueDictionary()
 _sharing: Final = threading.Lock()
+LARGEST_POOL: Final = 1000
 
 
-def database_at(url: str, server_timeout: float | None = None) -> Database:
+def database_at(
+    url: str | Engine,
+    server_timeout: float | None = None,
+    pool_size: int | None = None,
+    connect: Callable[[], object] | None = None,
+) -> Database:
     """Return this process's database for the URL, without opening it. Raises ConfigurationError.
 
-    server_timeout: seconds to wait for an answer; by default from the URL. If several are given for one database,
-    the shortest applies.
+    Args:
+        url: The database, or an Engine that makes its connections.
+        server_timeout: Seconds to wait for an answer; by default from the URL. If several are given for one database,
+            the shortest applies.
+        pool_size: Connections for statements and transactions; by default from the URL. If several are given for one
+            database, the largest applies.
+        connect: Returns a new connection of the driver; it applies to every user of the database.
     """
+    if isinstance(url, Engine):
+        if connect is not None:
+            raise ConfigurationError("connect= and an Engine both make connections: pass one of them")
+        connect, url = partial(_connection_of, url), url.url.render_as_string(hide_password=False)
+    elif not isinstance(url, str):
+        raise ConfigurationError(
+            f"the database is a URL or an Engine of SQLAlchemy, not {type(url).__name__}; for an AsyncEngine pass its "
+            "sync_engine, or the URL"
+        )
     try:
         unquote(url, errors="strict").replace("\0", "\udc00").encode()  # rejects NUL and invalid UTF-8
         parsed = make_url(full_scheme(url))
@@ -42,12 +64,32 @@ def database_at(url: str, server_timeout: float | None = None) -> Database:
             "postgresql://user:password@host/database, with special characters in the password as %XX, in UTF-8"
         ) from None  # its text may have a part of the password
     named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
-    database = _new(parsed.difference_update_query(["server_timeout"]))
+    size = parsed.query.get("pool_size") if pool_size is None else pool_size
+    database = _new(parsed.difference_update_query(["server_timeout", "pool_size"]))
     with _sharing:
         shared = _shared.setdefault(database.domain, database)
         if named is not None:
             shared.limit_waits(checked_timeout(named))
+        if size is not None:
+            shared.resize_pool(_checked_size(size))
+        if connect is not None:
+            shared.connect_with(connect)
         return shared
+
+
+def _checked_size(size: object) -> int:
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(size, bool | float) and 2 <= (number := int(size)) <= LARGEST_POOL:  # type: ignore[call-overload]
+            return int(number)
+    raise ConfigurationError(f"pool_size must be a whole number from 2 to {LARGEST_POOL}, not {size!r}")
+
+
+def _connection_of(engine: Engine) -> object:
+    """Return a new connection of the Engine that its pool does not count."""
+    pooled = engine.raw_connection()
+    driver = pooled.driver_connection
+    pooled.detach()
+    return driver
 
 
 def _new(url: URL) -> Database:

@@ -522,6 +522,10 @@ class ServerConnections(Protocol):
         """Seconds that connecting may take."""
         ...
 
+    def connect_with(self, connect: Callable[[], object]) -> None:
+        """Make connections by a function of the user's."""
+        ...
+
     def check(self) -> None:
         """Connect once and refuse unusable servers: an old version, missing rights. Raises BackendUnusable."""
         ...

@@ -282,8 +282,7 @@ class SessionCheckout:
         return self._session.run(work)
 
 
-WORKERS: Final = 4
-TRANSACTIONS: Final = 8
+POOL_SIZE: Final = 12
 PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
 LARGE_INSERT: Final = 8_000_000  # bytes of headers and bodies from which on the answer may take longer
 DEADLOCKS: Final = 5  # in a row; after that the caller decides
@@ -292,7 +291,8 @@ DEADLOCKS: Final = 5  # in a row; after that the caller decides
 class ServerDatabase(Database):
     """A server's database. Statements outside transactions run on a few connections, one per worker thread.
 
-    Each transaction has its own connection. Eight can be open at a time; further ones wait.
+    Each transaction has its own connection. A third of the pool is for statements, the rest for transactions; further
+    ones wait.
     """
 
     locks_rows = True
@@ -306,10 +306,31 @@ class ServerDatabase(Database):
         self._abandoning: threading.Thread | None = None
         self._stops_over = threading.Event()
         self._limiting = threading.Lock()
+        self._pool_sizes: list[int] = []
         self._begin_anew()
 
+    @property
+    def workers(self) -> int:
+        """How many connections are for statements outside transactions."""
+        return max(1, max(self._pool_sizes, default=POOL_SIZE) // 3)
+
+    @property
+    def transactions(self) -> int:
+        """How many transactions may be open at a time."""
+        return max(self._pool_sizes, default=POOL_SIZE) - self.workers
+
+    def resize_pool(self, size: int) -> None:
+        """Use up to so many connections from the next `open` on, or as many as were given before if that is more."""
+        self._pool_sizes.append(size)
+        if self._workers is None:
+            self.lane = FairSemaphore(self.transactions)
+
+    def connect_with(self, connect: Callable[[], object]) -> None:
+        """Make connections by a function of the user's."""
+        self.dialect.connect_with(connect)
+
     def _begin_anew(self) -> None:
-        self.lane = FairSemaphore(TRANSACTIONS)
+        self.lane = FairSemaphore(self.transactions)
         self._probing = threading.Lock()
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
@@ -371,8 +392,8 @@ class ServerDatabase(Database):
                 await self.lane.enter()
         except TimeoutError as error:
             raise BackendUnavailable(
-                f"all {TRANSACTIONS} transactions on {self.dialect} have been busy for {self.dialect.patience:g} s: "
-                "end them sooner, or handle fewer messages at once"
+                f"all {self.transactions} transactions on {self.dialect} have been busy for "
+                f"{self.dialect.patience:g} s: end them sooner, handle fewer messages at once, or raise pool_size"
             ) from error
         return SessionCheckout(self)
 
@@ -518,8 +539,8 @@ class ServerDatabase(Database):
     def _connect(self) -> None:
         self._translated(self.dialect.check)
         self._ask_the_time()
-        self._workers = Workers("delayline SQL", WORKERS)
-        self._transacting = Workers("delayline SQL transaction", TRANSACTIONS)
+        self._workers = Workers("delayline SQL", self.workers)
+        self._transacting = Workers("delayline SQL transaction", self.transactions)
         self._notifications = self.dialect.notifications(self)
 
     def begin_stop(self) -> None:

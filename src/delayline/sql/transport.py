@@ -25,9 +25,9 @@ from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from sqlalchemy import Connection, Executable, Table
+    from sqlalchemy import Connection, Engine, Executable, Table
 
     from delayline.external import ExternalTransaction
     from delayline.sql.database import Database
@@ -49,12 +49,17 @@ class SqlTransport(SqlBackend):
     """Transport with queues in a SQL database; `sqlite:///file.db` needs no server.
 
     Args:
-        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`.
+        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`; or an Engine of SQLAlchemy for a
+            server, which makes the connections. They are delayline's own and do not return to the Engine's pool.
         poll_interval: How often idle receivers look for messages without a notification.
         schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
         two_phase: Coordinates transactions with a store in another database; this database keeps the decisions.
         server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
             parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 12. Also a
+            parameter of the URL. Notifications, claims and single inserts need one more each. The transports and
+            stores of one database share them; if several sizes are given, the largest applies.
+        connect: Returns a new connection of the driver (psycopg, PyMySQL or pymssql), as for passwords that expire.
 
     Raises:
         ConfigurationError: The URL or another argument is invalid.
@@ -63,14 +68,16 @@ class SqlTransport(SqlBackend):
 
     def __init__(
         self,
-        url: str,
+        url: str | Engine,
         *,
         poll_interval: timedelta = ONE_SECOND,
         schema: str | None = None,
         two_phase: TwoPhaseCommit | None = None,
         server_timeout: float | None = None,
+        pool_size: int | None = None,
+        connect: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(url, schema, two_phase, server_timeout)
+        super().__init__(url, schema, two_phase, server_timeout, pool_size, connect)
         interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = QueueStatements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)

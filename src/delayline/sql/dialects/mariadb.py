@@ -20,6 +20,7 @@ from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
     ConfigurationError,
+    DelaylineError,
     InvalidMessage,
     MissingExtra,
     StorageFull,
@@ -211,6 +212,8 @@ class Mariadb(ServerDialect):
         """Return a new connection: autocommit, UTC, strict mode, READ COMMITTED."""
         try:
             connection = self.engine.connect()
+        except DelaylineError:  # from the user's function
+            raise
         except InvalidRequestError as error:  # SQLAlchemy has asked for the version
             raise BackendUnusable(f"{self} is MySQL: write mysql:// in its URL") from error
         except RuntimeError as error:
@@ -237,6 +240,19 @@ class Mariadb(ServerDialect):
         arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout)))
         arguments.setdefault("read_timeout", max(1, round(self.connect_timeout)))
         arguments.setdefault("write_timeout", max(1, round(self.connect_timeout)))
+
+    def adopt(self, driver: Any) -> object:  # noqa: ANN401 - PyMySQL is an extra
+        """Return the connection in strict mode, at READ COMMITTED; `connect` does the rest."""
+        from pymysql.connections import Connection as Driver
+
+        if not isinstance(driver, Driver):
+            raise self.not_a_connection(driver, "pymysql.connections.Connection objects, as of +pymysql:// Engines")
+        driver.rollback()
+        driver.set_character_set(CONNECT_ARGS["charset"])
+        with driver.cursor() as cursor:
+            cursor.execute("SET SESSION sql_mode = %s", (CONNECT_ARGS["sql_mode"],))
+            cursor.execute(CONNECT_ARGS["init_command"])
+        return driver
 
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - PyMySQL is an extra
         """Return PyMySQL's socket."""

@@ -102,6 +102,20 @@ class Postgresql(ServerDialect):
         )
         arguments["options"] = f"{limit} {arguments.get('options', '')}"
 
+    def adopt(self, driver: Any) -> object:  # noqa: ANN401 - psycopg is an extra
+        """Return the connection in autocommit, with the settings that are options of delayline's own connections."""
+        from psycopg import Connection as Driver
+
+        if not isinstance(driver, Driver):
+            raise self.not_a_connection(driver, "psycopg.Connection objects, as of postgresql+psycopg:// Engines")
+        driver.rollback()
+        driver.autocommit = True
+        driver.prepare_threshold = 2
+        limit = f"lock_timeout={max(1, round(self.lock_timeout * 1000))}"
+        for setting in (limit, *SETTINGS):
+            driver.execute("SELECT set_config(%s, %s, false)", setting.split("="))
+        return driver
+
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - psycopg is an extra
         """Return libpq's socket."""
         return int(driver.fileno())

@@ -19,7 +19,7 @@ from sqlalchemy import URL, bindparam, create_engine, event, null, or_, update
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
-from delayline.errors import ConfigurationError, MissingExtra
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, MissingExtra
 from delayline.sql.deadlines import (
     LOCK_TIMEOUT,
     LONG_WORK,
@@ -34,7 +34,7 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
 
@@ -107,6 +107,7 @@ class ServerDialect(ABC):
             )
         self.url = url.set(drivername=self.driver)
         self.stops = StopLimit()
+        self._connect: Callable[[], object] | None = None
         # The URL itself wins over our defaults.
         arguments = {name: value for name, value in connect_args.items() if name not in url.query}
         try:
@@ -123,7 +124,7 @@ class ServerDialect(ABC):
             raise MissingExtra(self.extra, f"a {url.get_backend_name()}:// URL") from error
         except (ArgumentError, TypeError, ValueError) as error:
             raise ConfigurationError(f"the URL of {self} has an option that cannot be used: {error}") from error
-        event.listen(self.engine, "do_connect", self._limits)
+        event.listen(self.engine, "do_connect", self._make_connection)
         event.listen(self.engine, "connect", self._watch, insert=True)
         event.listen(self.engine, "close", _forget)
         event.listen(self.engine, "before_cursor_execute", _begins)
@@ -161,9 +162,35 @@ class ServerDialect(ABC):
         """Tell whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
         return connection.invalidated
 
-    def _limits(self, dialect: object, record: object, arguments: object, options: dict[str, Any]) -> None:
+    def connect_with(self, connect: Callable[[], object]) -> None:
+        """Make connections by a function of the user's."""
+        self._connect = connect
+
+    @abstractmethod
+    def adopt(self, driver: Any) -> object:  # noqa: ANN401 - each driver has its own
+        """Return a connection that the user's function has made, with the session settings that statements need.
+
+        Raises ConfigurationError for one that is not the driver's.
+        """
+
+    def not_a_connection(self, driver: object, wanted: str) -> ConfigurationError:
+        """Return the error for an object that is not a connection of the driver."""
+        kind = f"{type(driver).__module__}.{type(driver).__qualname__}"
+        return ConfigurationError(f"connect= or the Engine of {self} makes {kind} objects: they have to be {wanted}")
+
+    def _make_connection(self, dialect: object, record: object, arguments: object, options: dict[str, Any]) -> object:
+        """Return the user's connection, or None for SQLAlchemy to make one."""
         del dialect, record, arguments
-        self.limit_connect(options)
+        if self._connect is None:
+            self.limit_connect(options)
+            return None
+        try:
+            driver = self._connect()
+        except Exception as error:
+            if isinstance(error, (*self.errors, DelaylineError)):
+                raise
+            raise BackendUnavailable(f"no connection to {self}: connect= has failed: {error!r}") from error
+        return self.adopt(driver)
 
     def _watch(self, driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
         watch = record.info[WATCH] = AnswerDeadline(self.descriptor(driver), self.server_timeout, self.stops)

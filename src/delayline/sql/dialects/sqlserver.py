@@ -261,6 +261,15 @@ class SqlServer(ServerDialect):
         elif "timeout" not in self.url.query:
             arguments.setdefault("timeout", login)
 
+    def adopt(self, driver: Any) -> object:  # noqa: ANN401 - the drivers are extras
+        """Return pymssql's connection so that it binds bytes as varbinary; Microsoft's driver cannot be adopted."""
+        if not self._pymssql:
+            raise ConfigurationError(
+                "connect= and Engines are not supported with mssql-python: write Authentication=... in the URL, or use "
+                "pymssql"
+            )
+        return VarbinaryConnection(driver)
+
     def _connect_driver(self, _: object, record: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
         if self._pymssql:
             return VarbinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))

@@ -1,0 +1,175 @@
+"""Connections of the user's own making: pool_size, connect= and Engines."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pymysql
+import pytest
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.engine import make_url
+from tests.eventually import eventually_async
+
+from delayline import BackendUnavailable, ConfigurationError, Endpoint, StoredDelivery
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+
+if TYPE_CHECKING:
+    from delayline import Message, MessageContext
+
+COUNT = {
+    "postgresql": "SELECT count(*) - 1 FROM pg_stat_activity WHERE datname = current_database()",
+    "mariadb": "SELECT count(*) FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
+}
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def url(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+def connect_to(url: str) -> Any:  # noqa: ANN401 - each driver has its own
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        return psycopg.connect(url)
+    return pymysql.connect(
+        host=parsed.host,
+        port=parsed.port or 3306,
+        user=parsed.username,
+        password=parsed.password or "",
+        database=parsed.database,
+    )
+
+
+def engine_url(url: str) -> str:
+    return url.replace("postgresql://", "postgresql+psycopg://").replace("mariadb://", "mariadb+pymysql://")
+
+
+async def round_trip(endpoint: Endpoint, number: int = 3) -> None:
+    """Send delayed messages with hard contents and handle each once."""
+    handled: dict[str, bytes] = {}
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled[message.id] = message.body
+        await context.send("done", message.body)
+
+    await endpoint.transport.setup_infrastructure(["done"])
+    async with endpoint:
+        sends = [
+            endpoint.send("sales", b"\0\xff", message_id=f"Ключ {n} 🙂", delay=timedelta(milliseconds=50))
+            for n in range(number)
+        ]
+        await asyncio.gather(*sends)
+        await eventually_async(lambda: len(handled) == number)
+    assert set(handled.values()) == {b"\0\xff"}
+
+
+async def test_connections_come_from_the_users_function(url: str) -> None:
+    made: list[object] = []
+
+    def connect() -> object:
+        made.append(connect_to(url))
+        return made[-1]
+
+    # Given a URL whose password has expired, and a function that has the current one
+    parsed = make_url(url).set(username="nobody", password="old")  # noqa: S106 - no secret
+    expired = parsed.render_as_string(hide_password=False)
+    endpoint = Endpoint(
+        "sales",
+        transport=SqlTransport(expired, connect=connect),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(expired, connect=connect)),
+    )
+    await round_trip(endpoint)
+    assert made
+
+
+async def test_connections_come_from_an_engine_and_do_not_return_to_its_pool(url: str) -> None:
+    # Given an Engine with a pool of one, that counts its connections
+    engine = create_engine(engine_url(url), pool_size=1, max_overflow=0, pool_timeout=1)
+    connected: list[object] = []
+    event.listen(engine, "connect", lambda *_: connected.append(_))
+    endpoint = Endpoint(
+        "sales",
+        transport=SqlTransport(engine),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(engine)),
+    )
+    await round_trip(endpoint)
+    # Then the user's own connections have none of delayline's settings
+    assert len(connected) > 1
+    with engine.connect() as connection:
+        setting = "SHOW enable_seqscan" if engine.dialect.name == "postgresql" else "SELECT @@tx_isolation"
+        assert connection.execute(text(setting)).scalar_one() in {"on", "REPEATABLE-READ"}
+    engine.dispose()
+
+
+async def test_a_function_that_fails_makes_the_back_end_unavailable(url: str) -> None:
+    def connect() -> object:
+        raise RuntimeError("no token")
+
+    other = make_url(url).update_query_dict({"server_timeout": "2"}).set(username="another").render_as_string(False)
+    with pytest.raises(BackendUnavailable, match="connect= has failed: RuntimeError\\('no token'\\)"):
+        await SqlDelayedMessageStore(other, connect=connect).setup_infrastructure("sales")
+
+
+async def test_another_drivers_connections_are_refused(url: str) -> None:
+    other = make_url(url).set(username="third").render_as_string(hide_password=False)
+    with pytest.raises(ConfigurationError, match=r"makes builtins\.dict objects: they have to be (psycopg|pymysql)"):
+        await SqlDelayedMessageStore(other, connect=dict).setup_infrastructure("sales")
+
+
+@pytest.mark.parametrize("size", [2, 5])
+async def test_the_size_of_the_pool_bounds_the_connections(url: str, size: int) -> None:
+    endpoint = Endpoint(
+        "sales",
+        transport=SqlTransport(url, pool_size=size),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)),
+    )
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        await context.send("done", b"")
+
+    await endpoint.transport.setup_infrastructure(["done"])
+    most = 0
+    count = COUNT["postgresql" if url.startswith("postgresql") else "mariadb"]
+    watch = connect_to(url)
+    async with endpoint:
+        for _ in range(20):
+            await asyncio.gather(*(endpoint.send("sales", b"") for _ in range(20)))
+            with watch.cursor() as cursor:
+                cursor.execute(count)
+                most = max(most, cursor.fetchone()[0])
+            watch.commit()
+    watch.close()
+    assert most <= size + 3  # notifications, claims, single inserts
+
+
+@pytest.mark.parametrize("size", [1, 0, -1, 1001, "many", 2.5, True])
+def test_a_size_that_cannot_be_is_refused(size: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigurationError, match="pool_size must be a whole number from 2 to 1000"):
+        SqlTransport("postgresql://user@host/sizes", pool_size=size)
+
+
+def test_the_size_of_the_pool_is_also_a_parameter_of_the_url() -> None:
+    with pytest.raises(ConfigurationError, match="not '1'"):
+        SqlTransport("postgresql://user@host/sizes?pool_size=1")
+    assert SqlTransport("postgresql://user@host/sizes?pool_size=9")._database.transactions == 6  # type: ignore[attr-defined]
+
+
+def test_sqlite_takes_none_of_them() -> None:
+    with pytest.raises(ConfigurationError, match="pool_size= is for servers"):
+        SqlTransport("sqlite:///x.db", pool_size=4)
+    with pytest.raises(ConfigurationError, match="are for servers: name SQLite file"):
+        SqlTransport(create_engine("sqlite:///x.db"))
+    with pytest.raises(ConfigurationError, match="are for servers"):
+        SqlTransport("sqlite:///x.db", connect=dict)
+
+
+def test_a_url_that_is_neither_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not int; for an AsyncEngine pass its sync_engine"):
+        SqlTransport(5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="both make connections"):
+        SqlTransport(create_engine("postgresql+psycopg://user@host/x"), connect=dict)
