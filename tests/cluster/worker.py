@@ -26,21 +26,14 @@ from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialect import Moved
 from delayline.sql.dialects.postgresql import PostgresqlForwarding
 from delayline.sql.forwarding import FileForwarding, LockedForwarding
-from delayline.testing import Fault, FaultyStore, FaultyTransport
-from delayline.testing.faults import Faulty
+from delayline.testing import Fault, FaultyStore, FaultyTimeoutPersister, FaultyTransport
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
-
     from sqlalchemy import Connection
 
-    from delayline.delayed.store import Forwarded
     from delayline.pipeline import Handler, MessageContext
-    from delayline.spi import DelayedDelivery, DelayedMessageStore, Transaction, Transport
-    from delayline.timeouts import Timeout, TimeoutsChunk
-    from delayline.timeouts.persister import LockedTimeouts
+    from delayline.spi import DelayedDelivery, DelayedMessageStore, Transport
 
 Settings = dict[str, Any]
 PR_SET_PDEATHSIG = 1
@@ -66,6 +59,7 @@ def faults_of(settings: Settings, part: str) -> list[Fault]:
         Fault(
             step["on"] if isinstance(step["on"], str) else tuple(step["on"]),
             calls=step.get("call", 1),
+            when=(lambda at, limit: limit > 0) if step["on"] == "next_chunk" else None,  # 0: asks for the next due time
             before=die if step["at"] == "before" else None,
             after=die if step["at"] == "after" else None,
         )
@@ -104,43 +98,12 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
     dialect.commit = committed  # type: ignore[method-assign]
 
 
-class FaultyTimeouts(SqlTimeoutPersister):
-    """A timeout persister in which things go wrong on purpose."""
-
-    def __init__(self, url: str, *faults: Fault) -> None:
-        super().__init__(url)
-        self._faults = Faulty(*faults)
-
-    async def add(self, timeout: Timeout, transaction: Transaction | None = None) -> None:
-        await self._faults._call("add", lambda: SqlTimeoutPersister.add(self, timeout, transaction))
-
-    async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
-        return await self._faults._call("take", lambda: SqlTimeoutPersister.take(self, timeout_id, transaction))
-
-    async def lock_due(self, at: datetime, limit: int, **others: Any) -> LockedTimeouts:  # noqa: ANN401
-        return await self._faults._call("lock_due", lambda: SqlTimeoutPersister.lock_due(self, at, limit, **others))
-
-    async def forward_due(self, at: datetime, limit: int, **others: Any) -> Forwarded:  # noqa: ANN401
-        forward = SqlTimeoutPersister.forward_due
-        return await self._faults._call("forward_due", lambda: forward(self, at, limit, **others))
-
-    async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
-        return await self._faults._call("remove_many", lambda: SqlTimeoutPersister.remove_many(self, ids, transaction))
-
-    async def next_chunk(self, at: datetime, limit: int, **others: Any) -> TimeoutsChunk:  # noqa: ANN401
-        method = "next_chunk" if limit else "look"
-        return await self._faults._call(method, lambda: SqlTimeoutPersister.next_chunk(self, at, limit, **others))
-
-    def transaction(self) -> Any:  # noqa: ANN401 - of one database or of two
-        return self._faults._faulty(super().transaction())
-
-
 def delivery_of(settings: Settings) -> DelayedDelivery | None:
     if settings["store"] is None:
         return None
     polling = settings["role"] == "poller"
     if settings["delivery"] == "timeouts":
-        timeouts = FaultyTimeouts(settings["store"], *faults_of(settings, "store"))
+        timeouts = FaultyTimeoutPersister(SqlTimeoutPersister(settings["store"]), *faults_of(settings, "store"))
         return TimeoutManagerDelivery(timeouts, batch_size=settings["batch_size"], polling=polling)
     store: DelayedMessageStore = store_at(settings["store"])
     if settings.get("faults"):

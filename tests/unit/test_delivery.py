@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.unit.conftest import START, FaultyTransport, a_message, build
+from tests.unit.conftest import START, a_message, build, sent_to
 
 from delayline import (
     ConfigurationError,
@@ -18,7 +18,9 @@ from delayline import (
 )
 from delayline.delayed.delivery import StoredDelivery
 from delayline.spi import SystemClock
+from delayline.testing import Fault, FaultyTransport
 from delayline.testing.clock import ManualClock, settle
+from delayline.testing.faults import STORE
 from delayline.transport import TransportOperation
 
 TIMES = [f"time_to_trigger_{name}_circuit_breaker" for name in ("store", "fetch", "dispatch")]
@@ -67,37 +69,37 @@ def test_it_belongs_to_one_endpoint() -> None:
 
 
 async def test_it_defers_when_started_only(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
     with pytest.raises(NotStarted, match="use `async with endpoint:`"):
-        await house.delivery.defer(TransportOperation(a_message(), "out"), START)
+        await scenario.delivery.defer(TransportOperation(a_message(), "out"), START)
 
 
 async def test_what_is_due_already_goes_straight_to_the_transport(clock: ManualClock) -> None:
-    house = build(clock)
-    async with house.endpoint:
-        await house.endpoint.send("sales", b"", message_id="m", deliver_at=START - timedelta(hours=1))
-        assert await house.ids("sales") == ["m"]
-        assert house.faults.count("store") == 0
+    scenario = build(clock)
+    async with scenario.endpoint:
+        await scenario.endpoint.send("sales", b"", message_id="m", deliver_at=START - timedelta(hours=1))
+        assert await scenario.ids("sales") == ["m"]
+        assert scenario.faults.calls(*STORE) == 0
 
 
 async def test_without_polling_it_stores_and_sends_nothing(clock: ManualClock) -> None:
-    house = build(clock, polling=False)
-    async with house.endpoint:
-        await house.endpoint.send("sales", b"", delay=timedelta(seconds=1))
+    scenario = build(clock, polling=False)
+    async with scenario.endpoint:
+        await scenario.endpoint.send("sales", b"", delay=timedelta(seconds=1))
         await clock.advance(100)
-        assert await house.ids("sales") == []
-        assert len(await house.waiting()) == 1
+        assert await scenario.ids("sales") == []
+        assert len(await scenario.pending()) == 1
 
 
 async def test_a_store_that_can_close_is_closed(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
     closed: list[bool] = []
 
     async def close() -> None:
         closed.append(True)
 
-    house.store.close = close  # type: ignore[union-attr]
-    async with house.endpoint:
+    scenario.store.close = close  # type: ignore[attr-defined]
+    async with scenario.endpoint:
         assert closed == []
     assert closed == [True]
 
@@ -133,8 +135,8 @@ async def test_a_stores_clock_decides_what_is_due_whatever_the_machines_says(off
 
 async def test_a_message_backs_off_by_the_stores_clock() -> None:
     # Given a message that cannot be sent, in a store whose clock is an hour behind
-    store, transport = ClockedStore(timedelta(hours=-1)), FaultyTransport()
-    transport.faults.on["dispatch"] = lambda _: RuntimeError("boom") if transport.sends_to == "out" else None
+    store, transport = ClockedStore(timedelta(hours=-1)), FaultyTransport(MemoryTransport())
+    transport.faults.inject(Fault("dispatch", RuntimeError("boom"), when=sent_to("out")))
     delivery = StoredDelivery(store, number_of_retries=1)
     await transport.setup_infrastructure(["out"])
     async with Endpoint("sales", transport=transport, delayed_delivery=delivery):
@@ -144,9 +146,9 @@ async def test_a_message_backs_off_by_the_stores_clock() -> None:
         # Then it is tried again a second later
         assert await store.next_due() == now + timedelta(seconds=1)
         await store.own.advance(0.999)
-        assert transport.faults.count("dispatch") == 1
+        assert transport.faults.calls("dispatch") == 1
         await store.own.advance(0.001)
-        assert transport.faults.count("dispatch") == 3  # again, and to the error queue
+        assert transport.faults.calls("dispatch") == 3  # again, and to the error queue
     assert [message.id for message in await transport.browse("error", 10)] == ["m"]
 
 

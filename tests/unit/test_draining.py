@@ -6,8 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.conftest import Faults, FaultyTransport
-from tests.unit.timeout_house import TIMEOUTS, FaultyPersister, build_timeouts
+from tests.unit.timeout_scenario import TIMEOUTS, TimeoutScenario, build_timeouts
 
 from delayline import (
     BackendUnavailable,
@@ -18,6 +17,7 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
+from delayline.testing import Fault
 from delayline.testing.clock import settle
 from delayline.timeouts import MemoryTimeoutPersister, TimeoutManagerDelivery
 
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 FIVE = timedelta(seconds=5)
 
 
-async def left_behind(clock: ManualClock, transport: FaultyTransport, persister: FaultyPersister) -> None:
-    """One timeout in the storage, one on its way to it, of an endpoint that has used its timeout manager till now."""
-    old = build_timeouts(clock, transport=transport, persister=persister)
+@pytest.fixture
+def old(clock: ManualClock) -> TimeoutScenario:
+    """The endpoint with a timeout manager."""
+    return build_timeouts(clock)
+
+
+async def leave_timeouts(old: TimeoutScenario) -> None:
+    """Stop the endpoint with one stored timeout and one that waits in the timeouts queue."""
     await old.start()
     await old.endpoint.send("out", b"", message_id="stored", delay=FIVE)
     await settle()
@@ -38,93 +43,76 @@ async def left_behind(clock: ManualClock, transport: FaultyTransport, persister:
     await old.endpoint.stop()
 
 
-def moved(clock: ManualClock, transport: FaultyTransport, persister: FaultyPersister, **settings: Any) -> Endpoint:  # noqa: ANN401
-    """The same endpoint with a store."""
+def moved(old: TimeoutScenario, **settings: Any) -> Endpoint:  # noqa: ANN401
+    """Return the same endpoint with a store."""
     return Endpoint(
         "sales",
-        transport=transport,
+        transport=old.transport,
         delayed_delivery=StoredDelivery(MemoryDelayedMessageStore()),
-        draining=TimeoutManagerDelivery(persister),
-        clock=clock,
+        draining=TimeoutManagerDelivery(old.persister),
+        clock=old.clock,
         **settings,
     )
 
 
-@pytest.fixture
-def persister() -> FaultyPersister:
-    return FaultyPersister(Faults())
-
-
-@pytest.fixture
-def transport() -> FaultyTransport:
-    return FaultyTransport()
-
-
 async def test_what_waits_in_the_old_one_arrives_and_new_messages_go_to_the_new_one(
-    clock: ManualClock, transport: FaultyTransport, persister: FaultyPersister
+    clock: ManualClock, old: TimeoutScenario
 ) -> None:
     # Given
-    await left_behind(clock, transport, persister)
-    endpoint = moved(clock, transport, persister)
+    await leave_timeouts(old)
+    endpoint = moved(old)
     # When
     async with endpoint:
         await endpoint.send("out", b"", message_id="new", delay=FIVE)
         await settle()
         # Then
         assert [waiting.id for waiting in await endpoint.delayed.pending()] == ["new"]
-        assert (await persister.count()).number == 2
+        assert (await old.memory.count()).number == 2
         await clock.advance(5)
-        arrived = {message.id for message in await transport.browse("out", 10)}
+        arrived = {message.id for message in await old.transport.browse("out", 10)}
         assert arrived == {"stored", "on its way", "new"}
-        assert (await persister.count()).number == 0
+        assert (await old.memory.count()).number == 0
 
 
-async def test_other_endpoints_may_still_use_the_old_one(
-    clock: ManualClock, transport: FaultyTransport, persister: FaultyPersister
-) -> None:
+async def test_other_endpoints_may_still_use_the_old_one(clock: ManualClock, old: TimeoutScenario) -> None:
     """An instance that knows nothing of the new way defers beside one that does."""
-    old = build_timeouts(clock, transport=transport, persister=persister)
     await old.start()
-    async with moved(clock, transport, persister) as endpoint:
+    async with moved(old) as endpoint:
         await old.endpoint.send("out", b"", message_id="old way", delay=FIVE)
         await endpoint.send("out", b"", message_id="new way", delay=FIVE)
         await clock.advance(5)
-        assert sorted(message.id for message in await transport.browse("out", 10)) == ["new way", "old way"]
+        assert sorted(message.id for message in await old.transport.browse("out", 10)) == ["new way", "old way"]
         await old.endpoint.stop()
 
 
-async def test_a_disabled_timeout_manager_is_left_alone(
-    clock: ManualClock, transport: FaultyTransport, persister: FaultyPersister
-) -> None:
-    await left_behind(clock, transport, persister)
-    calls = len(persister.faults.calls)
-    async with moved(clock, transport, persister, disable_timeout_manager=True):
+async def test_a_disabled_timeout_manager_is_left_alone(clock: ManualClock, old: TimeoutScenario) -> None:
+    await leave_timeouts(old)
+    old.faults.clear_record()
+    async with moved(old, disable_timeout_manager=True):
         await clock.advance(10)
-        assert await transport.count("out") == 0
-        assert await transport.count(TIMEOUTS) == 1
-    assert len(persister.faults.calls) == calls
+        assert await old.transport.count("out") == 0
+        assert await old.transport.count(TIMEOUTS) == 1
+    assert old.faults.calls("open", "add", "next_chunk", "peek", "remove") == 0
 
 
-async def test_draining_needs_no_transaction_with_the_new_one(clock: ManualClock, transport: FaultyTransport) -> None:
+async def test_draining_needs_no_transaction_with_the_new_one(clock: ManualClock) -> None:
     """The mode is that of the transport and the new way; the old one does what it can."""
-    elsewhere = FaultyPersister(Faults(), shared=False)
-    await left_behind(clock, transport, elsewhere)
-    endpoint = moved(clock, transport, elsewhere)
+    old = build_timeouts(clock, shared=False)
+    await leave_timeouts(old)
+    endpoint = moved(old)
     assert endpoint.transaction_mode is TransactionMode.TRANSACTION_SCOPE
     async with endpoint:
         await clock.advance(5)
-        assert await transport.count("out") == 2
+        assert await old.transport.count("out") == 2
 
 
-async def test_an_outage_of_the_old_storage_stops_nothing_new(
-    clock: ManualClock, transport: FaultyTransport, persister: FaultyPersister
-) -> None:
-    await transport.setup_infrastructure(["out"])
-    persister.faults.always("setup", BackendUnavailable("down"))
-    async with moved(clock, transport, persister) as endpoint:
+async def test_an_outage_of_the_old_storage_stops_nothing_new(clock: ManualClock, old: TimeoutScenario) -> None:
+    await old.transport.setup_infrastructure(["out"])
+    old.faults.inject(Fault("setup_infrastructure", BackendUnavailable("down"), when=lambda name: name == "sales"))
+    async with moved(old) as endpoint:
         await endpoint.send("out", b"", message_id="new", delay=FIVE)
         await clock.advance(5)
-        assert await transport.count("out") == 1
+        assert await old.transport.count("out") == 1
 
 
 def test_the_new_one_is_not_drained() -> None:

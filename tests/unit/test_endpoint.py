@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.conftest import FaultyStore, FaultyTransport, build
+from tests.unit.conftest import MemoryStore, build
 
 from delayline import (
     ConfigurationError,
@@ -27,6 +27,7 @@ from delayline import (
 )
 from delayline.events import Event
 from delayline.spi import TransportOperation
+from delayline.testing import FaultyTransport
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:
@@ -63,23 +64,23 @@ async def test_wait_stopped_returns_when_somebody_stops_it() -> None:
 
 @pytest.mark.parametrize("part", ["setup", "store", "receiver"])
 async def test_a_failing_start_is_undone(clock: ManualClock, part: str) -> None:
-    house = build(clock)
-    house.endpoint.handler(nothing)
+    scenario = build(clock)
+    scenario.endpoint.handler(nothing)
 
     async def fail(*_: object) -> Any:  # noqa: ANN401
         raise BOOM
 
-    target: Any = house.store if part == "store" else house.transport
+    target: Any = scenario.store if part == "store" else scenario.transport
     name = {"setup": "setup_infrastructure", "store": "initialize", "receiver": "receiver"}[part]
     setattr(target, name, fail)
     with pytest.raises(RuntimeError, match="boom"):
-        await house.endpoint.start()
-    assert house.transport.stops == 1
+        await scenario.endpoint.start()
+    assert scenario.faults.calls("stop") == 1
     with pytest.raises(NotStarted):
-        await house.endpoint.send("sales", b"")
+        await scenario.endpoint.send("sales", b"")
     delattr(target, name)
-    async with house.endpoint:
-        await house.endpoint.send("sales", b"", delay=timedelta(1))
+    async with scenario.endpoint:
+        await scenario.endpoint.send("sales", b"", delay=timedelta(1))
 
 
 async def test_a_send_needs_a_started_endpoint() -> None:
@@ -97,13 +98,13 @@ async def test_a_delay_needs_delayed_delivery() -> None:
 
 
 async def test_setup_creates_queues_and_needs_no_start() -> None:
-    transport = FaultyTransport()
+    transport = FaultyTransport(MemoryTransport())
     endpoint = Endpoint("sales", transport=transport, error_queue="broken", setup_infrastructure=False)
     with pytest.raises(QueueNotFound):
         await transport.count("sales")
     await endpoint.setup()
     assert [await transport.count(queue) for queue in ("sales", "broken")] == [0, 0]
-    assert transport.stops == 1
+    assert transport.calls("stop") == 1
 
 
 async def test_a_send_only_endpoint_has_no_queue_and_no_handlers() -> None:
@@ -227,7 +228,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], text: s
 
 def test_the_default_mode_is_the_strongest_of_the_pair() -> None:
     shared = Endpoint("a", transport=MemoryTransport(), delayed_delivery=StoredDelivery(MemoryDelayedMessageStore()))
-    apart = Endpoint("a", transport=MemoryTransport(), delayed_delivery=StoredDelivery(FaultyStore(shared=False)))
+    apart = Endpoint("a", transport=MemoryTransport(), delayed_delivery=StoredDelivery(MemoryStore(shared=False)))
     assert (shared.transaction_mode, shared.guarantee) == (
         TransactionMode.TRANSACTION_SCOPE,
         Guarantee.EXACTLY_ONCE,
@@ -241,7 +242,7 @@ def build_apart(mode: TransactionMode, recoverability: Recoverability | None = N
     return Endpoint(
         "a",
         transport=MemoryTransport(),
-        delayed_delivery=StoredDelivery(FaultyStore(shared=False)),
+        delayed_delivery=StoredDelivery(MemoryStore(shared=False)),
         transaction_mode=mode,
         recoverability=recoverability,
     )
@@ -288,9 +289,9 @@ async def test_a_critical_error_calls_the_hosts_action_and_logs_what_that_raises
 
 
 async def test_what_waits_can_be_managed_where_the_store_can(clock: ManualClock) -> None:
-    house = build(clock)
-    async with house.endpoint:
-        await house.endpoint.send("sales", b"", message_id="m", delay=timedelta(1))
-        assert [message.id for message in await house.endpoint.delayed.pending()] == ["m"]
-    with pytest.raises(ConfigurationError, match="SixVerbs cannot list, cancel or reschedule"):
-        _ = build(clock, six=True).endpoint.delayed
+    scenario = build(clock)
+    async with scenario.endpoint:
+        await scenario.endpoint.send("sales", b"", message_id="m", delay=timedelta(1))
+        assert [message.id for message in await scenario.endpoint.delayed.pending()] == ["m"]
+    with pytest.raises(ConfigurationError, match="FaultyStore cannot list, cancel or reschedule"):
+        _ = build(clock, verbs_only=True).endpoint.delayed

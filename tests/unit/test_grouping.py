@@ -7,12 +7,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.conftest import Faults, FaultyStore, SixVerbs, delayed
+from tests.unit.conftest import MemoryStore, delayed
 
 from delayline import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime
 from delayline.delayed.delivery import MAXIMUM_GROUP, StoreGroup
+from delayline.testing import Fault, FaultyStore
 from delayline.testing.clock import settle
+from delayline.testing.faults import STORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock
 
 
-class SlowStore(FaultyStore):
+class SlowStore(MemoryStore):
     """Stores when the gate is open."""
 
     def __init__(self) -> None:
@@ -31,19 +33,9 @@ class SlowStore(FaultyStore):
         self.gate.set()
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        await asyncio.sleep(0)  # as every store that does more than remember
+        await asyncio.sleep(0)  # as every store that does I/O
         await self.gate.wait()
         await super().store_many(messages, transaction)
-
-
-class SlowSixVerbs(SixVerbs):
-    def __init__(self) -> None:
-        super().__init__(Faults())
-        self.gate = asyncio.Event()
-
-    async def store(self, message: DelayedMessage, transaction: Transaction | None = None) -> None:
-        await self.gate.wait()
-        await super().store(message, transaction)
 
 
 @pytest.fixture
@@ -52,67 +44,76 @@ def breaker(clock: ManualClock) -> RepeatedFailuresOverTime:
 
 
 @pytest.fixture
-def store() -> SlowStore:
+def memory() -> SlowStore:
     return SlowStore()
 
 
 @pytest.fixture
-def group(store: SlowStore, breaker: RepeatedFailuresOverTime) -> StoreGroup:
+def store(memory: SlowStore) -> FaultyStore:
+    return FaultyStore(memory)
+
+
+@pytest.fixture
+def group(store: FaultyStore, breaker: RepeatedFailuresOverTime) -> StoreGroup:
     return StoreGroup(store, breaker, lambda _: None)
 
 
 def groups(store: FaultyStore) -> list[int]:
-    return [len(ids) for verb, ids in store.faults.calls if verb == "store"]
+    return [len(ids) for _, ids in store.faults.recorded(*STORE)]
 
 
-async def test_one_store_is_one_transaction(group: StoreGroup, store: SlowStore) -> None:
+async def test_one_store_is_one_transaction(group: StoreGroup, store: FaultyStore) -> None:
     await group.store(delayed())
     assert groups(store) == [1]
 
 
-async def test_concurrent_stores_share_transactions(group: StoreGroup, store: SlowStore) -> None:
+async def test_concurrent_stores_share_transactions(group: StoreGroup, store: FaultyStore, memory: SlowStore) -> None:
     await asyncio.gather(*[group.store(delayed(str(number))) for number in range(2 * MAXIMUM_GROUP + 2)])
     assert groups(store) == [MAXIMUM_GROUP, MAXIMUM_GROUP, 2]
-    assert len(await store.pending(limit=5000)) == 2 * MAXIMUM_GROUP + 2
+    assert len(await memory.pending(limit=5000)) == 2 * MAXIMUM_GROUP + 2
 
 
-async def test_those_that_come_during_a_transaction_go_into_the_next(group: StoreGroup, store: SlowStore) -> None:
-    store.gate.clear()
+async def test_those_that_come_during_a_transaction_go_into_the_next(
+    group: StoreGroup, store: FaultyStore, memory: SlowStore
+) -> None:
+    memory.gate.clear()
     first = asyncio.create_task(group.store(delayed("first")))
     await settle()
     later = [asyncio.create_task(group.store(delayed(str(number)))) for number in range(5)]
     await settle()
     assert not any(task.done() for task in (first, *later))
-    store.gate.set()
+    memory.gate.set()
     await asyncio.gather(first, *later)
     assert groups(store) == [1, 5]
 
 
-async def test_one_bad_message_fails_alone(group: StoreGroup, store: SlowStore, clock: ManualClock) -> None:
-    store.faults.for_id("store", "2", ValueError("too odd"))
+async def test_one_bad_message_fails_alone(
+    group: StoreGroup, store: FaultyStore, memory: SlowStore, clock: ManualClock
+) -> None:
+    store.faults.inject(Fault(STORE, ValueError("too odd"), message_id="2"))
     tasks = [asyncio.create_task(group.store(delayed(str(number)))) for number in range(4)]
     await clock.advance(1)
     failed = [str(task.exception()) for task in tasks if task.exception()]
     assert failed == ["too odd"]
-    assert [message.id for message in await store.pending()] == ["0", "1", "3"]
+    assert [message.id for message in await memory.pending()] == ["0", "1", "3"]
 
 
 async def test_a_message_the_store_refuses_fails_alone_and_arms_no_breaker(
-    group: StoreGroup, store: SlowStore, breaker: RepeatedFailuresOverTime
+    group: StoreGroup, store: FaultyStore, memory: SlowStore, breaker: RepeatedFailuresOverTime
 ) -> None:
-    store.faults.for_id("store", "2", InvalidMessage("too long for this back end"))
+    store.faults.inject(Fault(STORE, InvalidMessage("too long for this back end"), message_id="2"))
     results = await asyncio.gather(*[group.store(delayed(str(n))) for n in range(4)], return_exceptions=True)
     assert [type(result) for result in results if result is not None] == [InvalidMessage]
-    assert [message.id for message in await store.pending()] == ["0", "1", "3"]
+    assert [message.id for message in await memory.pending()] == ["0", "1", "3"]
     assert breaker.state is BreakerState.DISARMED
     breaker.close()
 
 
 @pytest.mark.parametrize("error", [BackendUnavailable("down"), BackendUnusable("newer")])
 async def test_an_outage_fails_the_whole_group_without_trying_each(
-    group: StoreGroup, store: SlowStore, clock: ManualClock, error: Exception
+    group: StoreGroup, store: FaultyStore, clock: ManualClock, error: Exception
 ) -> None:
-    store.faults.always("store", error)
+    store.faults.inject(Fault(STORE, error))
     tasks = [asyncio.create_task(group.store(delayed(str(number)))) for number in range(4)]
     await clock.advance(1)
     assert [task.exception() for task in tasks] == [error] * 4
@@ -120,9 +121,9 @@ async def test_an_outage_fails_the_whole_group_without_trying_each(
 
 
 async def test_a_failure_is_raised_at_once_and_arms_the_breaker(
-    group: StoreGroup, store: SlowStore, clock: ManualClock, breaker: RepeatedFailuresOverTime
+    group: StoreGroup, store: FaultyStore, clock: ManualClock, breaker: RepeatedFailuresOverTime
 ) -> None:
-    store.faults.always("store", BackendUnavailable("down"))
+    store.faults.inject(Fault(STORE, BackendUnavailable("down")))
     before = clock.now()
     with pytest.raises(BackendUnavailable):
         await group.store(delayed())
@@ -133,58 +134,60 @@ async def test_a_failure_is_raised_at_once_and_arms_the_breaker(
     assert breaker.state.name == BreakerState.DISARMED.name
 
 
-async def test_cancelling_a_caller_fails_nobody_else(group: StoreGroup, store: SlowStore) -> None:
-    store.gate.clear()
+async def test_cancelling_a_caller_fails_nobody_else(group: StoreGroup, store: FaultyStore, memory: SlowStore) -> None:
+    memory.gate.clear()
     alone, grouped, other = (asyncio.create_task(group.store(delayed(name))) for name in ("alone", "grouped", "other"))
     await settle()
     alone.cancel()
     grouped.cancel()
     await settle()
-    store.gate.set()
+    memory.gate.set()
     await other
     assert alone.cancelled()
     assert grouped.cancelled()
     await group.stop()
-    assert {message.id for message in await store.pending()} >= {"other"}
+    assert {message.id for message in await memory.pending()} >= {"other"}
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["stored", "failed"])
 async def test_cancelling_a_caller_of_a_six_verb_store_does_not_lose_its_message(
     breaker: RepeatedFailuresOverTime, fails: bool
 ) -> None:
-    store = SlowSixVerbs()
+    memory, gate = MemoryStore(), asyncio.Event()
+    fault = Fault("store", ValueError("too odd") if fails else None, until=gate)
+    store = FaultyStore(memory, fault, verbs_only=True)
     group = StoreGroup(store, breaker, lambda _: None)
     caller = asyncio.create_task(group.store(delayed()))
     await settle()
     caller.cancel()
     await settle()
-    if fails:
-        store.faults.always("store", ValueError("too odd"))
     stopping = asyncio.create_task(group.stop())
     await settle()
     assert not stopping.done()
-    store.gate.set()
+    gate.set()
     await stopping
     assert caller.cancelled()
-    assert len(await store.inner.pending()) == (0 if fails else 1)
+    assert len(await memory.pending()) == (0 if fails else 1)
 
 
-async def test_stop_waits_for_what_was_accepted(group: StoreGroup, store: SlowStore) -> None:
+async def test_stop_waits_for_what_was_accepted(group: StoreGroup, store: FaultyStore, memory: SlowStore) -> None:
     await group.stop()
-    store.gate.clear()
+    memory.gate.clear()
     task = asyncio.create_task(group.store(delayed()))
     await settle()
     stopping = asyncio.create_task(group.stop())
     await settle()
     assert not stopping.done()
-    store.gate.set()
+    memory.gate.set()
     await stopping
     await task
 
 
-async def test_callers_do_not_hang_when_the_writer_is_cancelled(group: StoreGroup, store: SlowStore) -> None:
+async def test_callers_do_not_hang_when_the_writer_is_cancelled(
+    group: StoreGroup, store: FaultyStore, memory: SlowStore
+) -> None:
     # Given a message that is being stored, and one in the group that follows
-    store.gate.clear()
+    memory.gate.clear()
     first = asyncio.create_task(group.store(delayed("first")))
     await settle()
     grouped = asyncio.create_task(group.store(delayed("grouped")))
@@ -196,6 +199,6 @@ async def test_callers_do_not_hang_when_the_writer_is_cancelled(group: StoreGrou
     for caller in (first, grouped):
         with pytest.raises(asyncio.CancelledError):
             await caller
-    store.gate.set()
+    memory.gate.set()
     await group.store(delayed("next"))
-    assert [message.id for message in await store.pending()] == ["next"]
+    assert [message.id for message in await memory.pending()] == ["next"]

@@ -6,22 +6,28 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.conftest import START, SixVerbs, delayed
+from tests.unit.conftest import START, MemoryStore, delayed
 
 from delayline import BackendUnavailable, MemoryDelayedMessageStore
 from delayline.delayed.one_at_a_time import OneAtATime, batches_of
+from delayline.testing import Fault, FaultyStore
 
 if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock
 
 
 @pytest.fixture
-def store() -> SixVerbs:
-    return SixVerbs()
+def memory() -> MemoryStore:
+    return MemoryStore(shared=False)
 
 
 @pytest.fixture
-def batches(store: SixVerbs, clock: ManualClock) -> OneAtATime:
+def store(memory: MemoryStore) -> FaultyStore:
+    return FaultyStore(memory, verbs_only=True)
+
+
+@pytest.fixture
+def batches(store: FaultyStore, clock: ManualClock) -> OneAtATime:
     return OneAtATime(store, clock)
 
 
@@ -30,7 +36,7 @@ async def fetch(batches: OneAtATime, after: float = 0) -> list[str]:
     return [message.id for message in found]
 
 
-def test_a_store_that_works_in_batches_is_left_alone(store: SixVerbs, clock: ManualClock) -> None:
+def test_a_store_that_works_in_batches_is_left_alone(store: FaultyStore, clock: ManualClock) -> None:
     memory = MemoryDelayedMessageStore()
     assert batches_of(memory, clock) is memory
     assert isinstance(batches_of(store, clock), OneAtATime)
@@ -50,13 +56,13 @@ async def test_what_was_released_comes_first(batches: OneAtATime) -> None:
 
 
 async def test_a_message_that_backs_off_is_not_fetched_though_its_lease_ran_out(
-    batches: OneAtATime, store: SixVerbs, clock: ManualClock
+    batches: OneAtATime, memory: MemoryStore, clock: ManualClock
 ) -> None:
     # Given a message that backs off, and a store that has unlocked it
     await batches.store_many([delayed("a"), delayed("b")])
     (message,) = await batches.fetch_due(START, 1, max_bytes=1)
     await batches.retry_many([message], START + timedelta(seconds=2))
-    await store.inner.release_many([message])
+    await memory.release_many([message])
     # When something is fetched, then it is the next one
     assert await fetch(batches) == ["b"]
     # And the first comes back, counted, when its time has come
@@ -66,13 +72,13 @@ async def test_a_message_that_backs_off_is_not_fetched_though_its_lease_ran_out(
 
 
 async def test_a_failure_that_cannot_be_counted_holds_nobody_up(
-    batches: OneAtATime, store: SixVerbs, clock: ManualClock
+    batches: OneAtATime, store: FaultyStore, clock: ManualClock
 ) -> None:
     # Given a message that backs off, and a store that cannot count its failure
     await batches.store_many([delayed("a")])
     await batches.retry_many(await batches.fetch_due(START, 1, max_bytes=1), START + timedelta(seconds=1))
     await batches.store_many([delayed("b")])
-    store.faults.always("increment", RuntimeError("cannot count"))
+    store.faults.inject(Fault("increment_failure_count", RuntimeError("cannot count")))
     await clock.advance(1)
     # When something is fetched, then it is the next one
     assert await fetch(batches, 1) == ["b"]
@@ -83,11 +89,11 @@ async def test_a_failure_that_cannot_be_counted_holds_nobody_up(
 
 
 async def test_an_outage_while_a_failure_is_counted_is_one_of_the_fetch(
-    batches: OneAtATime, store: SixVerbs, clock: ManualClock
+    batches: OneAtATime, store: FaultyStore, clock: ManualClock
 ) -> None:
     await batches.store_many([delayed("a")])
     await batches.retry_many(await batches.fetch_due(START, 1, max_bytes=1), START)
-    store.faults.always("increment", BackendUnavailable("down"))
+    store.faults.inject(Fault("increment_failure_count", BackendUnavailable("down")))
     with pytest.raises(BackendUnavailable):
         await fetch(batches)
     store.faults.heal()

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.conftest import House, build
+from tests.unit.conftest import Scenario, build, sent_to
 
 from delayline import (
     BackendUnavailable,
@@ -25,7 +25,9 @@ from delayline import (
     TransactionMode,
 )
 from delayline.events import Event
+from delayline.testing import Fault
 from delayline.testing.clock import settle
+from delayline.testing.faults import STORE
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -38,22 +40,22 @@ DOWN = BackendUnavailable("the server does not answer")
 STRONGER = [TransactionMode.RECEIVE_ONLY, TransactionMode.SENDS_ATOMIC_WITH_RECEIVE, TransactionMode.TRANSACTION_SCOPE]
 
 
-async def start(house: House, act: Callable[[Message, MessageContext], Awaitable[None]]) -> list[tuple[str, int]]:
+async def start(scenario: Scenario, act: Callable[[Message, MessageContext], Awaitable[None]]) -> list[tuple[str, int]]:
     """Start with that handler; return the list of (message id, attempt) it fills."""
     seen: list[tuple[str, int]] = []
 
-    @house.endpoint.handler
+    @scenario.endpoint.handler
     async def handle(message: Message, context: MessageContext) -> None:
         seen.append((message.id, context.attempt))
         await act(message, context)
 
-    await house.transport.setup_infrastructure(["out"])
-    await house.endpoint.start()
+    await scenario.transport.setup_infrastructure(["out"])
+    await scenario.endpoint.start()
     return seen
 
 
-async def receive(house: House, id: str = "m", **headers: str) -> None:
-    await house.transport.dispatch([TransportOperation(Message(id, headers, b"body"), "sales")])
+async def receive(scenario: Scenario, id: str = "m", **headers: str) -> None:
+    await scenario.transport.dispatch([TransportOperation(Message(id, headers, b"body"), "sales")])
     await settle()
 
 
@@ -67,9 +69,9 @@ async def succeed(message: Message, context: MessageContext) -> None:
 
 @pytest.mark.parametrize("mode", STRONGER)
 async def test_six_attempts_in_four_rounds_then_the_error_queue(clock: ManualClock, mode: TransactionMode) -> None:
-    house = build(clock, transaction_mode=mode, recoverability=Recoverability(immediate_pause=timedelta(0)))
-    seen = await start(house, fail)
-    await receive(house)
+    scenario = build(clock, transaction_mode=mode, recoverability=Recoverability(immediate_pause=timedelta(0)))
+    seen = await start(scenario, fail)
+    await receive(scenario)
     counts = [len(seen)]
     for seconds in (10, 20, 30):
         await clock.advance(seconds - 0.1)
@@ -79,34 +81,34 @@ async def test_six_attempts_in_four_rounds_then_the_error_queue(clock: ManualClo
     assert counts == [6, 12, 18, 24]
     assert [attempt for _, attempt in seen] == [1, 2, 3, 4, 5, 6] * 4
     assert {id for id, _ in seen} == {"m"}
-    failed = await house.one("error")
+    failed = await scenario.only("error")
     assert failed.headers[Headers.FAILED_QUEUE] == "sales"
     assert failed.headers[Headers.EXCEPTION_MESSAGE] == "boom"
     assert failed.headers[Headers.RETRIES] == "3"
-    assert (await house.transport.count("sales"), await house.waiting()) == (0, [])
-    await house.endpoint.stop()
+    assert (await scenario.transport.count("sales"), await scenario.pending()) == (0, [])
+    await scenario.endpoint.stop()
 
 
 async def test_a_retry_that_succeeds_ends_it(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
 
     async def third_time(message: Message, context: MessageContext) -> None:
         if context.attempt < 3:
             raise BOOM.with_traceback(None)
 
-    seen = await start(house, third_time)
-    await receive(house)
+    seen = await start(scenario, third_time)
+    await receive(scenario)
     await clock.advance(0.01)
     assert [attempt for _, attempt in seen] == [1, 2, 3]
-    assert (await house.transport.count("sales"), await house.ids("error")) == (0, [])
-    await house.endpoint.stop()
+    assert (await scenario.transport.count("sales"), await scenario.ids("error")) == (0, [])
+    await scenario.endpoint.stop()
 
 
 async def test_immediate_retries_pause_longer_and_longer_and_are_as_many(clock: ManualClock) -> None:
     # Given the defaults
-    house = build(clock)
-    seen = await start(house, fail)
-    await receive(house)
+    scenario = build(clock)
+    seen = await start(scenario, fail)
+    await receive(scenario)
     # Then the first retry waits for nothing, and the others for 10, 20, 40 and 80 ms
     assert [attempt for _, attempt in seen] == [1, 2]
     for number, milliseconds in enumerate([10, 20, 40, 80], start=3):
@@ -117,90 +119,90 @@ async def test_immediate_retries_pause_longer_and_longer_and_are_as_many(clock: 
     # And so in each round, until the message is in the error queue
     await clock.advance(100)
     assert [attempt for _, attempt in seen] == [1, 2, 3, 4, 5, 6] * 4
-    assert (await house.one("error")).headers[Headers.RETRIES] == "3"
-    await house.endpoint.stop()
+    assert (await scenario.only("error")).headers[Headers.RETRIES] == "3"
+    await scenario.endpoint.stop()
 
 
 async def test_a_stop_ends_the_pause_before_a_retry(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(immediate_pause=timedelta(hours=1)))
-    seen = await start(house, fail)
-    await receive(house)
+    scenario = build(clock, recoverability=Recoverability(immediate_pause=timedelta(hours=1)))
+    seen = await start(scenario, fail)
+    await receive(scenario)
     assert len(seen) == 2
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
     assert len(seen) == 2
-    assert await house.ids("sales") == ["m"]
+    assert await scenario.ids("sales") == ["m"]
 
 
 async def test_a_message_that_fails_has_one_traceback_in_the_log(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "delayline")
-    house = build(clock)
+    scenario = build(clock)
 
     async def fail_at_length(message: Message, context: MessageContext) -> None:
         raise ValueError("boom\n" + "x" * 200_000)
 
-    seen = await start(house, fail_at_length)
-    await receive(house)
+    seen = await start(scenario, fail_at_length)
+    await receive(scenario)
     await clock.advance(100)
     assert len(seen) == 24
     about = [record for record in caplog.records if "handle" in record.getMessage() or "Moved" in record.getMessage()]
     assert [getattr(record, "event", "") for record in about if record.exc_info] == [Event.MOVED_TO_ERROR]
     assert sum(getattr(record, "event", "") == Event.HANDLER_FAILED for record in about) == 24
     assert all("\n" not in record.getMessage() and len(record.getMessage()) < 500 for record in about)
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
 async def test_an_unrecoverable_exception_goes_to_the_error_queue_at_once(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(unrecoverable=(RuntimeError,)))
-    seen = await start(house, fail)
-    await receive(house)
+    scenario = build(clock, recoverability=Recoverability(unrecoverable=(RuntimeError,)))
+    seen = await start(scenario, fail)
+    await receive(scenario)
     assert len(seen) == 1
-    assert await house.ids("error") == ["m"]
-    await house.endpoint.stop()
+    assert await scenario.ids("error") == ["m"]
+    await scenario.endpoint.stop()
 
 
 async def test_headers_that_cannot_be_read_go_raw_to_the_error_queue(clock: ManualClock) -> None:
-    house = build(clock)
-    seen = await start(house, succeed)
+    scenario = build(clock)
+    seen = await start(scenario, succeed)
     poison = Message.from_encoded("m", b"{" * 100_000, b"body")
-    await house.transport.dispatch([TransportOperation(poison, "sales")])
+    await scenario.transport.dispatch([TransportOperation(poison, "sales")])
     await settle()
-    moved = await house.one("error")
+    moved = await scenario.only("error")
     assert seen == []
     assert (moved.encoded_headers, moved.body) == (poison.encoded_headers, b"body")
-    assert house.critical == []
-    await house.endpoint.stop()
+    assert scenario.critical == []
+    await scenario.endpoint.stop()
 
 
 @pytest.mark.parametrize("mode", TransactionMode)
 async def test_sends_leave_after_success_and_only_then(clock: ManualClock, mode: TransactionMode) -> None:
-    house = build(clock, transaction_mode=mode)
+    scenario = build(clock, transaction_mode=mode)
     early: list[int] = []
 
     async def act(message: Message, context: MessageContext) -> None:
         await context.send("out", b"now", message_id=f"now {message.id}")
         await context.send("out", b"later", message_id=f"later {message.id}", delay=timedelta(seconds=5))
         await context.reply(b"yes")
-        early.append(await house.transport.count("out") + len(await house.waiting()))
+        early.append(await scenario.transport.count("out") + len(await scenario.pending()))
         if message.id == "bad":
             raise BOOM.with_traceback(None)
 
-    await start(house, act)
-    await receive(house, "good", **{Headers.REPLY_TO: "out"})
+    await start(scenario, act)
+    await receive(scenario, "good", **{Headers.REPLY_TO: "out"})
     assert set(early) == {0}
-    assert len(await house.ids("out")) == 2
-    assert [message.id for message in await house.waiting()] == ["later good"]
-    await receive(house, "bad", **{Headers.REPLY_TO: "out"})
+    assert len(await scenario.ids("out")) == 2
+    assert [message.id for message in await scenario.pending()] == ["later good"]
+    await receive(scenario, "bad", **{Headers.REPLY_TO: "out"})
     await clock.advance(100)
-    left = await house.transport.browse("out", 100)
+    left = await scenario.transport.browse("out", 100)
     assert {message.headers[Headers.RELATED_TO] for message in left} == {"good"}
-    assert (await house.one("error")).logical.id == "bad"
-    await house.endpoint.stop()
+    assert (await scenario.only("error")).logical.id == "bad"
+    await scenario.endpoint.stop()
 
 
 async def test_sends_that_are_not_awaited_leave_all_the_same(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
     ids: list[str] = []
 
     async def act(message: Message, context: MessageContext) -> None:
@@ -215,18 +217,18 @@ async def test_sends_that_are_not_awaited_leave_all_the_same(clock: ManualClock)
         task: Coroutine[Any, Any, str] = context.send("out", b"", message_id="task")  # type: ignore[assignment]
         ids.append(await asyncio.create_task(task))
 
-    seen = await start(house, act)
+    seen = await start(scenario, act)
     with warnings.catch_warnings(record=True) as caught:
-        await receive(house, **{Headers.REPLY_TO: "out"})
+        await receive(scenario, **{Headers.REPLY_TO: "out"})
         gc.collect()
     assert caught == []
     assert ids == ["awaited", "gathered", "task"]
-    bodies = sorted(message.body for message in await house.transport.browse("out", 10))
+    bodies = sorted(message.body for message in await scenario.transport.browse("out", 10))
     assert bodies == [b"", b"", b"", b"now", b"yes"]
-    assert sorted(message.destination for message in await house.waiting()) == ["out", "sales"]
+    assert sorted(message.destination for message in await scenario.pending()) == ["out", "sales"]
     await clock.advance(9)
     assert len(seen) == 2
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ async def test_sends_that_are_not_awaited_leave_all_the_same(clock: ManualClock)
 async def test_a_bad_argument_is_raised_by_the_call_without_await(
     clock: ManualClock, wrong: Callable[[MessageContext], object], error: type[Exception]
 ) -> None:
-    house = build(clock, recoverability=Recoverability(unrecoverable=(InvalidMessage,)))
+    scenario = build(clock, recoverability=Recoverability(unrecoverable=(InvalidMessage,)))
     raised: list[Exception] = []
 
     async def act(message: Message, context: MessageContext) -> None:
@@ -252,94 +254,94 @@ async def test_a_bad_argument_is_raised_by_the_call_without_await(
             raised.append(caught)
             raise
 
-    await start(house, act)
-    await receive(house)
+    await start(scenario, act)
+    await receive(scenario)
     assert [type(one) for one in raised] == [error]
-    assert await house.ids("error") == ["m"]
-    await house.endpoint.stop()
+    assert await scenario.ids("error") == ["m"]
+    await scenario.endpoint.stop()
 
 
 async def test_what_is_sent_after_the_handler_has_ended_is_refused(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
     contexts: list[MessageContext] = []
 
     async def act(message: Message, context: MessageContext) -> None:
         contexts.append(context)
 
-    await start(house, act)
-    await receive(house)
+    await start(scenario, act)
+    await receive(scenario)
     with pytest.raises(InvalidMessage, match=r"handler of message 'm' has ended.*Endpoint\.send"):
         contexts[0].send("out", b"")
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
 async def test_a_deferred_message_is_handled_again_later(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
 
     async def once_more(message: Message, context: MessageContext) -> None:
         if len(seen) == 1:
             await context.defer(timedelta(seconds=5))
 
-    seen: list[tuple[str, int]] = await start(house, once_more)
-    await receive(house)
+    seen: list[tuple[str, int]] = await start(scenario, once_more)
+    await receive(scenario)
     await clock.advance(4.9)
     assert seen == [("m", 1)]
     await clock.advance(0.1)
     assert seen == [("m", 1), ("m", 1)]
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
 async def test_defer_says_when(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(unrecoverable=(InvalidDueTime,)))
+    scenario = build(clock, recoverability=Recoverability(unrecoverable=(InvalidDueTime,)))
 
     async def defer(message: Message, context: MessageContext) -> None:
         await context.defer()
 
-    seen = await start(house, defer)
-    await receive(house)
-    assert (len(seen), await house.ids("error")) == (1, ["m"])
-    assert "say when" in (await house.one("error")).headers[Headers.EXCEPTION_MESSAGE]
-    await house.endpoint.stop()
+    seen = await start(scenario, defer)
+    await receive(scenario)
+    assert (len(seen), await scenario.ids("error")) == (1, ["m"])
+    assert "say when" in (await scenario.only("error")).headers[Headers.EXCEPTION_MESSAGE]
+    await scenario.endpoint.stop()
 
 
 async def test_a_misspelt_destination_of_a_delayed_send_fails_the_handler(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(unrecoverable=(QueueNotFound,)))
+    scenario = build(clock, recoverability=Recoverability(unrecoverable=(QueueNotFound,)))
 
     async def act(message: Message, context: MessageContext) -> None:
         checked = message.id != "unchecked"
         context.send("uot", b"", message_id=f"from {message.id}", delay=timedelta(5), check_destination=checked)
 
-    await start(house, act)
-    await receive(house, "checked")
-    failed = await house.one("error")
+    await start(scenario, act)
+    await receive(scenario, "checked")
+    failed = await scenario.only("error")
     assert failed.headers[Headers.EXCEPTION_MESSAGE].startswith("queue 'uot' does not exist. Did you mean 'out'?")
-    assert await house.waiting() == []
-    await receive(house, "unchecked")
-    assert [one.id for one in await house.waiting()] == ["from unchecked"]
-    await house.endpoint.stop()
+    assert await scenario.pending() == []
+    await receive(scenario, "unchecked")
+    assert [one.id for one in await scenario.pending()] == ["from unchecked"]
+    await scenario.endpoint.stop()
 
 
 @pytest.mark.parametrize("mode", TransactionMode)
 async def test_when_the_message_leaves_its_queue(clock: ManualClock, mode: TransactionMode) -> None:
-    house = build(clock, transaction_mode=mode)
+    scenario = build(clock, transaction_mode=mode)
     during: list[int] = []
 
     async def look(message: Message, context: MessageContext) -> None:
-        during.append(await house.transport.count("sales"))
+        during.append(await scenario.transport.count("sales"))
 
-    await start(house, look)
-    await receive(house)
+    await start(scenario, look)
+    await receive(scenario)
     assert during == [0 if mode is TransactionMode.NONE else 1]
-    assert await house.transport.count("sales") == 0
-    await house.endpoint.stop()
+    assert await scenario.transport.count("sales") == 0
+    await scenario.endpoint.stop()
 
 
 async def test_mode_none_tries_once_and_moves_the_message_to_the_error_queue(clock: ManualClock) -> None:
-    house = build(clock, transaction_mode=TransactionMode.NONE)
-    seen = await start(house, fail)
-    await receive(house)
-    assert (len(seen), await house.ids("error")) == (1, ["m"])
-    await house.endpoint.stop()
+    scenario = build(clock, transaction_mode=TransactionMode.NONE)
+    seen = await start(scenario, fail)
+    await receive(scenario)
+    assert (len(seen), await scenario.ids("error")) == (1, ["m"])
+    await scenario.endpoint.stop()
 
 
 @pytest.mark.parametrize(
@@ -353,88 +355,88 @@ async def test_mode_none_tries_once_and_moves_the_message_to_the_error_queue(clo
 async def test_a_message_handled_elsewhere_is_rolled_back_as_far_as_the_mode_goes(
     clock: ManualClock, caplog: pytest.LogCaptureFixture, mode: TransactionMode, sent: bool, stored: bool
 ) -> None:
-    house = build(clock, transaction_mode=mode)
+    scenario = build(clock, transaction_mode=mode)
 
     async def lose(message: Message, context: MessageContext) -> None:
-        house.transport._queues["sales"].hidden.clear()  # its lock ran out and somebody else handled it
+        scenario.queues._queues["sales"].hidden.clear()  # its lock ran out and another process handled it
         await context.send("out", b"", message_id="now")
         await context.send("out", b"", message_id="later", delay=timedelta(1))
 
-    seen = await start(house, lose)
-    await receive(house)
+    seen = await start(scenario, lose)
+    await receive(scenario)
     assert len(seen) == 1
-    assert await house.ids("out") == (["now"] if sent else [])
-    assert [message.id for message in await house.waiting()] == (["later"] if stored else [])
+    assert await scenario.ids("out") == (["now"] if sent else [])
+    assert [message.id for message in await scenario.pending()] == (["later"] if stored else [])
     assert [record for record in caplog.records if getattr(record, "event", "") == Event.RECEIVE_LOST]
-    assert await house.ids("error") == []
-    await house.endpoint.stop()
+    assert await scenario.ids("error") == []
+    await scenario.endpoint.stop()
 
 
 async def test_a_message_gone_before_its_handler_in_mode_none_is_skipped(clock: ManualClock) -> None:
-    house = build(clock, transaction_mode=TransactionMode.NONE)
-    seen = await start(house, succeed)
-    receiver = house.endpoint._pipeline.receiver  # type: ignore[union-attr]
+    scenario = build(clock, transaction_mode=TransactionMode.NONE)
+    seen = await start(scenario, succeed)
+    receiver = scenario.endpoint._pipeline.receiver  # type: ignore[union-attr]
 
     async def gone(*_: object) -> bool:
         return False
 
     receiver.acknowledge = gone  # type: ignore[method-assign]
-    await receive(house)
+    await receive(scenario)
     assert seen == []
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
 async def test_a_message_that_cannot_be_moved_backs_off_alone_and_stops_nothing(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Given a handler that fails, and an error queue that fails too
-    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
-    house.faults.on["dispatch"] = lambda ids: BOOM if seen else None
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+    scenario.faults.inject(Fault("dispatch", lambda _: BOOM if seen else None))
     seen: list[tuple[str, int]] = []
-    seen = await start(house, fail)
-    await receive(house)
+    seen = await start(scenario, fail)
+    await receive(scenario)
     assert len(seen) == 1
     # Then it is given back after 1, 2 and 4 seconds, and nothing is critical
     for seconds, times in ((0.9, 1), (0.1, 2), (1.9, 2), (0.1, 3), (4, 4)):
         await clock.advance(seconds)
         assert len(seen) == times
-    assert house.critical == []
+    assert scenario.critical == []
     failed = [record for record in caplog.records if getattr(record, "event", "") == Event.ERROR_MOVE_FAILED]
     assert [(vars(record)["facts"]["count"], bool(record.exc_info)) for record in failed] == [
         (1, True), (2, False), (3, False), (4, False)
     ]  # fmt: skip
     assert "boom" in failed[-1].getMessage()
-    house.faults.heal()
+    scenario.faults.heal()
     await clock.advance(8)
-    assert await house.ids("error") == ["m"]
-    await house.endpoint.stop()
+    assert await scenario.ids("error") == ["m"]
+    await scenario.endpoint.stop()
 
 
 async def test_messages_that_cannot_be_moved_take_no_other_message_s_place(clock: ManualClock) -> None:
     # Given more of them than are handled at once
-    house = build(clock, concurrency=2, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+    scenario = build(clock, concurrency=2, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
 
     async def some_fail(message: Message, context: MessageContext) -> None:
         if message.id.startswith("bad"):
             raise BOOM.with_traceback(None)
 
-    seen = await start(house, some_fail)
-    house.faults.on["dispatch"] = lambda ids: BOOM if house.transport.sends_to == "error" else None
+    seen = await start(scenario, some_fail)
+    scenario.faults.inject(Fault("dispatch", BOOM, when=sent_to("error")))
     for number in range(20):
-        await receive(house, f"bad {number}")
-    await receive(house, "good")
+        await receive(scenario, f"bad {number}")
+    await receive(scenario, "good")
     # Then a good one is handled at once all the same
     assert "good" in [id for id, _ in seen]
-    assert house.critical == []
-    await house.endpoint.stop()
-    assert sorted(await house.ids("sales")) == sorted(f"bad {number}" for number in range(20))
+    assert scenario.critical == []
+    await scenario.endpoint.stop()
+    assert sorted(await scenario.ids("sales")) == sorted(f"bad {number}" for number in range(20))
 
 
 async def test_a_message_that_does_not_fit_goes_in_a_smaller_form(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
     sizes: list[int] = []
-    await start(house, fail)
-    dispatch = house.transport.dispatch
+    await start(scenario, fail)
+    dispatch = scenario.transport.dispatch
 
     async def small_ones_only(operations: Sequence[TransportOperation], transaction: Any = None) -> None:  # noqa: ANN401
         sizes.extend(len(operation.message.encoded_headers) for operation in operations)
@@ -442,39 +444,39 @@ async def test_a_message_that_does_not_fit_goes_in_a_smaller_form(clock: ManualC
             raise DispatchFailed({0: InvalidMessage("too large")})
         await dispatch(operations, transaction)
 
-    house.transport.dispatch = small_ones_only  # type: ignore[method-assign]
-    await receive(house, tenant="acme")
-    [moved] = await house.transport.browse("error", 10)
+    scenario.transport.dispatch = small_ones_only  # type: ignore[method-assign]
+    await receive(scenario, tenant="acme")
+    [moved] = await scenario.transport.browse("error", 10)
     assert (moved.id, moved.body, dict(moved.headers)) == ("m", b"body", {"tenant": "acme"})
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
-    assert house.critical == []
-    await house.endpoint.stop()
+    assert scenario.critical == []
+    await scenario.endpoint.stop()
 
 
 async def test_a_retry_that_cannot_wait_goes_to_the_error_queue(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=3))
-    house.faults.always("store", InvalidMessage("larger than what waits may be"))
-    seen = await start(house, fail)
-    await receive(house)
-    failed = await house.one("error")
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=3))
+    scenario.faults.inject(Fault(STORE, InvalidMessage("larger than what waits may be")))
+    seen = await start(scenario, fail)
+    await receive(scenario)
+    failed = await scenario.only("error")
     assert len(seen) == 1
     assert failed.headers[Headers.EXCEPTION_MESSAGE] == "larger than what waits may be"
     assert "boom" in failed.headers[Headers.EXCEPTION_STACK_TRACE]
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
 async def test_an_outage_while_recovering_waits_and_gives_the_message_back(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
     seen: list[tuple[str, int]] = []
-    house.faults.on["dispatch"] = lambda ids: DOWN if seen else None
-    seen = await start(house, fail)
-    await receive(house)
+    scenario.faults.inject(Fault("dispatch", lambda _: DOWN if seen else None))
+    seen = await start(scenario, fail)
+    await receive(scenario)
     await clock.advance(3)
-    assert house.critical == []
-    house.faults.heal()
+    assert scenario.critical == []
+    scenario.faults.heal()
     await clock.advance(1)
-    assert await house.ids("error") == ["m"]
-    await house.endpoint.stop()
+    assert await scenario.ids("error") == ["m"]
+    await scenario.endpoint.stop()
 
 
 @pytest.mark.parametrize("mode", STRONGER)
@@ -484,12 +486,12 @@ async def test_an_outage_after_the_handler_has_succeeded_costs_its_message_nothi
 ) -> None:
     """Given a server that is away when a handler's outcome is committed, when it is back, then that is repeated."""
     recoverability = Recoverability(immediate_retries=retries, delayed_retries=0)
-    house = build(clock, transaction_mode=mode, recoverability=recoverability)
+    scenario = build(clock, transaction_mode=mode, recoverability=recoverability)
     failures = 0
 
-    def away(ids: Sequence[str]) -> Exception | None:
+    def away(_: Sequence[TransportOperation]) -> Exception | None:
         nonlocal failures
-        if "reply" not in ids or failures == 2 * (retries + 1):
+        if failures == 2 * (retries + 1):
             return None
         failures += 1
         return DOWN
@@ -497,90 +499,90 @@ async def test_an_outage_after_the_handler_has_succeeded_costs_its_message_nothi
     async def reply(message: Message, context: MessageContext) -> None:
         await context.send("out", b"", message_id="reply")
 
-    house.faults.on["dispatch"] = away
-    seen = await start(house, reply)
+    scenario.faults.inject(Fault("dispatch", away, message_id="reply"))
+    seen = await start(scenario, reply)
     # When the outage outlasts two rounds, in which a move to the error queue would have succeeded
-    await receive(house)
+    await receive(scenario)
     for _ in range(6):
         await clock.advance(1)
     # Then the message is handled again, from its first attempt on, and is nowhere else
     assert failures == 2 * (retries + 1)
     assert [attempt for _, attempt in seen] == [*range(1, retries + 2)] * 2 + [1]
-    assert (await house.ids("error"), await house.ids("out"), await house.ids("sales")) == ([], ["reply"], [])
-    assert house.critical == []
-    await house.endpoint.stop()
+    assert (await scenario.ids("error"), await scenario.ids("out"), await scenario.ids("sales")) == ([], ["reply"], [])
+    assert scenario.critical == []
+    await scenario.endpoint.stop()
 
 
 async def test_a_cancelled_error_out_of_a_handler_is_a_failure_like_any_other(clock: ManualClock) -> None:
-    house = build(clock, recoverability=Recoverability(immediate_retries=1, delayed_retries=0))
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=1, delayed_retries=0))
 
     async def stray(message: Message, context: MessageContext) -> None:
         raise asyncio.CancelledError
 
-    seen = await start(house, stray)
-    await receive(house)
-    assert (len(seen), await house.ids("error")) == (2, ["m"])
-    await house.endpoint.stop()
+    seen = await start(scenario, stray)
+    await receive(scenario)
+    assert (len(seen), await scenario.ids("error")) == (2, ["m"])
+    await scenario.endpoint.stop()
 
 
 async def test_a_receive_task_that_is_cancelled_gives_its_message_back(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
     forever = asyncio.Event()
 
     async def wait(message: Message, context: MessageContext) -> None:
         if len(seen) == 1:
             await forever.wait()
 
-    seen: list[tuple[str, int]] = await start(house, wait)
-    await receive(house)
-    (task,) = house.endpoint._pipeline._tasks  # type: ignore[union-attr]
+    seen: list[tuple[str, int]] = await start(scenario, wait)
+    await receive(scenario)
+    (task,) = scenario.endpoint._pipeline._tasks  # type: ignore[union-attr]
     task.cancel()
     await settle()
     assert [id for id, _ in seen] == ["m", "m"]
-    assert await house.transport.count("sales") == 0
-    await house.endpoint.stop()
+    assert await scenario.transport.count("sales") == 0
+    await scenario.endpoint.stop()
 
 
 async def test_stop_lets_the_handlers_finish_and_starts_no_more_attempts(clock: ManualClock) -> None:
-    house = build(clock)
+    scenario = build(clock)
     gate = asyncio.Event()
 
     async def wait(message: Message, context: MessageContext) -> None:
         await gate.wait()
         raise BOOM.with_traceback(None)
 
-    seen = await start(house, wait)
-    await receive(house)
-    stopping = asyncio.create_task(house.endpoint.stop())
+    seen = await start(scenario, wait)
+    await receive(scenario)
+    stopping = asyncio.create_task(scenario.endpoint.stop())
     await settle()
     assert not stopping.done()
     gate.set()
     await stopping
     assert len(seen) == 1
-    assert await house.ids("sales") == ["m"]
+    assert await scenario.ids("sales") == ["m"]
 
 
 async def test_no_more_messages_at_once_than_the_concurrency(clock: ManualClock) -> None:
-    house = build(clock, concurrency=2)
+    scenario = build(clock, concurrency=2)
     gate, running = asyncio.Event(), []
 
     async def wait(message: Message, context: MessageContext) -> None:
         running.append(message.id)
         await gate.wait()
 
-    await start(house, wait)
+    await start(scenario, wait)
     for number in range(5):
-        await receive(house, str(number))
+        await receive(scenario, str(number))
     assert running == ["0", "1"]
     gate.set()
     await settle()
     assert running == ["0", "1", "2", "3", "4"]
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
-def break_receiving(house: House, error: Exception) -> Callable[[], None]:
+def break_receiving(scenario: Scenario, error: Exception) -> Callable[[], None]:
     """Make receiving fail; return what mends it."""
-    receiver: Any = house.endpoint._pipeline.receiver  # type: ignore[union-attr]
+    receiver: Any = scenario.endpoint._pipeline.receiver  # type: ignore[union-attr]
 
     async def broken(limit: int) -> Any:  # noqa: ANN401
         raise error
@@ -590,34 +592,34 @@ def break_receiving(house: House, error: Exception) -> Callable[[], None]:
 
 
 async def test_receiving_that_fails_for_long_is_critical(clock: ManualClock) -> None:
-    house = build(clock)
-    await start(house, succeed)
-    break_receiving(house, DOWN)
-    await receive(house)
+    scenario = build(clock)
+    await start(scenario, succeed)
+    break_receiving(scenario, DOWN)
+    await receive(scenario)
     await settle()
     await clock.advance(31)
-    assert house.critical == ["Failed to receive from sales"]
-    await house.endpoint.stop()
+    assert scenario.critical == ["Failed to receive from sales"]
+    await scenario.endpoint.stop()
 
 
 async def test_an_idle_queue_after_a_short_fault_is_not_critical(clock: ManualClock) -> None:
     # Given one failed receive, after which the queue is reachable and empty
-    house = build(clock)
-    seen = await start(house, succeed)
+    scenario = build(clock)
+    seen = await start(scenario, succeed)
     await settle()
-    mend = break_receiving(house, DOWN)
-    await receive(house, "first")
+    mend = break_receiving(scenario, DOWN)
+    await receive(scenario, "first")
     mend()
     # When nothing arrives for a long time
     await clock.advance(120)
     # Then that is no outage, and the next message is handled
-    assert house.critical == []
-    await receive(house, "second")
+    assert scenario.critical == []
+    await receive(scenario, "second")
     assert [id for id, _ in seen] == ["first", "second"]
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
-async def test_the_log_names_the_id_that_handlers_see(house: House, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_names_the_id_that_handlers_see(scenario: Scenario, caplog: pytest.LogCaptureFixture) -> None:
     """Given a copy, whose id on its way is another one, when its handler fails, then lines name its header's."""
     caplog.set_level(logging.DEBUG, "delayline")
     seen: list[str] = []
@@ -626,8 +628,8 @@ async def test_the_log_names_the_id_that_handlers_see(house: House, caplog: pyte
         seen.append(message.id)
         raise ValueError("no")
 
-    await start(house, note)
-    await receive(house, "native", **{Headers.MESSAGE_ID: "logical"})
+    await start(scenario, note)
+    await receive(scenario, "native", **{Headers.MESSAGE_ID: "logical"})
     await settle()
     lines = [one.getMessage() for one in caplog.records if "Attempt" in one.getMessage()]
     assert set(seen) == {"logical"}

@@ -6,16 +6,18 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.conftest import START, WAYS, build, delayed
+from tests.unit.conftest import SCOPES, START, build, delayed
 
 from delayline import BackendUnavailable
 from delayline.delayed.store import Outcome
+from delayline.testing import Fault
 from delayline.testing.clock import settle
+from delayline.testing.faults import FETCH, REMOVE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.unit.conftest import House
+    from tests.unit.conftest import Scenario
 
     from delayline.spi import Transaction, TransportOperation
     from delayline.testing.clock import ManualClock
@@ -28,138 +30,142 @@ APART = pytest.mark.parametrize("way", ["the store's transaction", "no transacti
 class Confirms:
     """Has a transport's sends wait for their confirms."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.arrive = asyncio.Event()
-        self._send = house.transport.dispatch
-        house.transport.dispatch = self._dispatch  # type: ignore[method-assign]
+        self._send = scenario.transport.dispatch
+        scenario.transport.dispatch = self._dispatch  # type: ignore[method-assign]
 
     async def _dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         await self._send(operations, transaction)
         await self.arrive.wait()
 
 
-async def six_in_twos(clock: ManualClock, way: str) -> tuple[House, Confirms]:
-    settings: dict[str, Any] = WAYS[way]
-    house = build(clock, batch_size=2, **settings)
-    await house.hold(*[delayed(str(number)) for number in range(6)])
-    await house.transport.setup_infrastructure(["out"])
-    return house, Confirms(house)
+async def six_in_twos(clock: ManualClock, way: str) -> tuple[Scenario, Confirms]:
+    settings: dict[str, Any] = SCOPES[way]
+    scenario = build(clock, batch_size=2, **settings)
+    await scenario.put(*[delayed(str(number)) for number in range(6)])
+    await scenario.transport.setup_infrastructure(["out"])
+    return scenario, Confirms(scenario)
 
 
-async def free(house: House) -> list[str]:
-    return [message.id for message in await house.store.fetch_due(START, 10, max_bytes=1000)]  # type: ignore[union-attr]
+async def free(scenario: Scenario) -> list[str]:
+    return [message.id for message in await scenario.store.fetch_due(START, 10, max_bytes=1000)]
 
 
 @APART
 async def test_the_next_batch_is_fetched_meanwhile_and_sent_after_the_removal(clock: ManualClock, way: str) -> None:
-    house, confirms = await six_in_twos(clock, way)
+    scenario, confirms = await six_in_twos(clock, way)
     # When the first batch is sent, and not confirmed yet
-    await house.endpoint.start()
+    await scenario.endpoint.start()
     await settle()
     # Then the second one is fetched, and no more
-    assert [verb for verb, _ in house.faults.verbs("fetch", "dispatch", "remove")] == ["fetch", "dispatch", "fetch"]
+    assert [verb for verb, _ in scenario.faults.recorded(*FETCH, "dispatch", *REMOVE)] == [
+        "fetch_due",
+        "dispatch",
+        "fetch_due",
+    ]
     # And it is sent once the first is removed
     confirms.arrive.set()
     await settle()
-    moved = [(verb, ids) for ids in (("0", "1"), ("2", "3"), ("4", "5")) for verb in ("dispatch", "remove")]
-    assert house.faults.verbs("dispatch", "remove") == moved
-    assert await house.waiting() == []
-    await house.endpoint.stop()
+    moved = [(verb, ids) for ids in (("0", "1"), ("2", "3"), ("4", "5")) for verb in ("dispatch", "remove_many")]
+    assert scenario.faults.recorded("dispatch", *REMOVE) == moved
+    assert await scenario.pending() == []
+    await scenario.endpoint.stop()
 
 
 async def test_one_transaction_has_one_batch(clock: ManualClock) -> None:
-    house, confirms = await six_in_twos(clock, "one transaction")
-    await house.endpoint.start()
+    scenario, confirms = await six_in_twos(clock, "one transaction")
+    await scenario.endpoint.start()
     await settle()
-    assert house.faults.count("fetch") == 1
+    assert scenario.faults.calls(*FETCH) == 1
     confirms.arrive.set()
-    await house.endpoint.stop()
+    await scenario.endpoint.stop()
 
 
 @APART
 async def test_an_outage_leaves_nothing_locked_and_the_order_as_it_was(clock: ManualClock, way: str) -> None:
-    house, confirms = await six_in_twos(clock, way)
+    scenario, confirms = await six_in_twos(clock, way)
     confirms.arrive.set()
     # Given a transport that goes away under the first batch, while the second is fetched
-    house.faults.always("dispatch", DOWN)
-    await house.endpoint.start()
+    scenario.faults.inject(Fault("dispatch", DOWN))
+    await scenario.endpoint.start()
     await settle()
     # Then everybody may have the second one
-    assert await house.store.cancel("3") is Outcome.DONE  # type: ignore[union-attr]
+    assert await scenario.store.cancel("3") is Outcome.DONE
     # And afterwards all leave in their order
-    house.faults.heal()
+    scenario.faults.heal()
     await clock.advance(2)
-    assert await house.ids("out") == ["0", "1", "2", "4", "5"]
-    await house.endpoint.stop()
+    assert await scenario.ids("out") == ["0", "1", "2", "4", "5"]
+    await scenario.endpoint.stop()
 
 
 @APART
 async def test_one_bad_message_is_isolated_before_the_next_batch_is_sent(clock: ManualClock, way: str) -> None:
-    house, confirms = await six_in_twos(clock, way)
+    scenario, confirms = await six_in_twos(clock, way)
     confirms.arrive.set()
-    house.faults.for_id("dispatch", "1", BOOM)
-    await house.endpoint.start()
+    scenario.faults.inject(Fault("dispatch", BOOM, message_id="1"))
+    await scenario.endpoint.start()
     await settle()
-    assert await house.ids("out") == ["0", "2", "3", "4", "5"]
-    assert await house.ids("error") == []
-    assert [message.id for message in await house.waiting()] == ["1"]
-    await house.endpoint.stop()
+    assert await scenario.ids("out") == ["0", "2", "3", "4", "5"]
+    assert await scenario.ids("error") == []
+    assert [message.id for message in await scenario.pending()] == ["1"]
+    await scenario.endpoint.stop()
 
 
 @APART
 async def test_nothing_fetched_ahead_is_sent_while_a_removal_fails(clock: ManualClock, way: str) -> None:
-    house, confirms = await six_in_twos(clock, way)
+    scenario, confirms = await six_in_twos(clock, way)
     confirms.arrive.set()
-    house.faults.always("remove", DOWN)
-    await house.endpoint.start()
+    scenario.faults.inject(Fault(REMOVE, DOWN))
+    await scenario.endpoint.start()
     await clock.advance(3)
-    assert await house.ids("out") == ["0", "1"]
-    house.faults.heal()
+    assert await scenario.ids("out") == ["0", "1"]
+    scenario.faults.heal()
     await clock.advance(1)
-    assert await house.ids("out") == ["0", "1", "2", "3", "4", "5"]
-    assert await house.waiting() == []
-    await house.endpoint.stop()
+    assert await scenario.ids("out") == ["0", "1", "2", "3", "4", "5"]
+    assert await scenario.pending() == []
+    await scenario.endpoint.stop()
 
 
 @APART
 async def test_a_fetch_ahead_that_fails_harms_nobody_and_is_repeated(clock: ManualClock, way: str) -> None:
-    house, confirms = await six_in_twos(clock, way)
-    await house.endpoint.start()
-    house.faults.always("fetch", DOWN)
+    scenario, confirms = await six_in_twos(clock, way)
+    await scenario.endpoint.start()
+    scenario.faults.inject(Fault(FETCH, DOWN))
     await settle()
     confirms.arrive.set()
     await settle()
-    assert await house.ids("out") == ["0", "1"]
-    house.faults.heal()
+    assert await scenario.ids("out") == ["0", "1"]
+    scenario.faults.heal()
     await clock.advance(1)
-    assert await house.ids("out") == ["0", "1", "2", "3", "4", "5"]
-    await house.endpoint.stop()
+    assert await scenario.ids("out") == ["0", "1", "2", "3", "4", "5"]
+    await scenario.endpoint.stop()
 
 
 @APART
 async def test_a_stop_finishes_what_is_sent_and_gives_back_what_is_not(clock: ManualClock, way: str) -> None:
-    house, confirms = await six_in_twos(clock, way)
-    await house.endpoint.start()
+    scenario, confirms = await six_in_twos(clock, way)
+    await scenario.endpoint.start()
     await settle()
     # When the endpoint stops between the two
-    stopping = asyncio.create_task(house.endpoint.stop())
+    stopping = asyncio.create_task(scenario.endpoint.stop())
     await settle()
     confirms.arrive.set()
     await stopping
     # Then the first batch is out, and somebody else may have the rest
-    assert await house.ids("out") == ["0", "1"]
-    assert await free(house) == ["2", "3", "4", "5"]
+    assert await scenario.ids("out") == ["0", "1"]
+    assert await free(scenario) == ["2", "3", "4", "5"]
 
 
 @APART
 async def test_what_was_fetched_long_ago_is_fetched_again(clock: ManualClock, way: str) -> None:
     """Given a transport that blocks for longer than a lease, when it goes on, then locks are fresh."""
-    house, confirms = await six_in_twos(clock, way)
-    await house.endpoint.start()
+    scenario, confirms = await six_in_twos(clock, way)
+    await scenario.endpoint.start()
     await clock.advance(6)
     confirms.arrive.set()
     await settle()
-    fetched = [verb for verb, _ in house.faults.verbs("fetch", "dispatch")][:5]
-    assert fetched == ["fetch", "dispatch", "fetch", "fetch", "dispatch"]
-    assert await house.ids("out") == ["0", "1", "2", "3", "4", "5"]
-    await house.endpoint.stop()
+    fetched = [verb for verb, _ in scenario.faults.recorded(*FETCH, "dispatch")][:5]
+    assert fetched == ["fetch_due", "dispatch", "fetch_due", "fetch_due", "dispatch"]
+    assert await scenario.ids("out") == ["0", "1", "2", "3", "4", "5"]
+    await scenario.endpoint.stop()

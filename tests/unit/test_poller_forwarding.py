@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.conftest import FaultyStore, build, delayed
+from tests.unit.conftest import MemoryStore, build, delayed
 from tests.unit.test_poller import start
 
 from delayline import MemoryDelayedMessageStore, MemoryTransport
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock
 
 
-class Forwarding(FaultyStore):
+class ForwardingStore(MemoryStore):
     """A store that moves by itself what goes to `out`, and passes over the rest or stops before it."""
 
-    stops = False
-    transport: MemoryTransport
+    def __init__(self, *, stops: bool = False, shared: bool = True) -> None:
+        super().__init__(shared=shared)
+        self.stops = stops
+        self.transport = MemoryTransport()
+        self.forwarded: list[list[str]] = []
 
     def forwards_to(self, transport: object) -> bool:
         return True
@@ -33,7 +36,7 @@ class Forwarding(FaultyStore):
         plain = [message for message in due if message.destination == "out"]
         if self.stops:
             plain = list(itertools.takewhile(lambda message: message in plain, due))
-        self.faults.check("forward", tuple(message.id for message in plain))
+        self.forwarded.append([message.id for message in plain])
         await self.transport.dispatch([TransportOperation(message.message, "out") for message in plain])
         for message in plain:
             await self.remove(message)
@@ -46,30 +49,29 @@ async def test_what_a_forwarding_store_leaves_is_taken_in_hand_before_it_forward
     clock: ManualClock, stops: bool
 ) -> None:
     # Given messages that the store can move around one that it cannot
-    house = build(clock)
-    store = Forwarding(house.faults)
-    store.transport, store.stops = MemoryTransport(), stops
+    scenario = build(clock)
+    store = ForwardingStore(stops=stops)
     await store.transport.setup_infrastructure(["out"])
-    house.delivery.store = store
+    scenario.delivery.store = store
     await store.store_many([delayed("a"), delayed("lost", to="nowhere"), delayed("b")])
     # When they are due
-    await start(house)
+    await start(scenario)
     # Then the poller took in hand what was left, before the store moved anything else
-    by = [(verb, ids) for verb, ids in house.faults.verbs("forward", "remove", "dispatch") if ids]
-    taken = ("lost", "b") if stops else ("lost",)
-    expected = [("forward", ("a",) if stops else ("a", "b")), ("dispatch", taken), ("dispatch", ("lost",))]
-    assert [call for call in by if call[0] != "remove"] == expected
-    assert (await house.ids("error"), await store.next_due()) == (["lost"], None)
+    dispatched = [ids for _, ids in scenario.faults.recorded("dispatch")]
+    assert store.forwarded[0] == (["a"] if stops else ["a", "b"])
+    assert dispatched == [("lost", "b") if stops else ("lost",), ("lost",)]
+    assert not any(store.forwarded[1:])
+    assert (await scenario.ids("error"), await store.next_due()) == (["lost"], None)
     await store.store_many([delayed("c")])
     await settle()
-    assert house.faults.verbs("forward")[-1] == ("forward", ("c",))
-    await house.endpoint.stop()
+    assert store.forwarded[-1] == ["c"]
+    await scenario.endpoint.stop()
 
 
 async def test_a_store_of_another_domain_does_not_forward(clock: ManualClock) -> None:
-    house = build(clock)
-    house.delivery.store = Forwarding(house.faults, shared=False)
-    await house.delivery.store.store(delayed())
-    await start(house)
-    assert (await house.ids("out"), house.faults.count("forward")) == (["m"], 0)
-    await house.endpoint.stop()
+    scenario = build(clock)
+    scenario.delivery.store = store = ForwardingStore(shared=False)
+    await store.store(delayed())
+    await start(scenario)
+    assert (await scenario.ids("out"), store.forwarded) == (["m"], [])
+    await scenario.endpoint.stop()

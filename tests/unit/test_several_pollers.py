@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.conftest import WAYS, FaultyStore, FaultyTransport, delayed
+from tests.unit.conftest import SCOPES, MemoryStore, delayed
 
-from delayline import DispatchFailed, Endpoint, StoredDelivery
+from delayline import DispatchFailed, Endpoint, MemoryTransport, StoredDelivery
+from delayline.testing import Fault, FaultyTransport
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline import DelayedMessage
-    from delayline.spi import Transaction
+    from delayline.spi import Transaction, TransportOperation
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")
 
 
-class SlowStore(FaultyStore):
+class SlowStore(MemoryStore):
     """A store whose failure counts take a moment, in which others run."""
 
     async def retry_many(
@@ -36,24 +37,24 @@ class SlowStore(FaultyStore):
         return await super().remove_many(messages, transaction)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "six verbs"])
+@pytest.mark.parametrize("way", [way for way in SCOPES if way != "six verbs"])
 @pytest.mark.parametrize("retries", [0, 1, 3])
 @pytest.mark.parametrize("error", [BOOM, DispatchFailed({0: BOOM})], ids=["unattributed", "attributed"])
 async def test_a_failing_message_is_attempted_once_more_than_its_retries(
     clock: ManualClock, way: str, retries: int, error: Exception
 ) -> None:
     # Given two pollers on one store, and a destination that fails
-    settings: dict[str, Any] = WAYS[way]
-    store, transport = SlowStore(**settings), FaultyTransport()
+    settings: dict[str, Any] = SCOPES[way]
+    store, transport = SlowStore(**settings), FaultyTransport(MemoryTransport())
     attempts: list[int] = []
 
-    def fail(ids: tuple[str, ...]) -> Exception | None:
-        if transport.sends_to != "out":
+    def fail(operations: Sequence[TransportOperation]) -> Exception | None:
+        if operations[0].destination != "out":
             return None
-        attempts.append(len(ids))
+        attempts.append(len(operations))
         return error
 
-    transport.faults.on["dispatch"] = fail
+    transport.inject(Fault("dispatch", fail))
     endpoints = [
         Endpoint(
             "sales",

@@ -28,8 +28,11 @@ from delayline.spi import (
     SupportsTransportTransactions,
     TransportOperation,
 )
-from delayline.testing import Fault, FaultyStore, FaultyTransport, ManualClock, Signals
+from delayline.testing import Fault, Faults, FaultyStore, FaultyTimeoutPersister, FaultyTransport, ManualClock, Signals
 from delayline.testing.clock import settle
+from delayline.testing.faults import STORE
+from delayline.timeouts import MemoryTimeoutPersister, Timeout
+from delayline.timeouts.persister import SupportsCount, SupportsTimeoutLocks
 from delayline.transaction import Guarantee
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -228,6 +231,51 @@ class TestFaults:
         await store.store(WAITING)
         with pytest.raises(BackendUnavailable):
             await store.store(OTHER)
+
+    async def test_a_message_id_chooses_by_the_messages_of_a_call(self) -> None:
+        store = FaultyStore(MemoryDelayedMessageStore(), Fault(STORE, DOWN, message_id="other"))
+        await store.store(WAITING)
+        for call in (store.store(OTHER), store.store_many([WAITING, OTHER])):
+            with pytest.raises(BackendUnavailable):
+                await call
+
+    async def test_an_error_can_depend_on_the_arguments(self) -> None:
+        fault = Fault("store", lambda message: ValueError(message.id) if message.id == "other" else None)
+        store = FaultyStore(MemoryDelayedMessageStore(), fault)
+        await store.store(WAITING)
+        with pytest.raises(ValueError, match="other"):
+            await store.store(OTHER)
+
+    async def test_shared_faults_record_the_calls_of_all_in_order(self) -> None:
+        # Given a store, a transport and a persister with the same faults
+        faults = Faults()
+        store = FaultyStore(MemoryDelayedMessageStore(), shared=faults)
+        transport = FaultyTransport(MemoryTransport(), shared=faults)
+        persister = FaultyTimeoutPersister(MemoryTimeoutPersister(), shared=faults)
+        # When each is called
+        await transport.setup_infrastructure(["billing"])
+        await store.store_many([WAITING, OTHER])
+        await transport.dispatch([TransportOperation(OTHER.message, "billing")])
+        await persister.add(Timeout("t", WAITING.message, "billing", START))
+        # Then their calls are in one record, with the ids of the messages
+        assert faults.recorded("store_many", "dispatch", "add") == [
+            ("store_many", ("m", "other")), ("dispatch", ("other",)), ("add", ("m",))
+        ]  # fmt: skip
+        # And a fault applies to each
+        faults.inject(Fault(("next_due", "peek"), DOWN))
+        for call in (store.next_due(), persister.peek("t")):
+            with pytest.raises(BackendUnavailable):
+                await call
+        faults.clear_record()
+        assert faults.recorded() == []
+
+    def test_a_faulty_persister_claims_the_capabilities_of_the_persister(self) -> None:
+        class Plain(MemoryTimeoutPersister):
+            lock_due = None  # type: ignore[assignment]
+
+        rich, poor = FaultyTimeoutPersister(MemoryTimeoutPersister()), FaultyTimeoutPersister(Plain())
+        assert [isinstance(one, SupportsTimeoutLocks) for one in (rich, poor)] == [True, False]
+        assert [isinstance(one, SupportsCount) for one in (rich, poor)] == [True, True]
 
     async def test_before_and_after_surround_the_call(self) -> None:
         inner, seen = MemoryDelayedMessageStore(), []

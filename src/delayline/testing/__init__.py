@@ -18,15 +18,19 @@ except ModuleNotFoundError as error:
         raise
     raise MissingExtra("testing", "delayline.testing") from error
 from delayline.testing.clock import ManualClock
-from delayline.testing.faults import Fault
+from delayline.testing.faults import Call, Fault, Faults
+from delayline.testing.faulty_persister import FaultyTimeoutPersister
 from delayline.testing.faulty_store import FaultyStore
 from delayline.testing.faulty_transport import FaultyTransport
 from delayline.testing.signals import Signals
 
 __all__ = [
+    "Call",
     "DeliveryConformance",
     "Fault",
+    "Faults",
     "FaultyStore",
+    "FaultyTimeoutPersister",
     "FaultyTransport",
     "ManualClock",
     "NativeDeliveryConformance",

@@ -1,11 +1,11 @@
-"""Things that go wrong on purpose: what, at which call, and what happens then."""
+"""Faults to inject into a store, a transport or a timeout persister, and a record of their calls."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -15,103 +15,164 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 TransactionType = TypeVar("TransactionType", bound="Transaction")
 
-#: The methods by which stores of either kind, six verbs or batches, do one thing.
+#: The same operation has one method in a store with six verbs and another in one that supports batches.
 STORE: Final = ("store", "store_many")
 FETCH: Final = ("fetch_next_due", "fetch_due")
 REMOVE: Final = ("remove", "remove_many")
+COUNT_FAILURE: Final = ("increment_failure_count", "retry_many")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong in a FaultyStore, a FaultyTransport, its receivers, or their transactions."""
+    """An error, a delay or a hook for chosen calls of a FaultyStore, FaultyTransport or FaultyTimeoutPersister.
+
+    Example:
+        The third dispatch sends its messages, but reports an outage::
+
+            transport.inject(Fault("dispatch", BackendUnavailable("down"), calls=3, takes_effect=True))
+    """
 
     on: str | tuple[str, ...]
-    """The methods it strikes: `fetch_due`, `dispatch`, `receive`, ...; for transactions `commit` and `rollback`."""
-    error: BaseException | None = None
-    """What the call raises."""
+    """The methods concerned: `fetch_due`, `dispatch`, `receive`, ...; for transactions `commit` and `rollback`."""
+    error: BaseException | Callable[..., BaseException | None] | None = None
+    """The error to raise; or a function of the call's arguments that returns it, or None for no error."""
     calls: int | range | None = None
-    """Which calls it strikes, counted from 1 since it was injected: the third, range(2, 5), or every one."""
+    """The calls that fail, counted from 1 since the injection: 3, or range(2, 5); None for every call."""
     takes_effect: bool = False
-    """Whether a call that raises `error` has been carried out all the same; a commit that was not is rolled back."""
+    """Carry out the call before raising `error`; otherwise a commit that fails is rolled back."""
     when: Callable[..., bool] | None = None
-    """Strikes, and counts, only calls with arguments for which this is true."""
+    """Count and fail only calls for whose arguments this function returns True."""
+    message_id: str | None = None
+    """Count and fail only calls whose arguments include the message with this id."""
     before: Callable[[], object] | None = None
-    """Runs before the call is carried out; os.kill fits here."""
+    """Run this before the call is carried out, for example `os.kill`."""
     until: asyncio.Event | None = None
-    """What the call then waits for before it is carried out or fails."""
+    """Wait for this event before the call is carried out or fails."""
     after: Callable[[], object] | None = None
-    """Runs after the call was carried out."""
+    """Run this after the call was carried out."""
 
     def concerns(self, method: str, arguments: tuple[object, ...]) -> bool:
-        """Tell whether a call of `method` counts."""
+        """Return whether a call of `method` with `arguments` counts."""
         methods = (self.on,) if isinstance(self.on, str) else self.on
-        return method in methods and (self.when is None or self.when(*arguments))
+        if method not in methods or (self.when is not None and not self.when(*arguments)):
+            return False
+        return self.message_id is None or self.message_id in _message_ids(arguments)
 
-    def strikes(self, number: int) -> bool:
-        """Tell whether the call of that number is one of those that go wrong."""
+    def fails(self, number: int) -> bool:
+        """Return whether the call with this number, counted from 1, fails."""
         if self.calls is None:
             return True
         return number == self.calls if isinstance(self.calls, int) else number in self.calls
 
 
-class Faulty:
-    """What every faulty part has: faults to inject and a count of its calls."""
+class Call(NamedTuple):
+    """A recorded call."""
+
+    method: str
+    """The method's name; for transactions `commit` and `rollback`."""
+    ids: tuple[str, ...]
+    """The ids of the messages among its arguments, in order."""
+
+
+class Faults:
+    """The injected faults and recorded calls of one or more faulty objects.
+
+    Every FaultyStore, FaultyTransport and FaultyTimeoutPersister has one as `faults`. Share one to inject faults in a
+    single place, or to see the order of calls to different objects.
+
+    Example:
+        A store and a transport that share their faults::
+
+            faults = Faults()
+            store = FaultyStore(MemoryDelayedMessageStore(), shared=faults)
+            transport = FaultyTransport(MemoryTransport(), shared=faults)
+            ...
+            assert [call.method for call in faults.recorded("dispatch", "remove_many")] == ["dispatch", "remove_many"]
+    """
 
     def __init__(self, *faults: Fault) -> None:
         self._faults: list[tuple[Fault, Counter[str]]] = []
-        self._calls: Counter[str] = Counter()
+        self._calls: list[Call] = []
         self._under_way = 0
         self._idle = asyncio.Event()
         self.inject(*faults)
 
     def inject(self, *faults: Fault) -> None:
-        """Let these go wrong from now on, besides those injected before."""
+        """Apply these faults from now on, after those injected before; the first one that raises wins."""
         self._faults += [(fault, Counter()) for fault in faults]
 
     def heal(self) -> None:
-        """Let nothing go wrong any more."""
+        """Remove all faults."""
         self._faults.clear()
 
     def calls(self, *methods: str) -> int:
         """Return how often the methods were called, together."""
-        return sum(self._calls[method] for method in methods)
+        return len(self.recorded(*methods))
+
+    def recorded(self, *methods: str) -> list[Call]:
+        """Return the calls of the methods, oldest first; all calls if no method is given."""
+        return [call for call in self._calls if not methods or call.method in methods]
+
+    def clear_record(self) -> None:
+        """Forget the calls recorded so far."""
+        self._calls.clear()
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way, other than a `receive` or one that a fault makes wait."""
+        """Whether a call is under way, other than a `receive` or a call that a fault delays."""
         return self._under_way > 0
 
     async def quiet(self) -> None:
-        """Return once no call is under way, other than a `receive` or one that a fault makes wait."""
+        """Return once no call is under way, other than a `receive` or a call that a fault delays."""
         while self.busy:
             self._idle.clear()
             await self._idle.wait()
 
-    async def _call(
+    async def call(
         self,
         method: str,
         carry_out: Callable[[], Awaitable[Result]],
         *arguments: object,
         undo: Callable[[], Awaitable[None]] | None = None,
     ) -> Result:
-        struck = self._struck_by(method, arguments)
-        failing = next((fault for fault in struck if fault.error is not None), None)
-        for fault in struck:
+        """Record a call and carry it out under the faults.
+
+        Args:
+            method: The name by which faults refer to the call.
+            carry_out: The call itself.
+            arguments: The call's arguments, for `Fault.when`, `Fault.error` and `Fault.message_id`.
+            undo: Runs instead of `carry_out` when a fault makes the call fail without effect.
+
+        Returns:
+            The result of `carry_out`.
+        """
+        faults, error, takes_effect = self._faults_of(method, arguments)
+        for fault in faults:
             if fault.before is not None:
                 fault.before()
             if fault.until is not None:
                 await fault.until.wait()
-        if failing is not None and not failing.takes_effect:
+        if error is not None and not takes_effect:
             if undo is not None:
                 await self._counted(method, undo)
-            raise _fresh(failing)
+            raise error.with_traceback(None)  # one instance, raised often, would collect tracebacks
         result = await self._counted(method, carry_out)
-        for fault in struck:
+        for fault in faults:
             if fault.after is not None:
                 fault.after()
-        if failing is not None:
-            raise _fresh(failing)
+        if error is not None:
+            raise error.with_traceback(None)
         return result
+
+    def apply_to(self, transaction: TransactionType) -> TransactionType:
+        """Return the transaction itself, with its commit and rollback under the faults.
+
+        It is the same object, not a wrapper: stores and transports recognise their own transactions by type.
+        """
+        commit, rollback = transaction._commit, transaction._rollback
+        vars(transaction)["_commit"] = lambda: self.call("commit", commit, undo=rollback)
+        vars(transaction)["_rollback"] = lambda: self.call("rollback", rollback)
+        return transaction
 
     async def _counted(self, method: str, carry_out: Callable[[], Awaitable[Result]]) -> Result:
         if method == "receive":
@@ -124,29 +185,54 @@ class Faulty:
             if not self._under_way:
                 self._idle.set()
 
-    def _struck_by(self, method: str, arguments: tuple[object, ...]) -> list[Fault]:
-        self._calls[method] += 1
-        struck = []
+    def _faults_of(self, method: str, arguments: tuple[object, ...]) -> tuple[list[Fault], BaseException | None, bool]:
+        """Record the call; return its faults, the error to raise and whether the call takes effect before it."""
+        self._calls.append(Call(method, _message_ids(arguments)))
+        found = []
         for fault, number in self._faults:
             if fault.concerns(method, arguments):
                 number.update(["calls"])
-                if fault.strikes(number["calls"]):
-                    struck.append(fault)
-        return struck
-
-    def _faulty(self, transaction: TransactionType) -> TransactionType:
-        """Return the transaction itself, its commit and rollback under the faults.
-
-        The same object, not a wrapper: parts that share it know their own transactions by type.
-        """
-        commit, rollback = transaction._commit, transaction._rollback
-        vars(transaction)["_commit"] = lambda: self._call("commit", commit, undo=rollback)
-        vars(transaction)["_rollback"] = lambda: self._call("rollback", rollback)
-        return transaction
+                if fault.fails(number["calls"]):
+                    found.append(fault)
+        for fault in found:
+            error = fault.error(*arguments) if callable(fault.error) else fault.error
+            if error is not None:
+                return found, error, fault.takes_effect
+        return found, None, False
 
 
-def _fresh(fault: Fault) -> BaseException:
-    """Return the error without the traces of earlier calls."""
-    if fault.error is None:
-        raise TypeError("only a fault with an error can fail a call")
-    return fault.error.with_traceback(None)
+class Faulty:
+    """Base of the faulty wrappers."""
+
+    def __init__(self, *faults: Fault, shared: Faults | None = None) -> None:
+        self.faults = Faults() if shared is None else shared
+        self.faults.inject(*faults)
+
+    def inject(self, *faults: Fault) -> None:
+        """Apply these faults from now on, after those injected before; the first one that raises wins."""
+        self.faults.inject(*faults)
+
+    def heal(self) -> None:
+        """Remove all faults."""
+        self.faults.heal()
+
+    def calls(self, *methods: str) -> int:
+        """Return how often the methods were called, together."""
+        return self.faults.calls(*methods)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way, other than a `receive` or a call that a fault delays."""
+        return self.faults.busy
+
+    async def quiet(self) -> None:
+        """Return once no call is under way, other than a `receive` or a call that a fault delays."""
+        await self.faults.quiet()
+
+
+def _message_ids(arguments: tuple[object, ...]) -> tuple[str, ...]:
+    """Return the ids of the messages that the first argument holds: one, several, or operations with messages."""
+    first = arguments[0] if arguments else ()
+    items = first if isinstance(first, list | tuple) else (first,)
+    ids = (getattr(getattr(item, "message", item), "id", None) for item in items)
+    return tuple(id for id in ids if isinstance(id, str))

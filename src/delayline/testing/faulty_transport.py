@@ -1,10 +1,10 @@
-"""A transport in which things go wrong on purpose."""
+"""A transport with injected faults."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from delayline.testing.faults import Fault, Faulty
+from delayline.testing.faults import Fault, Faults, Faulty
 from delayline.transport import (
     ReceivedMessage,
     Receiver,
@@ -24,70 +24,81 @@ if TYPE_CHECKING:
 
 
 class FaultyTransport(Faulty):
-    """Wraps a transport and claims exactly its capabilities; every call passes the injected faults."""
+    """Wraps a transport and claims its capabilities; every call passes the injected faults.
 
-    def __new__(cls, transport: Transport, *faults: Fault) -> Self:
+    Its receivers pass them too: `receive`, `acknowledge`, `release` and `stop_receiver`.
+
+    Args:
+        transport: The wrapped transport.
+        faults: Faults to inject from the start.
+        shared: The faults and recorded calls of another faulty object, to share them.
+
+    Example:
+        The broker is down for two sends::
+
+            transport = FaultyTransport(MyTransport(), Fault("dispatch", BackendUnavailable("down"), calls=range(1, 3)))
+    """
+
+    def __new__(cls, transport: Transport, *faults: Fault, shared: Faults | None = None) -> Self:
         """Return an instance of a class that has the capabilities of `transport`."""
         parts = tuple(part for capability, part in _CAPABILITIES if isinstance(transport, capability))
         made: Self = object.__new__(type(cls.__name__, (cls, *parts), {}))
         return made
 
-    def __init__(self, transport: Transport, *faults: Fault) -> None:
-        super().__init__(*faults)
+    def __init__(self, transport: Transport, *faults: Fault, shared: Faults | None = None) -> None:
+        super().__init__(*faults, shared=shared)
         self._inner = transport
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401 - the methods of the transport's capabilities
 
     @property
     def transaction_domain(self) -> Hashable | None:
-        """The wrapped transport's: what could share a transaction with it still can."""
+        """The wrapped transport's domain, so that a store can still share its transactions."""
         return self._inner.transaction_domain
 
     @property
     def highest_transaction_mode(self) -> TransactionMode:
-        """The wrapped transport's."""
+        """The wrapped transport's highest mode."""
         return self._inner.highest_transaction_mode
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
-        """Create the queues."""
-        await self._call("setup_infrastructure", lambda: self._inner.setup_infrastructure(queues), queues)
+        await self.faults.call("setup_infrastructure", lambda: self._inner.setup_infrastructure(queues), queues)
 
     async def start(self) -> None:
-        """Connect."""
-        await self._call("start", self._inner.start)
+        await self.faults.call("start", self._inner.start)
 
     async def stop(self) -> None:
-        """Disconnect."""
-        await self._call("stop", self._inner.stop)
+        await self.faults.call("stop", self._inner.stop)
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
-        """Send every operation."""
-        await self._call("dispatch", lambda: self._inner.dispatch(operations, transaction), operations)
+        await self.faults.call("dispatch", lambda: self._inner.dispatch(operations, transaction), operations)
 
     async def receiver(self, queue: str) -> FaultyReceiver:
         """Return a receiver under the same faults."""
-        return FaultyReceiver(await self._call("receiver", lambda: self._inner.receiver(queue), queue), self)
+        return FaultyReceiver(
+            await self.faults.call("receiver", lambda: self._inner.receiver(queue), queue), self.faults
+        )
 
 
 class FaultyReceiver:
     """A receiver whose calls pass its transport's faults: `receive`, `acknowledge`, `release`, `stop_receiver`."""
 
-    def __init__(self, receiver: Receiver, faulty: Faulty) -> None:
+    def __init__(self, receiver: Receiver, faults: Faults) -> None:
         self._receiver = receiver
-        self._call = faulty._call
+        self._call = faults.call
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
-        """Wait for messages."""
         return await self._call("receive", lambda: self._receiver.receive(limit), limit)
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
-        """Take the message off the queue."""
         return await self._call("acknowledge", lambda: self._receiver.acknowledge(received, transaction), received)
 
     async def release(self, received: ReceivedMessage) -> None:
-        """Give the message back."""
         await self._call("release", lambda: self._receiver.release(received), received)
 
     async def stop(self) -> None:
-        """End a waiting receive."""
         await self._call("stop_receiver", self._receiver.stop)
 
 
@@ -95,33 +106,35 @@ class _Transactions(Faulty):
     _inner: SupportsTransportTransactions
 
     def transaction(self) -> Transaction:
-        return self._faulty(self._inner.transaction())
+        return self.faults.apply_to(self._inner.transaction())
 
 
 class _Queues(Faulty):
     _inner: SupportsQueueManagement
 
     async def count(self, queue: str) -> int:
-        return await self._call("count", lambda: self._inner.count(queue), queue)
+        return await self.faults.call("count", lambda: self._inner.count(queue), queue)
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
-        return await self._call("browse", lambda: self._inner.browse(queue, limit, offset=offset), queue, limit)
+        return await self.faults.call("browse", lambda: self._inner.browse(queue, limit, offset=offset), queue, limit)
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
-        return await self._call("take", lambda: self._inner.take(queue, message_id, transaction), queue, message_id)
+        return await self.faults.call(
+            "take", lambda: self._inner.take(queue, message_id, transaction), queue, message_id
+        )
 
     async def purge(self, queue: str) -> int:
-        return await self._call("purge", lambda: self._inner.purge(queue), queue)
+        return await self.faults.call("purge", lambda: self._inner.purge(queue), queue)
 
 
 class _Finds(Faulty):
     _inner: SupportsQueueLookup
 
     async def has_queue(self, queue: str) -> bool:
-        return await self._call("has_queue", lambda: self._inner.has_queue(queue), queue)
+        return await self.faults.call("has_queue", lambda: self._inner.has_queue(queue), queue)
 
     async def queues(self) -> Sequence[str]:
-        return await self._call("queues", self._inner.queues)
+        return await self.faults.call("queues", self._inner.queues)
 
 
 class _Names(Faulty):
