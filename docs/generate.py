@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-from sqlalchemy import make_url
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.dialects.mysql.mariadb import MariaDBDialect
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from delayline import (
@@ -45,7 +42,7 @@ from delayline.endpoint import DEFAULT_CONCURRENCY
 from delayline.events import Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema
-from delayline.sql.dialects.sqlserver import SqlServer
+from delayline.sql.databases import database_at
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
@@ -400,27 +397,30 @@ def headers() -> str:
 
 def sqlite_schema() -> str:
     """Return the statements that create the tables in SQLite."""
-    return schema_in(sqlite.dialect(), [*schema.queue_tables().all, schema.timeouts_table("sales.timeouts")])
+    return schema_of("sqlite:///delayline.db")
 
 
 def postgresql_schema() -> str:
     """Return the statements that create the tables in PostgreSQL."""
-    tables = [*schema.queue_tables().of("postgresql"), schema.timeouts_table("sales.timeouts", leases=True)]
-    return schema_in(postgresql.dialect(), tables)
+    return schema_of("postgresql://server/shop")
 
 
 def sqlserver_schema() -> str:
     """Return the statements that create the tables in SQL Server."""
-    server = SqlServer(make_url("mssql://server/shop"))
-    schema_name = server.schema_of(None)
-    tables = [*schema.queue_tables(schema_name).of("mssql"), server.timeouts_table("sales.timeouts", None)]
-    return schema_in(server.sql, tables)
+    return schema_of("mssql://server/shop")
 
 
 def mariadb_schema() -> str:
     """Return the statements that create the tables in MariaDB."""
-    tables = [*schema.queue_tables().of("mariadb"), schema.timeouts_table("sales.timeouts", leases=True)]
-    return schema_in(MariaDBDialect(), tables)
+    return schema_of("mariadb://server/shop")
+
+
+def schema_of(url: str) -> str:
+    """Return the statements that create the tables of queues and of a store."""
+    product = database_at(url).dialect
+    name = product.schema_of(None)
+    tables = [schema.versions_table(name), *schema.QUEUES.tables(product, name)]
+    return schema_in(product.sql, [*tables, product.timeouts_table("sales.timeouts", name)])
 
 
 def schema_in(dialect: Dialect, tables: Sequence[Table]) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DelayedMessageStore
     from delayline.recoverability import Recoverability
     from delayline.sql import TwoPhaseCommit
+    from delayline.sql.schema import TableGroup
     from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
 
@@ -342,6 +343,22 @@ async def examine(
     from delayline.sql import urls
 
     return await urls.examine(url, schema=schema)
+
+
+async def set_up_features(settings: Settings, groups: Sequence[TableGroup]) -> None:
+    """Create the tables of the groups in the store's database, or upgrade them."""
+    _must_be_sql(settings.resolved_store_url, "database")
+    from delayline.sql import urls
+
+    await urls.set_up(settings.resolved_store_url, groups, schema=settings.schema)
+
+
+async def planned_features(settings: Settings, groups: Sequence[TableGroup]) -> Sequence[str]:
+    """Return the SQL that `set_up_features` would run, without running it."""
+    _must_be_sql(settings.resolved_store_url, "database")
+    from delayline.sql import urls
+
+    return await urls.planned(settings.resolved_store_url, groups, schema=settings.schema)
 
 
 async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:

@@ -262,6 +262,7 @@ def test_a_full_pipe_is_seen_as_full_even_where_pipes_are_small() -> None:
 
 
 async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> None:
+    before = set(threading.enumerate())
     for _ in range(20):
         notifications = PipeNotifications(folder)
         notifications.open()
@@ -271,7 +272,7 @@ async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> Non
         heard.stop()
         notifications.close()
     assert pipes(folder) == []
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("delayline")] == []
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
 
 
 async def test_a_listener_whose_loop_is_closed_disturbs_nobody(folder: Path) -> None:

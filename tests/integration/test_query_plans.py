@@ -11,8 +11,8 @@ from tests.servers.sqlite import database_of
 
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import NumberStatements
-from delayline.sql.schema import queue_tables, timeouts_table
-from delayline.sql.setup import set_up
+from delayline.sql.schema import QUEUES, queue_tables, timeouts_table
+from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import QueueStatements, StoreStatements
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def connection(file: Path) -> Iterator[sqlite3.Connection]:
     """Provide a connection to a file with the tables, some thousand rows and statistics."""
     dialect = dialect_at(file)
     made = dialect.connect(writing=True)
-    set_up(made, dialect, queue_tables(), timeouts_table(TABLE))
+    RequiredTables(dialect, None, QUEUES, others=[timeouts_table(TABLE)]).set_up(made)
     made.close()
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:
         rows = [(f"m{number}", "billing", number, b"{}", b"") for number in range(3000)]

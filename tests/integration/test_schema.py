@@ -1,12 +1,15 @@
-"""Schema versions: made, upgraded in place, shown by a dry run, refused when newer; each on the products there are."""
+"""Schema versions: created, upgraded in place, shown by a dry run, refused when newer; on each product."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import re
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -14,15 +17,23 @@ import pytest
 from click.testing import CliRunner
 
 from delayline import BackendUnusable, NewerSchema, SqlDelayedMessageStore, SqlTransport, TransactionMode
+from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
 from delayline.cli import main
+from delayline.migration import journal as migrations
+from delayline.sql.databases import database_at
+from delayline.sql.journal import JOURNAL
+from delayline.sql.schema import DECISIONS, QUEUES, registered_groups
+from delayline.sql.setup import RequiredTables
 from delayline.testing.conformance.messages import AT, delayed, operation
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.servers.postgresql import PostgresqlServer
 
-#: What schema version 1 looked like, with a message waiting and one in its queue.
+    from delayline.sql.schema import TableGroup
+
+#: Statements that revision 2 ran for the tables of all features, by product.
+REVISION_2 = Path(__file__).parent / "schema_2"
+#: Schema version 1, with a delayed message and a message in its queue.
 VERSION_1 = """
 CREATE TABLE delayline_schema (version INTEGER NOT NULL, PRIMARY KEY (version));
 CREATE TABLE delayline_queues (name VARCHAR(200) NOT NULL, PRIMARY KEY (name));
@@ -75,8 +86,8 @@ def test_a_file_of_version_1_is_upgraded_in_place(old: Path) -> None:
     # When
     run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}")
     run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}")
-    # Then its messages are there, and whoever knows version 1 can go on with it
-    assert rows(old, "SELECT version, revision FROM delayline_schema") == [(1, 2)]
+    # Then its messages are there, and version 1 can still use it
+    assert rows(old, "SELECT * FROM delayline_schema") == [("queues", 1, QUEUES.revision)]
     assert rows(old, "SELECT id, body, expires FROM delayline_messages") == [("in queue", b"\x01", None)]
     assert rows(old, 'SELECT id, due, retry_count FROM "sales.timeouts"') == [("waits", 1700000000000000, 3)]
 
@@ -104,7 +115,7 @@ async def test_a_file_of_version_1_is_not_used_as_it_is(old: Path) -> None:
         transport.dispatch([operation("sales")]),
         store.initialize("sales", TransactionMode.RECEIVE_ONLY),
     ):
-        with pytest.raises(BackendUnusable, match=r"'revision'.*older delayline.*`delayline setup`"):
+        with pytest.raises(BackendUnusable, match=r"'feature'.*older delayline.*`delayline setup`"):
             await start
     await transport.stop()
 
@@ -124,11 +135,11 @@ def test_old_statements_work_on_the_new_schema(file: Path) -> None:
 
 
 async def test_a_newer_schema_is_refused(url: str) -> None:
-    # Given a database of a delayline to come, which no one before it can use
+    # Given a database that a future delayline has upgraded, and no older one can use
     store, transport = SqlDelayedMessageStore(url), SqlTransport(url)
     await store.setup_infrastructure("sales")
-    await change(url, "UPDATE delayline_schema SET version = 3, revision = 4")
-    # Then everything says so
+    await change(url, "UPDATE delayline_schema SET version = 4, revision = 5")
+    # Then every part refuses it
     await transport.start()
     for start in (
         transport.dispatch([operation("sales")]),
@@ -138,7 +149,9 @@ async def test_a_newer_schema_is_refused(url: str) -> None:
         store.setup_infrastructure("sales"),
         store.initialize("sales", TransactionMode.RECEIVE_ONLY),
     ):
-        with pytest.raises(NewerSchema, match=r"version 4.*up to 2.*pip install --upgrade"):
+        with pytest.raises(
+            NewerSchema, match=r"version 5 of 'queues'.*version 4.*this one has 3.*pip install --upgrade"
+        ):
             await start
     await transport.stop()
 
@@ -147,7 +160,7 @@ async def test_a_newer_schema_that_this_version_can_use_is_used(url: str) -> Non
     # Given the schema of the next version, with a column more
     store = SqlDelayedMessageStore(url)
     await store.setup_infrastructure("sales")
-    await change(url, "UPDATE delayline_schema SET version = 2, revision = 3")
+    await change(url, "UPDATE delayline_schema SET version = 3, revision = 4")
     await change(url, 'ALTER TABLE "sales.timeouts" ADD priority INTEGER')
     # When this version starts
     await store.setup_infrastructure("sales")
@@ -214,6 +227,110 @@ def test_a_dry_run_shows_and_changes_nothing(url: str, tmp_path: Path) -> None:
     assert run(*arguments, "--dry-run") == "nothing to do\n"
 
 
+#: The tables of each feature, and a column that its code needs.
+COLUMNS = {
+    QUEUES: "delayline_messages.body",
+    DECISIONS: "delayline_decisions.value",
+    JOURNAL: "delayline_journal.destination",
+    cold_catalog.COLD_TIER: "delayline_cold_files.messages",
+    dispatchers.DISPATCHERS: "delayline_dispatchers.owner",
+    ledger.LEDGER: "delayline_spark_runs.stored",
+    partitions.PARTITIONS: "delayline_spark_pieces.content",
+    stream_claims.STREAM_CLAIMS: "delayline_spark_taken.destination",
+    migrations.MIGRATIONS: "delayline_migration_parts.endpoint",
+}
+
+
+def test_every_feature_is_listed() -> None:
+    assert set(COLUMNS) == set(registered_groups())
+
+
+@pytest.fixture(params=["SQLite", "PostgreSQL", "MariaDB"])
+async def revision_2(request: pytest.FixtureRequest, file: Path) -> str:
+    """Provide a database that revision 2 has set up for all features, with a delayed message and a journal entry."""
+    product = request.param.lower()
+    url = f"sqlite:///{file}" if product == "sqlite" else str(request.getfixturevalue(f"{product}_url"))
+    for statement in (REVISION_2 / f"{product}.sql").read_text(encoding="utf-8").split(";\n"):
+        if statement.strip():
+            await change(url, statement)
+    await change(url, "INSERT INTO delayline_schema (version, revision) VALUES (1, 2)")
+    await change(url, "INSERT INTO delayline_queues VALUES ('sales')")
+    await change(url, "INSERT INTO delayline_decisions VALUES ('one', 'commit')")
+    await change(
+        url,
+        "INSERT INTO delayline_spark_runs (run, batch, stored, duplicates, rejected) VALUES ('nightly', 0, 7, 0, 0)",
+    )
+    return url
+
+
+async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> None:
+    # When
+    await asyncio.to_thread(run, "setup", "--endpoint", "sales", "--url", revision_2, "--feature", "migrations")
+    # Then each feature has a row with its version, and the rows of the tables are there
+    dialect = database_at(revision_2).dialect
+    with dialect.look() as connection:
+        rows = connection.exec_driver_sql("SELECT feature, version, revision FROM delayline_schema").fetchall()
+        assert sorted(map(tuple, rows)) == sorted((one.feature, one.usable_from, one.revision) for one in COLUMNS)
+        assert tuple(connection.exec_driver_sql("SELECT run, stored FROM delayline_spark_runs").one()) == ("nightly", 7)
+        assert connection.exec_driver_sql("SELECT value FROM delayline_decisions").scalar_one() == "commit"
+        # And nothing is left to do for any feature
+        assert RequiredTables(dialect, dialect.schema_of(None), *COLUMNS).plan(connection) == []
+    # And an endpoint works with it
+    store = SqlDelayedMessageStore(revision_2)
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    await store.store(delayed())
+    assert [message.id for message in await store.pending()] == ["m"]
+    await store.close()
+
+
+async def test_an_upgrade_that_was_killed_after_dropping_the_versions_is_completed(revision_2: str) -> None:
+    await change(revision_2, "DROP TABLE delayline_schema")
+    await asyncio.to_thread(run, "setup", "--endpoint", "sales", "--url", revision_2)
+    with database_at(revision_2).dialect.look() as connection:
+        assert len(connection.exec_driver_sql("SELECT feature FROM delayline_schema").fetchall()) == len(COLUMNS)
+
+
+@pytest.mark.parametrize("group", COLUMNS, ids=lambda group: group.feature)
+async def test_a_table_of_a_feature_that_lacks_a_column_is_refused(group: TableGroup, file: Path) -> None:
+    # Given the feature's tables, one of which has another shape
+    url, (table, _, column) = f"sqlite:///{file}", COLUMNS[group].partition(".")
+    database = database_at(url)
+    required = RequiredTables(database.dialect, None, group)
+    await database.open()
+    try:
+        await database.write(required.set_up)
+        await change(url, f"ALTER TABLE {table} RENAME COLUMN {column} TO other")
+        # When its feature sets up, then the error names table and column
+        with pytest.raises(BackendUnusable, match=f"'{table}'.*'{column}' is missing"):
+            await database.write(required.set_up)
+    finally:
+        await database.close()
+
+
+def test_a_newer_version_of_a_feature_is_refused_by_that_feature(file: Path) -> None:
+    # Given a cold tier that a future delayline has upgraded
+    url = f"sqlite:///{file}"
+    run("setup", "--endpoint", "sales", "--url", url, "--feature", "cold_tier")
+    asyncio.run(change(url, "UPDATE delayline_schema SET version = 7, revision = 9 WHERE feature = 'cold_tier'"))
+    # Then set-up refuses it
+    shown = CliRunner().invoke(main, ["setup", "--url", url, "--feature", "cold_tier"], prog_name="delayline")
+    assert shown.exit_code != 0
+    assert "version 9 of 'cold_tier'" in shown.output
+
+
+def test_a_dry_run_shows_the_tables_of_features(url: str) -> None:
+    arguments = ["setup", "--url", url, "--feature", "jobs", "--feature", "dispatchers"]
+    shown = run(*arguments, "--dry-run")
+    assert re.findall(r"CREATE TABLE (\w+)", shown) == [
+        "delayline_schema",
+        "delayline_spark_runs",
+        "delayline_dispatchers",
+        "delayline_dispatcher_shards",
+    ]
+    run(*arguments)
+    assert run(*arguments, "--dry-run") == "nothing to do\n"
+
+
 def test_a_dry_run_over_two_databases_says_whose_statement_it_is(tmp_path: Path) -> None:
     # Given queues that are set up already, in another file than the delayed messages
     queues, store = (f"sqlite:///{tmp_path / name}.db" for name in ("queues", "store"))
@@ -238,8 +355,8 @@ def test_a_dry_run_of_an_upgrade(old: Path) -> None:
     before = old.read_bytes()
     shown = run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}", "--dry-run")
     assert "ALTER TABLE delayline_messages ADD expires BIGINT" in shown
-    assert "UPDATE delayline_schema SET version=1, revision=2" in shown
-    assert "CREATE" not in shown
+    assert "UPDATE delayline_schema SET version=1, revision=3" in shown
+    assert re.findall(r"CREATE TABLE (\w+)", shown) == ["delayline_schema"]
     assert old.read_bytes() == before
 
 
@@ -249,7 +366,7 @@ async def test_what_a_dry_run_shows_is_what_is_needed(postgresql: PostgresqlServ
     store = SqlDelayedMessageStore(postgresql_url, table_name='50%% "off" %s', journal=True)
     statements = [*await store.planned_infrastructure("sales"), *await transport.planned_infrastructure(["100%"])]
     with postgresql.administrator(postgresql_url.rsplit("/", 1)[1]) as connection:
-        # When somebody who may runs them by hand
+        # When an administrator runs them
         for statement in dict.fromkeys(statements):
             connection.execute(statement.encode())
     # Then endpoints can start without the right to create
@@ -271,10 +388,14 @@ def test_several_processes_set_up_at_once(url: str) -> None:
 
 
 async def change(url: str, statement: str) -> None:
-    """Change what is in the database, as nobody should."""
+    """Run a statement past delayline."""
     if url.startswith("sqlite"):
         with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as file, file:
             file.execute(statement)
+    elif url.startswith("mariadb"):
+        with database_at(url).dialect.look() as connection:
+            connection.exec_driver_sql(statement.replace("%", "%%"))
+            connection.commit()
     else:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(statement.encode())

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy.engine import make_url
 
-from delayline.bulk.ledger import runs_table
+from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims  # noqa: F401 - register tables
 from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
 from delayline.sql import setup
 from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, UNSEEN, ApplicationLocks, SqlServer, only_row
-from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
+from delayline.sql.schema import EVERY_RIGHT, QUEUES, TO_READ, queue_tables, registered_groups, versions_table
+from delayline.sql.setup import RequiredTables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import timeout_table
@@ -55,14 +57,14 @@ def shown(dialect: SqlServer, table: Table, **kinds: str) -> Any:  # noqa: ANN40
 
 
 def every_table(dialect: SqlServer) -> list[Table]:
-    own = queue_tables("dbo").of("mssql")
-    return [dialect.timeouts_table("t", None), timeout_table("Sales_", "dbo", dialect), runs_table("dbo"), *own]
+    own = [table for group in registered_groups() for table in group.tables(dialect, "dbo")]
+    return [dialect.timeouts_table("t", None), timeout_table("Sales_", "dbo", dialect), versions_table("dbo"), *own]
 
 
 def test_what_setup_has_made_is_what_start_wants() -> None:
     dialect = server()
     for table in every_table(dialect):
-        assert setup._missing(shown(dialect, table), table) == [], table.name
+        assert setup._missing(shown(dialect, table), table, dialect) == [], table.name
 
 
 @pytest.mark.parametrize("table_of", ["store", "timeouts"])
@@ -71,21 +73,21 @@ def test_due_times_of_another_type_are_refused(table_of: str) -> None:
     table = dialect.timeouts_table("t", None) if table_of == "store" else timeout_table("Sales_", "dbo", dialect)
     for kind in ("bigint", "date", "smalldatetime", "nvarchar(30)"):
         with pytest.raises(BackendUnusable, match="column 'Time' is"):
-            setup._missing(shown(dialect, table, Time=kind), table)
-    assert setup._missing(shown(dialect, table, Time="datetime2"), table) == []
+            setup._missing(shown(dialect, table, Time=kind), table, dialect)
+    assert setup._missing(shown(dialect, table, Time="datetime2"), table, dialect) == []
 
 
 def test_a_body_that_is_bounded_is_another_shape_and_no_type_error() -> None:
     dialect = server()
     table = dialect.timeouts_table("t", None)
     with pytest.raises(BackendUnusable, match=r"column 'State' is VARBINARY\(length=8000\)"):
-        setup._missing(shown(dialect, table, State="varbinary(8000)"), table)
+        setup._missing(shown(dialect, table, State="varbinary(8000)"), table, dialect)
 
 
 def test_names_of_columns_may_differ_in_case() -> None:
     dialect = server()
     for table in every_table(dialect):
-        assert setup._missing(shown(dialect, table, names="upper"), table) == [], table.name
+        assert setup._missing(shown(dialect, table, names="upper"), table, dialect) == [], table.name
 
 
 class Cursor:
@@ -222,7 +224,48 @@ async def test_setup_can_be_planned_without_a_server(url: str, monkeypatch: pyte
     assert any("[dbo].[sales.timeouts]" in statement for statement in store)
     assert any("N'счёт'" in statement for statement in queues)
     version = next(one for one in store if one.startswith("INSERT INTO [dbo].delayline_schema"))
-    assert version.endswith("WHERE old.version = new.version)")
+    assert version.endswith("DATALENGTH(old.feature) = DATALENGTH(new.feature))")
+
+
+def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a catalog that shows the tables of revision 2
+    dialect, groups = server(), registered_groups()
+    schema = dialect.schema_of(None)
+    tables = {table.name: table for group in groups for table in group.tables(dialect, schema)}
+    columns = {name: shown(dialect, table).get_columns() for name, table in tables.items()}
+    columns["delayline_schema"] = [in_catalog(dialect, name, "INTEGER") for name in ("version", "revision")]
+    catalog = SimpleNamespace(
+        dialect=dialect.sql,
+        has_table=lambda *_, **__: True,
+        get_table_names=lambda **_: [*columns],
+        get_columns=lambda name, **_: columns[name],
+    )
+    monkeypatch.setattr(setup, "inspect", lambda _: catalog)
+    connection: Any = SimpleNamespace(execute=lambda _: [("queues", 1, 2)])
+    # When
+    statements = setup.texts(RequiredTables(dialect, schema, QUEUES).plan(connection), dialect)
+    # Then the table of versions alone is replaced, and every feature gets its row
+    assert statements[0].strip() == "DROP TABLE [dbo].delayline_schema"
+    assert statements[1].startswith("IF object_id(N'[dbo].delayline_schema', N'U') IS NULL\nCREATE TABLE")
+    rows = [
+        f"INSERT INTO [dbo].delayline_schema (feature, version, revision) VALUES (N'{feature}', {version}, {revision})"  # noqa: S608
+        for feature, version, revision in [
+            ("queues", 1, 2),
+            *((one.feature, one.usable_from, one.revision) for one in groups if one is not QUEUES),
+        ]
+    ]
+    update = "UPDATE [dbo].delayline_schema SET version=1, revision=3 WHERE [dbo].delayline_schema.feature = N'queues'"
+    assert sorted(statements[2:]) == sorted([*rows, update])
+
+
+def test_the_tables_of_revision_2_are_those_of_today() -> None:
+    dialect = server()
+    schema = dialect.schema_of(None)
+    made = (Path(__file__).parents[1] / "integration" / "schema_2" / "sqlserver.sql").read_text(encoding="utf-8")
+    for group in registered_groups():
+        for table in group.tables(dialect, schema):
+            for statement in setup.texts(setup._creation(table), dialect):
+                assert statement in made
 
 
 def test_the_database_is_found_by_its_name() -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from delayline.bulk.ledger import CLOSED, Committed, JobLedger
 from delayline.bulk.staging import blocking, earliest_due, new_area
-from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.dialects.staging import breaks_a_key
 from delayline.sql.row_claims import row_claims
-from delayline.sql.schema import queue_tables
+from delayline.sql.schema import QUEUES, queue_tables
+from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -119,13 +119,11 @@ class LedgerBatchWriter:
         return JobLedger(self._database.dialect, self.table.schema)
 
     def _create(self, connection: Connection) -> None:
-        setup.check(connection, queue_tables(self.table.schema), self.table)
-        with self._database.dialect.setting_up(connection):
-            self._runs.create(connection)
+        RequiredTables(self._database.dialect, self.table.schema, QUEUES, others=[self.table]).check(connection)
+        self._runs.create(connection)
 
     def _close(self, connection: Connection, names: Sequence[str]) -> None:
-        with self._database.dialect.setting_up(connection):
-            self._runs.create(connection)
+        self._runs.create(connection)
         self._runs.add(connection, dict.fromkeys(names, CLOSED))
 
     def _write(self, work: Callable[[Connection], Result]) -> Result:

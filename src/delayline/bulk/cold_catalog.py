@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, delete, func, insert, inspect, select, update
-from sqlalchemy.schema import CreateIndex, CreateTable
 
 from delayline.clock import from_microseconds
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.prepared import LONGEST_LIST
-from delayline.sql.schema import DUE, MAXIMUM_TABLE_NAME_LENGTH, text
+from delayline.sql.schema import DUE, MAXIMUM_TABLE_NAME_LENGTH, TableGroup, register, text
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,6 +107,9 @@ def cold_tables(schema: str | None = None) -> ColdTables:
     return ColdTables(schema)
 
 
+COLD_TIER: Final = register(TableGroup("cold_tier", lambda _, schema: cold_tables(schema).all))
+
+
 class ColdFiles:
     """The catalog of one store; every call is part of the caller's transaction."""
 
@@ -122,13 +125,8 @@ class ColdFiles:
     def create(self, connection: Connection) -> str:
         """Create missing tables; return the prefix of the names of the store's files."""
         tiers = self.tables.tiers
+        RequiredTables(self._dialect, tiers.schema, COLD_TIER).set_up(connection)
         with self._dialect.setting_up(connection):
-            inspector = inspect(connection)
-            for table in self.tables.all:
-                if not inspector.has_table(table.name, schema=table.schema):
-                    self._dialect.make(connection, CreateTable(table))
-                    for index in table.indexes:
-                        self._dialect.make(connection, CreateIndex(index))
             made = {"store": self._store, "tier": secrets.token_hex(8)}
             connection.execute(self._dialect.insert_new(tiers, "store").values(made))
         tier: str = connection.execute(select(tiers.c.tier).where(tiers.c.store == self._store)).scalar_one()

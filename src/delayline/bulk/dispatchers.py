@@ -8,19 +8,20 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, Table, delete, insert, inspect, select, update
-from sqlalchemy.schema import CreateTable
 
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import long_work
-from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, text
+from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, TableGroup, register, text
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
     from sqlalchemy import Connection
+
 
 Result = TypeVar("Result")
 ONE_SECOND: Final = timedelta(seconds=1)
@@ -89,6 +90,14 @@ def dispatcher_tables(schema: str | None = None) -> DispatcherTables:
     return DispatcherTables(schema)
 
 
+def _tables_of(_: object, schema: str | None) -> list[Table]:
+    tables = dispatcher_tables(schema)
+    return [tables.dispatchers, tables.shards]
+
+
+DISPATCHERS: Final = register(TableGroup("dispatchers", _tables_of))
+
+
 class DispatcherControl:
     """The rows of all dispatchers in one schema of one database, where their store is."""
 
@@ -98,9 +107,9 @@ class DispatcherControl:
         self._tables = dispatcher_tables(self._dialect.schema_of(schema))
 
     def create(self) -> None:
-        """Create the tables, unless they are there."""
+        """Create the tables, or upgrade them."""
         self._dialect.must_exist()
-        self._write(self._create)
+        self._write(RequiredTables(self._dialect, self._tables.dispatchers.schema, DISPATCHERS).set_up)
 
     def begin(self, name: str, owner: str) -> None:
         """Take the dispatcher over: its former owner ends the generation and starts no other."""
@@ -141,13 +150,6 @@ class DispatcherControl:
         rows = self._read(lambda connection: connection.execute(query).all())
         moment = self._dialect.from_due
         return [ShardMetrics(**{**row._mapping, "seen": moment(row.seen)}) for row in rows]
-
-    def _create(self, connection: Connection) -> None:
-        with self._dialect.setting_up(connection):
-            inspector = inspect(connection)
-            for table in (self._tables.dispatchers, self._tables.shards):
-                if not inspector.has_table(table.name, schema=table.schema):
-                    self._dialect.make(connection, CreateTable(table))
 
     def _begin(self, connection: Connection, *, name: str, owner: str) -> None:
         table, now = self._tables.dispatchers, self._dialect.in_seconds(0)

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import BigInteger, Column, MetaData, Table, inspect, select, update
-from sqlalchemy.schema import CreateTable
 
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_ID_LENGTH
-from delayline.sql.schema import DUE, text
+from delayline.sql.schema import DUE, TableGroup, register, text
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,6 +56,9 @@ def runs_table(schema: str | None = None) -> Table:
     )
 
 
+LEDGER: Final = register(TableGroup("jobs", lambda _, schema: [runs_table(schema)]))
+
+
 class JobLedger:
     """The ledger in one database; every call is part of the caller's transaction."""
 
@@ -64,9 +67,8 @@ class JobLedger:
         self.table = runs_table(schema)
 
     def create(self, connection: Connection) -> None:
-        """Make the table, unless it is there."""
-        if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
-            self._dialect.make(connection, CreateTable(self.table))
+        """Create the table, or upgrade it."""
+        RequiredTables(self._dialect, self.table.schema, LEDGER).set_up(connection)
 
     def begin(self, connection: Connection, run: str, batch: int = 0) -> Committed | None:
         """Lock the run's ledger row. Return its result, or None if this batch has not been committed.

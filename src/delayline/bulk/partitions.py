@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, delete, inspect, select
-from sqlalchemy.schema import CreateTable
+from sqlalchemy import BigInteger, Column, MetaData, Table, delete, select
 
 from delayline.message import MAXIMUM_ID_LENGTH
-from delayline.sql.schema import CONTENT, text
+from delayline.sql.schema import CONTENT, TableGroup, register, text
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,6 +73,9 @@ def partitions_table(schema: str | None = None) -> Table:
     )
 
 
+PARTITIONS: Final = register(TableGroup("broker_jobs", lambda _, schema: [partitions_table(schema)]))
+
+
 class PublishedPartitions:
     """The entries of one job. Every call runs in the caller's transaction."""
 
@@ -82,10 +85,8 @@ class PublishedPartitions:
         self.table = partitions_table(schema)
 
     def create(self, connection: Connection) -> None:
-        """Create the table if it is missing."""
-        with self._dialect.setting_up(connection):
-            if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
-                self._dialect.make(connection, CreateTable(self.table))
+        """Create the table, or upgrade it."""
+        RequiredTables(self._dialect, self.table.schema, PARTITIONS).set_up(connection)
 
     def parameters(self, connection: Connection) -> JobParameters | None:
         """Return the parameters that an earlier attempt has saved; None for the first attempt."""

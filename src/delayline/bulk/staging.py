@@ -18,7 +18,6 @@ from sqlalchemy import Table, select
 
 from delayline.bulk.ledger import Committed, JobLedger, check_run
 from delayline.errors import BackendUnavailable, DuplicateMessage
-from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
@@ -26,7 +25,8 @@ from delayline.sql.dialect import OnConflict
 from delayline.sql.dialects.staging import PREFIX, breaks_a_key, doubled_id
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.row_claims import row_claims
-from delayline.sql.schema import queue_tables
+from delayline.sql.schema import QUEUES, queue_tables
+from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -193,19 +193,19 @@ class Staging:
 
     async def _create(self) -> None:
         await self._database.read(self._check)
+        await self._database.write(self._runs.create)
         await self._database.write(self._make)
         for name in await self._database.read(self._left_over):
             with contextlib.suppress(BackendUnavailable):  # a task still holds it: next time
                 await self._database.write(self._stage.named(name).drop)
 
     def _check(self, connection: Connection) -> None:
-        dialect = self._database.dialect
-        setup.check(connection, queue_tables(dialect.schema_of(self.schema)), self._store_table)
+        table = self._store_table
+        RequiredTables(self._database.dialect, table.schema, QUEUES, others=[table]).check(connection)
 
     def _make(self, connection: Connection) -> None:
         dialect = self._database.dialect
         with dialect.setting_up(connection):
-            self._runs.create(connection)
             self._stage.create(connection)
 
     def _left_over(self, connection: Connection) -> list[str]:

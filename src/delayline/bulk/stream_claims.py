@@ -10,8 +10,7 @@ import uuid
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, insert, inspect, select, update
-from sqlalchemy.schema import CreateTable
+from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, insert, select, update
 
 from delayline.bulk.scan import readings
 from delayline.errors import BackendUnavailable
@@ -19,7 +18,8 @@ from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import CONTENT, DUE, text
+from delayline.sql.schema import CONTENT, DUE, TableGroup, register, text
+from delayline.sql.setup import RequiredTables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
 
@@ -39,7 +39,7 @@ NAMES: Final = ("reader", "claim", "id", "destination", "due", "headers", "body"
 
 
 @lru_cache(maxsize=64)
-def tables(schema: str | None = None) -> tuple[Table, Table]:
+def stream_tables(schema: str | None = None) -> tuple[Table, Table]:
     """Return the tables of readers and of the messages they have claimed."""
     metadata = MetaData(schema=schema)
     readers = Table(
@@ -49,7 +49,7 @@ def tables(schema: str | None = None) -> tuple[Table, Table]:
         Column("owner", text(KEY_LENGTH), nullable=False),
         Column("last", BigInteger, nullable=False),
     )
-    taken = Table(
+    claimed = Table(
         "delayline_spark_taken",
         metadata,
         Column("reader", text(KEY_LENGTH), primary_key=True),
@@ -60,7 +60,10 @@ def tables(schema: str | None = None) -> tuple[Table, Table]:
         Column("headers", CONTENT, nullable=False),
         Column("body", CONTENT, nullable=False),
     )
-    return readers, taken
+    return readers, claimed
+
+
+STREAM_CLAIMS: Final = register(TableGroup("streams", lambda _, schema: stream_tables(schema)))
 
 
 class StreamClaims:
@@ -69,7 +72,7 @@ class StreamClaims:
     def __init__(self, url: str, table_name: str, schema: str | None, app: str) -> None:
         self._database = database_at(url)
         self._store = SqlDelayedMessageStore(url, table_name=table_name, schema=schema)
-        self._readers, self._taken = tables(self._database.dialect.schema_of(schema))
+        self._readers, self._claimed = stream_tables(self._database.dialect.schema_of(schema))
         self._app = app
         self._reader = hashlib.sha256(f"{table_name}\0{app}".encode()).hexdigest()[:KEY_LENGTH]
         self._owner = uuid.uuid4().hex
@@ -79,7 +82,7 @@ class StreamClaims:
         """Connect and take over from an earlier reader of this name. Raises BackendUnusable without a store's table."""
         self._database.dialect.must_exist()
         await self._store.initialize("", TransactionMode.RECEIVE_ONLY)
-        await self._database.write(self._make)
+        await self._database.write(RequiredTables(self._database.dialect, self._readers.schema, STREAM_CLAIMS).set_up)
         await self._database.write(self._own)
 
     async def close(self) -> None:
@@ -116,27 +119,20 @@ class StreamClaims:
 
     def rows(self, columns: Sequence[str], start: int, end: int, at_once: int) -> Iterator[list[list[Any]]]:
         """Yield the messages with numbers above `start` up to `end`, some at a time; blocks, in any process."""
-        dialect, taken = self._database.dialect, self._taken.c
+        dialect, claimed = self._database.dialect, self._claimed.c
         reads = readings(columns, dialect)
-        mine = (taken.reader == self._reader, taken.claim > start, taken.claim <= end)
-        query = select(*(taken[name] for name in columns), taken.claim).where(*mine).order_by(taken.claim)
+        mine = (claimed.reader == self._reader, claimed.claim > start, claimed.claim <= end)
+        query = select(*(claimed[name] for name in columns), claimed.claim).where(*mine).order_by(claimed.claim)
         try:
             with dialect.look() as connection:
                 while True:
-                    found = connection.execute(query.where(taken.claim > start).limit(at_once)).all()
+                    found = connection.execute(query.where(claimed.claim > start).limit(at_once)).all()
                     if not found:
                         return
                     yield [[read(value) for read, value in zip(reads, row[:-1], strict=True)] for row in found]
                     start = found[-1].claim
         except dialect.errors as error:
             raise dialect.translated(error) from error
-
-    def _make(self, connection: Connection) -> None:
-        dialect = self._database.dialect
-        with dialect.setting_up(connection):
-            for table in (self._readers, self._taken):
-                if not inspect(connection).has_table(table.name, schema=table.schema):
-                    dialect.make(connection, CreateTable(table))
 
     def _own(self, connection: Connection) -> None:
         row = {"reader": self._reader, "owner": self._owner, "last": 0}
@@ -145,8 +141,8 @@ class StreamClaims:
         connection.execute(update(self._readers).where(mine).values(owner=self._owner))
 
     def _first(self, connection: Connection) -> int:
-        taken = self._taken.c
-        first = connection.execute(select(func.min(taken.claim)).where(taken.reader == self._reader)).scalar()
+        claimed = self._claimed.c
+        first = connection.execute(select(func.min(claimed.claim)).where(claimed.reader == self._reader)).scalar()
         if first is not None:
             return int(first) - 1
         return int(connection.execute(self._mine()).one().last)
@@ -162,8 +158,8 @@ class StreamClaims:
                 f"another stream has begun to read as {self._app!r}: only one may. Stop it, or give this one another "
                 '.option("app", ...)'
             )
-        taken = self._taken
-        connection.execute(delete(taken).where(taken.c.reader == self._reader, taken.c.claim <= done))
+        claimed = self._claimed
+        connection.execute(delete(claimed).where(claimed.c.reader == self._reader, claimed.c.claim <= done))
         return int(last)
 
     async def _move(self, messages: Sequence[DelayedMessage], last: int, transaction: SqlTransaction) -> None:
@@ -180,7 +176,7 @@ class StreamClaims:
             )
             for number, one in enumerate(messages, last + 1)
         ]
-        statement = Prepared(insert(self._taken), dialect.sql, NAMES)
+        statement = Prepared(insert(self._claimed), dialect.sql, NAMES)
         await transaction.run(lambda connection: statement.change_many(connection, rows))
         await self._store.remove_many(messages, transaction)
 

@@ -14,14 +14,32 @@ from delayline.transaction import TransactionMode
 from delayline.transport import SupportsQueueManagement
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from datetime import datetime
 
     from delayline.clock import Clock
     from delayline.config import Settings
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.endpoint import Endpoint
+    from delayline.sql.schema import TableGroup
     from delayline.transport import Transport
+
+
+def table_groups(*, migrations: bool = False) -> Mapping[str, TableGroup]:
+    """Register the tables of features, for their versions and upgrades, and return their groups by name.
+
+    Args:
+        migrations: Include those of migrations, which need the extra `spark` and take seconds to import.
+    """
+    from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
+
+    groups = [cold_catalog.COLD_TIER, dispatchers.DISPATCHERS, ledger.LEDGER, partitions.PARTITIONS]
+    groups.append(stream_claims.STREAM_CLAIMS)
+    if migrations:
+        from delayline.migration.journal import MIGRATIONS
+
+        groups.append(MIGRATIONS)
+    return {group.feature: group for group in groups}
 
 
 def sending_endpoint(settings: Settings) -> Endpoint:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import managed_queues, open_transport, open_waiting, refuse_memory
+from delayline.cli.connection import managed_queues, open_transport, open_waiting, refuse_memory, table_groups
 from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
 from delayline.config import (
@@ -58,6 +58,7 @@ def doctor(settings: Settings, screen: Screen) -> None:
     """Check connection, tables, queues and pending messages, and print the guarantee. Exit code 1 for a problem."""
     refuse_memory(settings)
     _check_urls(settings)
+    table_groups()  # registers them, for their versions
     findings = asyncio.run(_examine(settings))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import refuse_memory
+from delayline.cli.connection import refuse_memory, table_groups
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
-from delayline.config import after_setup, endpoint_from, planned_setup, satellites_of, transport_of
+from delayline.config import (
+    after_setup,
+    endpoint_from,
+    planned_features,
+    planned_setup,
+    satellites_of,
+    set_up_features,
+    transport_of,
+)
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:
@@ -17,6 +25,10 @@ if TYPE_CHECKING:
 
     from delayline.cli.screen import Screen
     from delayline.config import Settings
+    from delayline.sql.schema import TableGroup
+
+#: The features whose tables jobs create at their first use.
+FEATURES: Final = ("broker_jobs", "cold_tier", "dispatchers", "jobs", "migrations", "streams")
 
 
 @click.command(
@@ -24,33 +36,48 @@ if TYPE_CHECKING:
         "delayline setup --endpoint sales",
         "delayline setup --endpoint sales --url sqlite:///orders.db --queue billing --queue shipping",
         "delayline setup --endpoint sales --dry-run",
+        "delayline setup --url postgresql://server/shop --feature cold_tier --feature jobs --dry-run",
     )
 )
 @click.option("--queue", "queues", multiple=True, metavar="NAME", help="A further queue to create; repeatable.")
+@click.option(
+    "--feature",
+    "features",
+    multiple=True,
+    type=click.Choice(FEATURES),
+    help="Create the tables of a feature in the store's database before its first use; repeatable.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and run none of it.")
 @settings_options(*PLACES, "journal")
 @json_option
-def setup(settings: Settings, screen: Screen, queues: tuple[str, ...], dry_run: bool) -> None:
-    """Create or upgrade the queues and the table of an endpoint, or further queues only.
+def setup(
+    settings: Settings, screen: Screen, queues: tuple[str, ...], features: tuple[str, ...], dry_run: bool
+) -> None:
+    """Create or upgrade the queues and the table of an endpoint, or further queues and the tables of features only.
 
-    Safe to repeat and to run beside running endpoints. Without an endpoint only the --queue ones are created.
+    Safe to repeat and to run beside running endpoints. Existing tables of other features are upgraded too.
     """
     refuse_memory(settings)
-    if settings.endpoint is None and not queues:
+    if settings.endpoint is None and not queues and not features:
         _ = settings.named_endpoint  # says how to name one
+    groups = table_groups(migrations="migrations" in features)
+    wanted = [groups[feature] for feature in dict.fromkeys(features)]
     if dry_run:
-        _show(screen, asyncio.run(planned_setup(settings, queues)))
+        _show(screen, asyncio.run(_planned(settings, queues, wanted)))
         return
-    asyncio.run(_setup(settings, queues))
+    asyncio.run(_setup(settings, queues, wanted))
     created = list(queues)
     if settings.endpoint is not None:
         created = [settings.endpoint, settings.error_queue, *satellites_of(settings), *created]
         screen.echo(f"delayed messages of {settings.endpoint} wait at {masked(settings.resolved_store_url)}")
-    screen.echo(f"queues at {masked(settings.resolved_transport_url)}: {', '.join(created)}")
+    if created:
+        screen.echo(f"queues at {masked(settings.resolved_transport_url)}: {', '.join(created)}")
+    if features:
+        screen.echo(f"tables of {', '.join(features)} at {masked(settings.resolved_store_url)}")
     undone = [text for _, ok, text in asyncio.run(after_setup(settings)) if not ok]
     for text in undone:
         screen.echo(f"✗ {text}", "red")
-    screen.document({"endpoint": settings.endpoint, "queues": created, "undone": undone})
+    screen.document({"endpoint": settings.endpoint, "queues": created, "features": features, "undone": undone})
     if undone:
         click.get_current_context().exit(FAILED)
 
@@ -68,8 +95,23 @@ def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:
     screen.document({"statements": every, "databases": needed})
 
 
-async def _setup(settings: Settings, queues: tuple[str, ...]) -> None:
+async def _planned(
+    settings: Settings, queues: tuple[str, ...], groups: Sequence[TableGroup]
+) -> Mapping[str, Sequence[str]]:
+    planned: dict[str, Sequence[str]] = {}
+    if queues or settings.endpoint is not None:
+        planned |= await planned_setup(settings, queues)
+    if groups:
+        place = settings.resolved_store_url
+        statements = await planned_features(settings, groups)
+        planned[place] = list(dict.fromkeys([*planned.get(place, ()), *statements]))
+    return planned
+
+
+async def _setup(settings: Settings, queues: tuple[str, ...], groups: Sequence[TableGroup]) -> None:
     if settings.endpoint is not None:
         await endpoint_from(settings).setup()
     if queues:
         await transport_of(settings).setup_infrastructure(queues)
+    if groups:
+        await set_up_features(settings, groups)

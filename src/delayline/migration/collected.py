@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from sqlalchemy import Column, Integer, and_, delete, false, func, inspect, null, or_, select, update
-from sqlalchemy.schema import CreateTable
 
 from delayline.bulk.staging import blocking
 from delayline.migration.bulk import pieces
 from delayline.migration.rows import record_batch
 from delayline.migration.source import SourcePartition, TableSource
 from delayline.sql.schema import CONTENT, DUE, text
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -122,7 +122,7 @@ class CollectedSource(TableSource):
         """Collect the selected messages from the source."""
 
         async def run() -> None:
-            await self.database.write(self._make)
+            await self.database.write(RequiredTables(self.dialect, self.schema, others=[self.kept]).set_up)
             await self.take(Selection(endpoints, cutoff), spark)
 
         self._opened(run)
@@ -277,11 +277,6 @@ class CollectedSource(TableSource):
             key, endpoint, _text(one), _text(destination), None if due is None else self.read_due(due), _text(headers),
             None if body is None else bytes(body), _text(why), None if original is None else bytes(original), state,
         )  # fmt: skip
-
-    def _make(self, connection: Connection) -> None:
-        with self.dialect.setting_up(connection):
-            if not self.there(connection):
-                self.dialect.make(connection, CreateTable(self.kept))
 
     def _opened(self, work: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns
         async def run() -> Any:  # noqa: ANN401

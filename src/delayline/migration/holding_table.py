@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import and_, delete, func, insert, inspect, literal_column, select
-from sqlalchemy.schema import CreateTable, DropTable
+from sqlalchemy.schema import DropTable
 
 from delayline.errors import BackendUnavailable
 from delayline.migration.bulk import for_bulk
 from delayline.migration.journal import UNFINISHED, BatchState, HeldPartition
 from delayline.migration.source import BATCH, NUMBER
 from delayline.sql.dialects.server import run as run_sql
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ BATCH_BYTES: Final = 16 * 1024 * 1024
 
 def make_room(connection: Connection, source: TableSource, name: str) -> None:
     """Create the table that rows are held in."""
-    source.dialect.make(connection, CreateTable(source.held(name)))
+    RequiredTables(source.dialect, source.schema, others=[source.held(name)]).set_up(connection)
 
 
 def remove_room(connection: Connection, source: TableSource, name: str) -> None:

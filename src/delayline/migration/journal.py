@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import (
@@ -28,12 +29,12 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.schema import CreateTable
 
 from delayline.errors import BackendUnavailable
 from delayline.migration.bulk import pieces
 from delayline.migration.source import SourcePartition
-from delayline.sql.schema import CONTENT, DUE, text
+from delayline.sql.schema import CONTENT, DUE, TableGroup, register, text
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -118,10 +119,10 @@ class Progress:
     """Those marked that were not set aside: what the target has."""
 
 
-class MigrationJournal:
-    """The tables of one database; every call is part of the caller's transaction."""
+class MigrationTables:
+    """Runs, their parts and batches, and the rows that were set aside."""
 
-    def __init__(self, dialect: Dialect, schema: str | None) -> None:
+    def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
         run = ("run", text(RUN))
         self.runs = Table(
@@ -164,6 +165,28 @@ class MigrationJournal:
             Column("id", CONTENT, nullable=False),
             Column("reason", text(REASON), nullable=False),
         )
+
+    @property
+    def all(self) -> list[Table]:
+        """All of them; the runs last, so that the others exist where they do."""
+        return [self.parts, self.batches, self.aside, self.runs]
+
+
+@lru_cache(maxsize=64)
+def migration_tables(schema: str | None = None) -> MigrationTables:
+    """Return the tables in that schema, the connection's own for None."""
+    return MigrationTables(schema)
+
+
+MIGRATIONS: Final = register(TableGroup("migrations", lambda _, schema: migration_tables(schema).all))
+
+
+class MigrationJournal:
+    """The tables of one database; every call is part of the caller's transaction."""
+
+    def __init__(self, dialect: Dialect, schema: str | None) -> None:
+        tables = migration_tables(schema)
+        self.runs, self.parts, self.batches, self.aside = tables.runs, tables.parts, tables.batches, tables.aside
         self._dialect = dialect
 
     def there(self, connection: Connection) -> bool:
@@ -171,11 +194,8 @@ class MigrationJournal:
         return inspect(connection).has_table(self.runs.name, schema=self.runs.schema)
 
     def set_up(self, connection: Connection) -> None:
-        """Make the tables that are missing."""
-        with self._dialect.setting_up(connection):
-            for table in (self.runs, self.parts, self.batches, self.aside):
-                if not inspect(connection).has_table(table.name, schema=table.schema):
-                    self._dialect.make(connection, CreateTable(table))
+        """Create the tables, or upgrade them."""
+        RequiredTables(self._dialect, self.runs.schema, MIGRATIONS).set_up(connection)
 
     def list_runs(self, connection: Connection) -> list[MigrationRun]:
         """Return all runs, the last one first."""

@@ -59,8 +59,7 @@ class SqlBackend:
         """
         dialect, every = self._database.dialect, {self._tables.versions: TO_READ, **needed}
         if takes is not None:
-            further = [one for one in self._tables.of(dialect.sql.name) if one not in self._tables.all]
-            every |= dict.fromkeys(further, EVERY_RIGHT if takes else TO_READ)
+            every |= dict.fromkeys(dialect.further_tables(self._tables), EVERY_RIGHT if takes else TO_READ)
         return await self._database.look(lambda connection: dialect.missing_rights(connection, every))
 
     async def _open_database(self) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
+from delayline.sql.schema import ProductTables
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -295,6 +297,9 @@ class StatementWords(Protocol):
     forces_indexes: bool
     """Whether statements name the indexes to use, which then have to exist."""
 
+    folds_column_case: bool
+    """Whether a column may be found under a name that differs only in case."""
+
     @property
     def sql(self) -> sqlalchemy.Dialect:
         """SQLAlchemy's dialect, which statements are compiled for."""
@@ -333,7 +338,7 @@ class StatementWords(Protocol):
         ...
 
 
-class Catalog(Protocol):
+class Catalog(ProductTables, Protocol):
     """The tables of one database: names, set-up, checks and rights."""
 
     def kept_name(self, table: str) -> str:

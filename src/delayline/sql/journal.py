@@ -23,14 +23,13 @@ from sqlalchemy import (
     bindparam,
     func,
     insert,
-    inspect,
     literal,
     select,
     text,
     update,
 )
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.schema import CreateTable, ExecutableDDLElement
+from sqlalchemy.schema import ExecutableDDLElement
 
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
@@ -102,6 +101,14 @@ def journal_tables(name: str | None = None) -> JournalTables:
     return JournalTables(name)
 
 
+def _tables_of(_: object, schema_name: str | None) -> list[Table]:
+    tables = journal_tables(schema_name)
+    return [tables.entries, tables.exports]
+
+
+JOURNAL: Final = schema.register(schema.TableGroup("journal", _tables_of))
+
+
 class Trigger(ExecutableDDLElement):
     """A statement about triggers, in the words of one product."""
 
@@ -139,7 +146,7 @@ class Journal:
         self._kept = False
 
     def plan(self, connection: Connection, *, kept: bool) -> list[Executable]:
-        """Return the statements that begin the journal, or end it: its entries stay. Idempotent.
+        """Return the statements that create the journal's triggers, or drop them: its entries stay. Idempotent.
 
         Raises ConfigurationError for a product that cannot keep one.
         """
@@ -149,16 +156,10 @@ class Journal:
         there = self._found(connection)
         if not kept:
             return [Trigger(triggers.drop, name, self._store, self._tables.entries) for name in sorted(there)]
-        inspector = inspect(connection)
-        steps: list[Executable] = [
-            CreateTable(table)
-            for table in (self._tables.entries, self._tables.exports)
-            if not inspector.has_table(table.name, schema=table.schema)
-        ]
         missing = {word: name for word, name in self._names.items() if name not in there}
         if missing and "function" in triggers.create:
             missing = {"function": "", **missing}
-        return steps + [
+        return [
             Trigger(triggers.create[word], name, self._store, self._tables.entries) for word, name in missing.items()
         ]
 

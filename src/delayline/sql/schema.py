@@ -1,10 +1,15 @@
-"""The tables."""
+"""The tables: those of queues and stores, and the register of the tables that other features create.
+
+Every feature that creates tables declares them as a `TableGroup`. `delayline.sql.setup` creates and upgrades a group
+under a version of its own, checks its shape and shows its SQL.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sqlalchemy import (
     BigInteger,
@@ -23,6 +28,8 @@ from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from sqlalchemy.types import TypeEngine
 
 
@@ -67,17 +74,62 @@ def text(length: int) -> TypeEngine[str]:
 OWN_PREFIX: Final = "delayline_"
 
 
+class ProductTables(Protocol):
+    """What a table group asks a dialect."""
+
+    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
+        """Return the shared tables that this product has besides those of the queues."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TableGroup:
+    """Tables that one feature creates and upgrades together.
+
+    To change a column or table, change its declaration and raise `revision`. A new column must be nullable.
+    """
+
+    feature: str
+    """The name of its row in `delayline_schema`."""
+    tables: Callable[[ProductTables, str | None], Sequence[Table]]
+    """The tables in a schema of a product, the connection's own schema for None."""
+    revision: int = 1
+    usable_from: int = 1
+    """The oldest revision whose code can use the tables; raise it only if older code would do harm."""
+
+
+_groups: dict[str, TableGroup] = {}
+
+
+def register(group: TableGroup) -> TableGroup:
+    """Register the group, for upgrades of databases that have its tables, and return it."""
+    _groups[group.feature] = group
+    return group
+
+
+def registered_groups() -> Sequence[TableGroup]:
+    """Return the groups of all imported modules, by feature."""
+    return [_groups[feature] for feature in sorted(_groups)]
+
+
+@lru_cache(maxsize=64)
+def versions_table(schema: str | None = None) -> Table:
+    """Return the table of versions, with a row for each feature, in that schema; the connection's own for None."""
+    return Table(
+        "delayline_schema",
+        MetaData(schema=schema),
+        Column("feature", text(MAXIMUM_NAME_LENGTH), primary_key=True),
+        Column("version", Integer, nullable=False),  # TableGroup.usable_from
+        Column("revision", Integer, nullable=False),
+    )
+
+
 class QueueTables:
     """The transport's tables: a registry of queue names, and one table with the messages of all queues."""
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
-        self.versions = Table(
-            "delayline_schema",
-            metadata,
-            Column("version", Integer, primary_key=True, autoincrement=False),  # who knows this one can use the tables
-            Column("revision", Integer),  # the tables' own; since version 2
-        )
+        self.versions = versions_table(schema)
         self.queues = Table(
             "delayline_queues", metadata, Column("name", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True)
         )
@@ -105,19 +157,6 @@ class QueueTables:
             Column("until", DUE, nullable=False),
         )
 
-    @property
-    def all(self) -> list[Table]:
-        """Every one of them that each database has."""
-        return [self.versions, self.queues, self.queued]
-
-    def of(self, dialect: str) -> list[Table]:
-        """All shared tables that databases of that dialect have.
-
-        The table of sleeping pollers exists where NOTIFY is used, the table of leases where the store's table has no
-        column for them.
-        """
-        return self.all + {"postgresql": [self.sleeping], "mssql": [self.leases]}.get(dialect, [])
-
 
 def _queued_table(metadata: MetaData) -> Table:
     return Table(
@@ -138,6 +177,16 @@ def _queued_table(metadata: MetaData) -> Table:
 def queue_tables(schema: str | None = None) -> QueueTables:
     """Return the transport's tables in that schema, the connection's own where None."""
     return QueueTables(schema)
+
+
+def _shared_tables(product: ProductTables, schema: str | None) -> list[Table]:
+    tables = queue_tables(schema)
+    return [tables.queues, tables.queued, *product.further_tables(tables)]
+
+
+#: The tables of every transport and store.
+QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=3))
+DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 
 def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False) -> Table:

@@ -1,7 +1,7 @@
-"""Creating the tables, upgrading them, and telling whether they are what this delayline needs.
+"""Creates tables, upgrades them in place, checks their shape, and shows the SQL that it would run.
 
-The row of `delayline_schema` names two versions: `revision` is the tables' own, `version` the oldest that can use
-them. So a delayline that is one version behind works beside a new one, and one that is further behind refuses.
+The table `delayline_schema` has a row for each feature: `revision` is the version of its tables, `version` the oldest
+revision whose code can use them. So the previous delayline works beside a new one, and one that is too old refuses.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import insert, inspect, null, select, update
+from sqlalchemy import Float, Inspector, insert, inspect, literal, null, select, update
 from sqlalchemy.dialects import mssql
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
+from sqlalchemy.schema import CreateIndex, CreateTable, DropTable, ExecutableDDLElement
 from sqlalchemy.types import TypeDecorator
 
 from delayline.errors import BackendUnusable, NewerSchema
+from delayline.sql.schema import QUEUES, registered_groups, versions_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import Column, Connection, Executable, Inspector, Table
+    from sqlalchemy import Column, Connection, Executable, Table
     from sqlalchemy.sql.compiler import DDLCompiler
     from sqlalchemy.types import TypeEngine
 
-    from delayline.sql.dialect import Dialect
-    from delayline.sql.schema import QueueTables
+    from delayline.sql.dialect import Dialect, Finding
+    from delayline.sql.schema import TableGroup
 
-SCHEMA_VERSION: Final = 2
-#: Who knows this version can use the tables; raised only when an older delayline would do harm.
-USABLE_FROM: Final = 1
+#: The only feature of schemas whose table of versions has no column for it, up to revision 2.
+FIRST_FEATURE: Final = QUEUES.feature
 
 
 class SchemaVersions(NamedTuple):
-    """The catalog's description of existing tables."""
+    """The row of a feature in `delayline_schema`."""
 
     usable_from: int
     revision: int
@@ -52,40 +52,163 @@ def _add_column(element: AddColumn, compiler: DDLCompiler, **_: object) -> str:
     return f"ALTER TABLE {table} ADD {compiler.get_column_specification(element.column)}"
 
 
-def set_up(connection: Connection, dialect: Dialect, tables: QueueTables, *others: Table) -> None:
-    """Create missing shared tables and `others`. Idempotent, also in several processes at once.
+class RequiredTables:
+    """The tables that a part of delayline needs in one schema of one database.
 
-    Raises NewerSchema, and BackendUnusable for a table of another shape.
+    Args:
+        dialect: The database's dialect.
+        schema: The schema's name; None for the connection's own.
+        groups: Tables of features.
+        others: Tables with names of the user's choice, which have no version of their own.
     """
-    with dialect.setting_up(connection):
-        for step in plan(connection, tables, *others):
-            dialect.make(connection, step)
 
+    def __init__(self, dialect: Dialect, schema: str | None, *groups: TableGroup, others: Sequence[Table] = ()) -> None:
+        self._dialect = dialect
+        self._schema = schema
+        self._groups = groups
+        self._others = others
+        self._versions = versions_table(schema)
 
-def plan(connection: Connection, tables: QueueTables, *others: Table) -> list[Executable]:
-    """Return what `set_up` would run."""
-    found, inspector = read_versions(connection, tables), inspect(connection)
-    steps: list[Executable] = []
-    for table in (*tables.of(connection.dialect.name), *others):
-        if inspector.has_table(table.name, schema=table.schema):
-            steps += map(AddColumn, _missing(inspector, table))
-        else:
+    def set_up(self, connection: Connection) -> None:
+        """Create missing tables, and upgrade those that exist. Idempotent, also in several processes at once.
+
+        Raises:
+            NewerSchema: A newer delayline has upgraded the tables, and this one cannot use them.
+            BackendUnusable: A table has another shape.
+        """
+        with self._dialect.setting_up(connection):
+            for step in self.plan(connection):
+                self._dialect.make(connection, step)
+
+    def plan(self, connection: Connection) -> list[Executable]:
+        """Return the statements that `set_up` would run. Raises the same errors.
+
+        Tables of other registered features are upgraded too if they exist.
+        """
+        inspector, versions = inspect(connection), self._versions
+        found = read_versions(connection, self._schema)
+        steps: list[Executable] = []
+        if not _has_table(inspector, versions):
+            steps += _creation(versions)
+        elif not _has_features(inspector, versions):  # its primary key differs
+            steps += [DropTable(versions), *_creation(versions)]
+            steps += [_version_row(versions, feature, *row) for feature, row in found.items()]
+        groups = [*self._groups, *self._others_in_use(inspector)]
+        for table in self._tables(groups):
+            if _has_table(inspector, table):
+                steps += map(AddColumn, _missing(inspector, table, self._dialect))
+            else:
+                steps += _creation(table)
+        for group in groups:
+            if group.feature not in found:
+                steps.append(_version_row(versions, group.feature, group.usable_from, group.revision))
+            elif found[group.feature].revision < group.revision:
+                row = update(versions).where(versions.c.feature == group.feature)
+                steps.append(row.values(version=group.usable_from, revision=group.revision))
+        return steps
+
+    def script(self) -> list[Executable]:
+        """Return a script that creates everything, for a dialect with idempotent statements."""
+        versions = self._versions
+        steps = _creation(versions)
+        for table in self._tables(self._groups):
             steps += _creation(table)
-    row = {"version": USABLE_FROM, "revision": SCHEMA_VERSION}
-    if found is None:
-        steps.append(insert(tables.versions).values(row))
-    elif found.revision < SCHEMA_VERSION:
-        steps.append(update(tables.versions).values(row))
-    return steps
+        for group in self._groups:
+            row = {"feature": group.feature, "version": group.usable_from, "revision": group.revision}
+            steps.append(self._dialect.insert_new(versions, "feature").values(row))
+        return steps
+
+    def check(self, connection: Connection) -> None:
+        """Raise BackendUnusable for missing tables and for tables of another shape, and NewerSchema."""
+        found, inspector = read_versions(connection, self._schema), inspect(connection)
+        for table in self._tables(self._groups):
+            if FIRST_FEATURE not in found or not _has_table(inspector, table):
+                raise BackendUnusable(f"table {table.fullname!r} does not exist: run `delayline setup` first")
+        self._check_shapes(inspector)
+
+    def check_upgraded(self, connection: Connection) -> None:
+        """Raise BackendUnusable for existing tables of an older delayline, and NewerSchema."""
+        if read_versions(connection, self._schema):
+            self._check_shapes(inspect(connection))
+
+    def _check_shapes(self, inspector: Inspector) -> None:
+        if not _has_features(inspector, self._versions):
+            raise _older(self._versions, "feature")
+        for table in self._tables(self._groups):
+            if _has_table(inspector, table):
+                for column in _missing(inspector, table, self._dialect):
+                    raise _older(table, column.name)
+
+    def _tables(self, groups: Sequence[TableGroup]) -> list[Table]:
+        grouped = [table for group in groups for table in group.tables(self._dialect, self._schema)]
+        return list(dict.fromkeys([*grouped, *self._others]))
+
+    def _others_in_use(self, inspector: Inspector) -> list[TableGroup]:
+        there = set(inspector.get_table_names(schema=self._schema))
+        return [
+            group
+            for group in registered_groups()
+            if group not in self._groups
+            and any(table.name in there for table in group.tables(self._dialect, self._schema))
+        ]
 
 
-def whole(dialect: Dialect, tables: QueueTables, *others: Table) -> list[Executable]:
-    """Return a script that creates everything, for a dialect with idempotent statements."""
-    steps: list[Executable] = []
-    for table in (*tables.of(dialect.sql.name), *others):
-        steps += _creation(table)
-    row = {"version": USABLE_FROM, "revision": SCHEMA_VERSION}
-    return [*steps, dialect.insert_new(tables.versions, "version").values(row)]
+def read_versions(connection: Connection, schema: str | None) -> Mapping[str, SchemaVersions]:
+    """Return the versions of the features whose tables were created in the schema.
+
+    Raises:
+        NewerSchema: This delayline is too old for one of them.
+    """
+    table, inspector = versions_table(schema), inspect(connection)
+    if not _has_table(inspector, table):
+        return {}
+    names = {column["name"] for column in inspector.get_columns(table.name, schema=schema)}
+    feature = table.c.feature if "feature" in names else literal(FIRST_FEATURE)
+    revision = table.c.revision if "revision" in names else null()
+    rows = connection.execute(select(feature, table.c.version, revision))
+    found = {str(row[0]): SchemaVersions(row[1], row[2] or row[1]) for row in rows}
+    for group in registered_groups():
+        versions = found.get(group.feature)
+        if versions is not None and versions.usable_from > group.revision:
+            raise NewerSchema(
+                f"the database has schema version {versions.revision} of {group.feature!r}, which a delayline with "
+                f"version {versions.usable_from} or newer can use; this one has {group.revision}: "
+                "upgrade it with `pip install --upgrade delayline`"
+            )
+    return found
+
+
+def version_findings(connection: Connection, schema: str | None) -> list[Finding]:
+    """Return the schema versions that the database has, for `delayline doctor`. Raises NewerSchema."""
+    found, findings = read_versions(connection, schema), []
+    if FIRST_FEATURE not in found:
+        findings.append(("schema version", False, "none: run `delayline setup`"))
+    for group in registered_groups():
+        versions = found.get(group.feature)
+        if versions is not None:
+            good = versions.revision >= group.revision
+            name = "schema version" if group is QUEUES else f"schema version of {group.feature}"
+            text = f"{versions.revision}{'' if good else ': run `delayline setup`'}"
+            findings.append((name, good, f"{text} (this delayline writes {group.revision})"))
+    return findings
+
+
+def _older(table: Table, column: str) -> BackendUnusable:
+    return BackendUnusable(
+        f"table {table.fullname!r} has no column {column!r}: it was made by an older delayline. Run `delayline setup`"
+    )
+
+
+def _has_table(inspector: Inspector, table: Table) -> bool:
+    return inspector.has_table(table.name, schema=table.schema)
+
+
+def _has_features(inspector: Inspector, versions: Table) -> bool:
+    return any(one["name"] == "feature" for one in inspector.get_columns(versions.name, schema=versions.schema))
+
+
+def _version_row(versions: Table, feature: str, usable_from: int, revision: int) -> Executable:
+    return insert(versions).values(feature=feature, version=usable_from, revision=revision)
 
 
 def _creation(table: Table) -> list[Executable]:
@@ -100,58 +223,12 @@ def texts(steps: list[Executable], dialect: Dialect) -> list[str]:
     return ["\n".join(line.rstrip() for line in lines).expandtabs(4) for lines in written]
 
 
-def check(connection: Connection, tables: QueueTables, *others: Table) -> None:
-    """Refuse a database that was never set up for these tables, has them in another shape, or by a newer delayline."""
-    found, inspector = read_versions(connection, tables), inspect(connection)
-    for table in (*tables.of(connection.dialect.name), *others):
-        if found is None or not inspector.has_table(table.name, schema=table.schema):
-            raise BackendUnusable(f"table {table.fullname!r} does not exist: run `delayline setup` first")
-    _check_shapes(inspector, *tables.of(connection.dialect.name), *others)
-
-
-def check_upgraded(connection: Connection, tables: QueueTables) -> None:
-    """Refuse tables of an older or newer delayline; those that are not there yet are no fault."""
-    if read_versions(connection, tables) is not None:
-        inspector = inspect(connection)
-        every = tables.of(connection.dialect.name)
-        _check_shapes(inspector, *(one for one in every if inspector.has_table(one.name, schema=one.schema)))
-
-
-def read_versions(connection: Connection, tables: QueueTables) -> SchemaVersions | None:
-    """Return the schema's versions, None where there is none. Raises NewerSchema."""
-    table, inspector = tables.versions, inspect(connection)
-    if not inspector.has_table(table.name, schema=table.schema):
-        return None
-    names = {column["name"] for column in inspector.get_columns(table.name, schema=table.schema)}
-    revision = table.c.revision if "revision" in names else null()
-    row = connection.execute(select(table.c.version, revision)).first()
-    if row is None:
-        return None
-    found = SchemaVersions(row[0], row[1] or row[0])
-    if found.usable_from > SCHEMA_VERSION:
-        raise NewerSchema(
-            f"the database has schema version {found.revision}, which a delayline that knows version "
-            f"{found.usable_from} can use; this one knows up to {SCHEMA_VERSION}: "
-            "upgrade it with `pip install --upgrade delayline`"
-        )
-    return found
-
-
-def _check_shapes(inspector: Inspector, *tables: Table) -> None:
-    for table in tables:
-        for column in _missing(inspector, table):
-            raise BackendUnusable(
-                f"table {table.fullname!r} has no column {column.name!r}: it was made by an older delayline. "
-                "Run `delayline setup`"
-            )
-
-
-def _missing(inspector: Inspector, table: Table) -> list[Column[Any]]:
+def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Column[Any]]:
     """Return the columns that an older delayline did not make; raises BackendUnusable for a table of another shape."""
     found = inspector.get_columns(table.name, schema=table.schema)
     missing = []
     for column in table.columns:
-        there = _named(inspector, column.name, found)
+        there = _named(column.name, found, folds_case=dialect.folds_column_case)
         if there is not None:
             fault = _fault(inspector, column, there)
         else:
@@ -165,13 +242,13 @@ def _missing(inspector: Inspector, table: Table) -> list[Column[Any]]:
     return missing
 
 
-def _named(inspector: Inspector, name: str, found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the column of that name; where case may mean nothing, one that differs in nothing else.
+def _named(name: str, found: Sequence[Mapping[str, Any]], *, folds_case: bool) -> Mapping[str, Any] | None:
+    """Return the column of that name; where case may not matter, one that differs only in case.
 
-    Where it does mean something in a SQL Server database, its statements are refused with an error that names it.
+    If case does matter in a SQL Server database, its statements are refused with an error that names the column.
     """
     exact = next((column for column in found if column["name"] == name), None)
-    if exact is not None or inspector.dialect.name == "postgresql":
+    if exact is not None or not folds_case:
         return exact
     return next((column for column in found if column["name"].casefold() == name.casefold()), None)
 
@@ -187,7 +264,10 @@ def _fault(inspector: Inspector, column: Column[Any], found: Mapping[str, Any]) 
 
 def _fits(found: TypeEngine[Any], wanted: TypeEngine[Any]) -> bool:
     try:
-        if found.python_type is not wanted.python_type:
+        if isinstance(found, Float) != isinstance(wanted, Float):
+            return False
+        # MariaDB's DOUBLE is reflected as one that returns Decimal
+        if not isinstance(wanted, Float) and found.python_type is not wanted.python_type:
             return False
     except NotImplementedError:
         return False

@@ -11,13 +11,13 @@ from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageVerbs
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.message import in_utc
-from delayline.sql import setup
 from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
-from delayline.sql.journal import Journal
+from delayline.sql.journal import JOURNAL, Journal
 from delayline.sql.notifications import ChangePoller
 from delayline.sql.row_claims import row_claims
-from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, TO_WRITE, in_order
+from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, TO_WRITE, in_order
+from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
@@ -107,9 +107,9 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
         table = self._table(endpoint_name)
+        required = self._required(table)
         return await self._database.plan(
-            lambda connection: setup.plan(connection, self._tables, table) + self._journal_plan(connection, table),
-            lambda: setup.whole(self._database.dialect, self._tables, table),
+            lambda connection: required.plan(connection) + self._journal_plan(connection, table), required.script
         )
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
@@ -318,10 +318,14 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
 
     def _set_up(self, connection: Connection, table: Table) -> None:
         dialect = self._database.dialect
-        setup.set_up(connection, dialect, self._tables, table)
+        self._required(table).set_up(connection)
         with dialect.setting_up(connection):
             for step in self._journal_plan(connection, table):
                 dialect.make(connection, step)
+
+    def _required(self, table: Table) -> RequiredTables:
+        groups = [QUEUES, JOURNAL] if self._keeps_journal else [QUEUES]
+        return RequiredTables(self._database.dialect, self._schema, *groups, others=[table])
 
     def _journal_plan(self, connection: Connection, table: Table) -> list[Executable]:
         if self._keeps_journal is None:
@@ -329,7 +333,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         return Journal(table, self._database.dialect).plan(connection, kept=self._keeps_journal)
 
     def _check(self, connection: Connection, table: Table, journal: Journal) -> None:
-        setup.check(connection, self._tables, table)
+        RequiredTables(self._database.dialect, self._schema, QUEUES, others=[table]).check(connection)
         journal.look(connection)
 
     @property

@@ -15,11 +15,11 @@ from delayline.checks import time_span
 from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import Message
-from delayline.sql import setup
 from delayline.sql.backend import SqlBackend
 from delayline.sql.database import Database
 from delayline.sql.deadlines import long_work
-from delayline.sql.schema import EVERY_RIGHT, TO_PUT, TO_READ, TO_TAKE
+from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
+from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
@@ -114,7 +114,7 @@ class SqlTransport(SqlBackend):
 
         def whole() -> list[Executable]:
             known = [dialect.insert_new(self._tables.queues, "name").values(name=name) for name in queues]
-            return setup.whole(dialect, self._tables, *self._further_tables) + known
+            return self._required.script() + known
 
         return await self._database.plan(partial(self._planned, names=queues), whole)
 
@@ -233,12 +233,13 @@ class SqlTransport(SqlBackend):
         return self._database.claims(self._tables.queued.fullname)
 
     @property
-    def _further_tables(self) -> list[Table]:
-        return [] if self._two_phase is None else [self._tables.decisions]
+    def _required(self) -> RequiredTables:
+        groups = [QUEUES] if self._two_phase is None else [QUEUES, DECISIONS]
+        return RequiredTables(self._database.dialect, self._schema, *groups)
 
     def _planned(self, connection: Connection, names: Sequence[str]) -> list[Executable]:
         dialect, registry = self._database.dialect, self._tables.queues
-        steps = setup.plan(connection, self._tables, *self._further_tables)
+        steps = self._required.plan(connection)
         known: set[str] = set()
         if inspect(connection).has_table(registry.name, schema=registry.schema):
             known = set(connection.execute(select(registry.c.name)).scalars())
@@ -250,11 +251,11 @@ class SqlTransport(SqlBackend):
         Uses a separate connection: an external transaction's connection cannot be inspected.
         """
         if not self._checked:
-            await self._database.read(lambda connection: setup.check_upgraded(connection, self._tables))
+            await self._database.read(self._required.check_upgraded)
             self._checked = True
 
     def _set_up(self, connection: Connection, names: Sequence[str]) -> None:
-        setup.set_up(connection, self._database.dialect, self._tables, *self._further_tables)
+        self._required.set_up(connection)
         if self._two_phase is not None:
             self._two_phase.identify(connection)
         self._statements.register.change_many(connection, [(name,) for name in names])

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delayline.sql.databases import database_at
-from delayline.sql.schema import queue_tables
-from delayline.sql.setup import SCHEMA_VERSION, read_versions
+from delayline.sql.setup import RequiredTables, version_findings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Connection
-
     from delayline.sql.dialect import Finding
-    from delayline.sql.schema import QueueTables
+    from delayline.sql.schema import TableGroup
 
 
 def must_exist(url: str) -> None:
@@ -27,20 +24,27 @@ async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
     database = database_at(url)
     await database.open()
     try:
-        tables = queue_tables(database.dialect.schema_of(schema))
+        name = database.dialect.schema_of(schema)
         return [
-            *await database.read(lambda connection: _schema(connection, tables)),
+            *await database.read(lambda connection: version_findings(connection, name)),
             *await database.read(database.dialect.findings),
         ]
     finally:
         await database.close()
 
 
-def _schema(connection: Connection, tables: QueueTables) -> list[Finding]:
-    found = read_versions(connection, tables)
-    if found is None:
-        text, good = "none: run `delayline setup`", False
-    else:
-        text, good = str(found.revision), found.revision >= SCHEMA_VERSION
-        text += "" if good else ": run `delayline setup`"
-    return [("schema version", good, f"{text} (this delayline writes {SCHEMA_VERSION})")]
+async def set_up(url: str, groups: Sequence[TableGroup], *, schema: str | None = None) -> None:
+    """Create the tables of the groups, or upgrade them. Raises what `RequiredTables.set_up` raises."""
+    database = database_at(url)
+    await database.open()
+    try:
+        await database.write(RequiredTables(database.dialect, database.dialect.schema_of(schema), *groups).set_up)
+    finally:
+        await database.close()
+
+
+async def planned(url: str, groups: Sequence[TableGroup], *, schema: str | None = None) -> Sequence[str]:
+    """Return the SQL that `set_up` would run, without running it. Raises the same errors."""
+    database = database_at(url)
+    required = RequiredTables(database.dialect, database.dialect.schema_of(schema), *groups)
+    return await database.plan(required.plan, required.script)

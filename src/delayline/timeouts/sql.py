@@ -15,10 +15,10 @@ from delayline.delayed.store import Forwarded, Outcome
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.events import Event, emit
 from delayline.message import in_utc
-from delayline.sql import setup
 from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
-from delayline.sql.schema import EVERY_RIGHT
+from delayline.sql.schema import EVERY_RIGHT, QUEUES
+from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.management import TimeoutManagement
@@ -96,23 +96,20 @@ class SqlTimeoutPersister(SqlStoreBackend):
         table = self._table(endpoint_name)
         await self._open_database()
         try:
-            await self._database.write(partial(self._set_up, table=table))
+            await self._database.write(self._required(table).set_up)
         finally:
             await self._close_database()
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run, without running it. Raises the same errors."""
-        others = self._others(self._table(endpoint_name))
-        return await self._database.plan(
-            lambda connection: setup.plan(connection, self._tables, *others),
-            lambda: setup.whole(self._database.dialect, self._tables, *others),
-        )
+        required = self._required(self._table(endpoint_name))
+        return await self._database.plan(required.plan, required.script)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
         """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         if not takes:
             return ()  # an endpoint that only sends to the timeouts queue uses no table
-        needed = dict.fromkeys(self._others(self._table(endpoint_name)), EVERY_RIGHT)
+        needed = dict.fromkeys([self._table(endpoint_name), self._tables.leases], EVERY_RIGHT)
         return await self._missing_rights(needed, takes=takes)
 
     async def open(self, endpoint_name: str) -> None:
@@ -122,7 +119,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
         table = self._table(endpoint_name)
         await self._open_database()
         try:
-            await self._database.read(lambda connection: setup.check(connection, self._tables, *self._others(table)))
+            await self._database.read(self._required(table).check)
             if self._database.dialect.forces_indexes:
                 await self._database.read(partial(_forget_missing_indexes, table=table))
             statements = TimeoutStatements(table, self._tables, self._database.dialect)
@@ -260,12 +257,8 @@ class SqlTimeoutPersister(SqlStoreBackend):
         prefix = self._prefix or table_prefix(endpoint_name)
         return timeout_table(prefix, self._schema, self._database.dialect)
 
-    def _others(self, table: Table) -> list[Table]:
-        shared = self._tables.of(self._database.dialect.sql.name)
-        return [table] if self._tables.leases in shared else [table, self._tables.leases]
-
-    def _set_up(self, connection: Connection, table: Table) -> None:
-        setup.set_up(connection, self._database.dialect, self._tables, *self._others(table))
+    def _required(self, table: Table) -> RequiredTables:
+        return RequiredTables(self._database.dialect, self._schema, QUEUES, others=[table, self._tables.leases])
 
 
 def _forget_missing_indexes(connection: Connection, table: Table) -> None:

@@ -16,11 +16,11 @@ from delayline.migration.rows import WAITING
 from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
-from delayline.sql import setup
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import queue_tables
+from delayline.sql.schema import QUEUES, queue_tables
+from delayline.sql.setup import RequiredTables
 from delayline.sql.store import MICROSECOND
 from delayline.timeouts.nservicebus import table_prefix
 
@@ -127,7 +127,7 @@ class SqlStore:
                 f"{name!r} may be any of {', '.join(sorted(found))} at {dialect}: name one with --endpoint"
             )
         table = dialect.timeouts_table(dialect.kept_name(f"{found[0]}{SUFFIX}"), schema)
-        setup.check(connection, queue_tables(schema), table)
+        RequiredTables(dialect, schema, QUEUES, others=[table]).check(connection)
         return found[0]
 
 

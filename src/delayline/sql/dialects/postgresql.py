@@ -145,6 +145,10 @@ class Postgresql(ServerDialect):
         if version // 10_000 < OLDEST:
             raise BackendUnusable(f"{self} is version {version // 10_000}; delayline needs {OLDEST} or newer")
 
+    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
+        """Return the table of sleeping pollers, which NOTIFY uses."""
+        return (tables.sleeping,)
+
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""

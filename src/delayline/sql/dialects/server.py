@@ -75,6 +75,7 @@ class ServerDialect(ABC):
     """Seconds to wait for an answer."""
     largest_message = 500_000_000
     forces_indexes = False
+    folds_column_case = True
     journal: JournalTriggers | None = None
     rights_to_store: ClassVar[Sequence[str]] = TO_PUT
 
@@ -270,6 +271,11 @@ class ServerDialect(ABC):
     def make(self, connection: Connection, step: Executable) -> None:
         """Run the statement."""
         connection.execute(step)
+
+    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
+        """Return none."""
+        del tables
+        return ()
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
         """Trust the server to create a table once only."""

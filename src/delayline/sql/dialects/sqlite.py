@@ -381,6 +381,7 @@ class Sqlite:
     clock_tick = timedelta(milliseconds=1)
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
     forces_indexes = False
+    folds_column_case = True
     journal: JournalTriggers | None = journal_triggers.SQLITE
     rights_to_store: Sequence[str] = TO_PUT
 
@@ -663,6 +664,11 @@ class Sqlite:
     def make(self, connection: Connection, step: Executable) -> None:
         """Run the statement."""
         connection.execute(step)
+
+    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
+        """Return none."""
+        del tables
+        return ()
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
         """No-op: a write transaction excludes all other writers."""

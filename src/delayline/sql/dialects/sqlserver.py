@@ -314,6 +314,10 @@ class SqlServer(ServerDialect):
             Index("Index_Time", "due"),
         )
 
+    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
+        """Return the table of leases: .NET's table of a store has no column for them."""
+        return (tables.leases,)
+
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables."""
