@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from sqlalchemy import Column, Integer, and_, delete, false, func, inspect, null, or_, select, update
 
 from delayline.bulk.staging import blocking
-from delayline.migration.bulk import pieces
+from delayline.migration.journal import chunks
 from delayline.migration.rows import record_batch
 from delayline.migration.source import SourcePartition, TableSource
 from delayline.sql.schema import CONTENT, DUE, text
@@ -210,12 +210,12 @@ class CollectedSource(TableSource):
 
     def forget(self, connection: Connection, keys: Sequence[str]) -> None:
         """Delete messages that are back where they were."""
-        for some in pieces(keys):
+        for some in chunks(keys):
             connection.execute(delete(self.kept).where(self.kept.c[self.key].in_(some)))
 
     def set_state(self, connection: Connection, keys: Sequence[str], state: int) -> None:
         """Say whether messages have left their place for good."""
-        for some in pieces(keys):
+        for some in chunks(keys):
             connection.execute(update(self.kept).where(self.kept.c[self.key].in_(some)).values(state=state))
 
     def among(self, connection: Connection, column: str, values: Iterable[Any]) -> set[Any]:
@@ -223,7 +223,7 @@ class CollectedSource(TableSource):
         found = self.kept.c[column]
         return {
             one if isinstance(one, str) else bytes(one)
-            for some in pieces(list(values))
+            for some in chunks(list(values))
             for one in connection.execute(select(found).where(found.in_(some))).scalars()
         }
 

@@ -8,10 +8,8 @@ from sqlalchemy import and_, delete, func, insert, inspect, literal_column, sele
 from sqlalchemy.schema import DropTable
 
 from delayline.errors import BackendUnavailable
-from delayline.migration.bulk import for_bulk
 from delayline.migration.journal import UNFINISHED, BatchState, HeldPartition
 from delayline.migration.source import BATCH, NUMBER
-from delayline.sql.dialects.server import run as run_sql
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ def remove_room(connection: Connection, source: TableSource, name: str) -> None:
     if not inspect(connection).has_table(name, schema=source.schema):
         return
     held = source.held(name)
-    _lock(connection, source, held, "ACCESS EXCLUSIVE")  # another transaction may be filling it
+    source.dialect.lock_table(connection, held, readers=True)  # another transaction may be filling it
     if connection.execute(select(held.c[NUMBER]).limit(1).with_for_update()).first() is None:
         connection.execute(DropTable(held))
 
@@ -53,8 +51,8 @@ def hold(
     """
     movable = some.of(source, cutoff)
     table, held = source.table(some.part.table), source.held(name)
-    for_bulk(connection, source)
-    _lock(connection, source, table, "EXCLUSIVE")
+    source.dialect.plan_for_scans(connection)
+    source.dialect.lock_table(connection, table)
     connection.execute(_into_batches(source, held, some, movable, size))
     batches = _rows_of_batches(connection, held)
     there, left = sum(batches.values()), _delete_those_in(connection, source, table, held, movable)
@@ -73,7 +71,7 @@ def _into_batches(source: TableSource, held: Table, some: Slice, movable: Column
     writing it.
     """
     rows = source.table(some.part.table)
-    sorted_ = some.since is None or source.dialect.sql.name == "mssql"  # which numbers nothing without an order
+    sorted_ = some.since is None or source.dialect.numbers_in_order
     order = [rows.c[source.due], rows.c[source.key]] if sorted_ else None
     lengths = func.coalesce(source.size(rows), literal_column("0"))
     number = func.count().over(order_by=order, rows=(None, 0)) - 1
@@ -104,7 +102,7 @@ def give_back(
     marked = select(journal.batches.c.batch).where(journal.batches_in(run, held_part.number, [BatchState.MARKED.value]))
     aside = select(journal.aside.c.number).where(journal.asides_of(run, held_part.number))
     conditions = (batch.in_(open_batches), and_(batch.in_(marked), number.in_(aside)))
-    for_bulk(connection, source)
+    source.dialect.plan_for_scans(connection)
     rows = sum(_put_back(connection, source, held_part, held, condition) for condition in conditions)
     if not source.doubtful(connection, held_part.held):
         once = select(journal.batches.c.batch).where(journal.attempted_once(run, held_part.number))
@@ -130,21 +128,9 @@ def read_batch(connection: Connection, source: TableSource, name: str, batch: in
     return connection.execute(query).fetchall()
 
 
-def _lock(connection: Connection, source: TableSource, table: Table, mode: str) -> None:
-    """Keep others from the table until the transaction ends, where there is such a lock."""
-    if source.dialect.sql.name == "postgresql":
-        run_sql(connection, f"LOCK TABLE {source.dialect.sql.identifier_preparer.format_table(table)} IN {mode} MODE")
-
-
 def _delete_those_in(
     connection: Connection, source: TableSource, table: Table, held: Table, movable: ColumnElement[bool]
 ) -> int:
-    key = table.c[source.key]
-    if not source.joins_to_delete:
+    if source.dialect.locks_tables:
         return connection.execute(delete(table).where(movable)).rowcount
-    if source.dialect.sql.name in ("mariadb", "mysql"):  # with its index forced, delayline's other deletes are quicker
-        quoted = source.dialect.sql.identifier_preparer
-        old, new, name = quoted.format_table(table), quoted.format_table(held), quoted.quote(source.key)
-        statement = f"DELETE {old} FROM {old} JOIN {new} ON {old}.{name} = {new}.{name}"
-        return connection.exec_driver_sql(statement).rowcount
-    return connection.execute(delete(table).where(key == held.c[source.key])).rowcount
+    return source.dialect.delete_copied(connection, table, held, source.key)

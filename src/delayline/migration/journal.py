@@ -31,13 +31,12 @@ from sqlalchemy import (
 )
 
 from delayline.errors import BackendUnavailable
-from delayline.migration.bulk import pieces
 from delayline.migration.source import SourcePartition
 from delayline.sql.schema import CONTENT, DUE, TableGroup, register, text
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from sqlalchemy import ColumnElement, Connection, FromClause
 
@@ -57,6 +56,9 @@ class RunState(StrEnum):
     RUNNING = "running"
     COMPLETED = "completed"
     ABORTED = "aborted"
+
+
+NAMES_IN_STATEMENT: Final = 1000
 
 
 class BatchState(StrEnum):
@@ -235,7 +237,7 @@ class MigrationJournal:
             "batches": held.batches,
         }  # fmt: skip
         connection.execute(insert(self.parts).values(row))
-        for some in pieces(list(batches.items())):
+        for some in chunks(list(batches.items())):
             staged = [
                 {"run": run, "part": held.number, "batch": batch, "rows": rows, "state": BatchState.STAGED.value,
                  "attempts": 0}
@@ -320,7 +322,7 @@ class MigrationJournal:
         A batch that is marked stays as it is. Raises BackendUnavailable where the run was aborted meanwhile.
         """
         columns, lost = self.batches.c, self.aside.c
-        for some in pieces(list(attempts)):
+        for some in chunks(list(attempts)):
             query = select(columns.batch, columns.state).where(self._of(run, part), columns.batch.in_(some))
             mine: dict[int, list[int]] = {}
             for batch, state in connection.execute(query.with_for_update()):
@@ -338,7 +340,7 @@ class MigrationJournal:
         """Return how many rows of these batches go to the target: all but those that these attempts have set aside."""
         columns, lost = self.batches.c, self.aside.c
         rows = 0
-        for some in pieces(list(attempts)):
+        for some in chunks(list(attempts)):
             there = select(func.sum(columns.rows)).where(self._of(run, part), columns.batch.in_(some))
             rows += int(connection.execute(there).scalar() or 0)
             by_attempt = select(lost.batch, lost.attempt, func.count()).where(
@@ -423,3 +425,9 @@ class MigrationJournal:
 def batch_name(run: str, part: int, batch: int) -> str:
     """Return the batch's name in the target's ledger."""
     return f"migration {run} {part} {batch}"
+
+
+def chunks(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Yield the names, as many at a time as a statement takes."""
+    for first in range(0, len(names), NAMES_IN_STATEMENT):
+        yield names[first : first + NAMES_IN_STATEMENT]

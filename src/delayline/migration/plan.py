@@ -14,7 +14,6 @@ from delayline.bulk.staging import blocking
 from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
-from delayline.migration.bulk import for_bulk
 from delayline.migration.collected import CollectedSource, Selection
 from delayline.migration.source import LATEST, NO_ENDPOINT, chosen, not_taken
 from delayline.migration.tally import Bounds
@@ -274,9 +273,8 @@ def _counted(connection: Connection, plan: Plan, part: SourcePartition) -> tuple
         func.min(case((movable, due))), func.max(case((movable, due))),
     )  # fmt: skip
     grouped = [] if source.destination is None else [group]
-    if source.dialect.sql.name == "postgresql":  # whose settings for a statement live in transactions
-        source.dialect.begin(connection)
-    for_bulk(connection, source)
+    source.dialect.begin_scan(connection)
+    source.dialect.plan_for_scans(connection)
     found = connection.execute(query.select_from(table).where(source.owned(part)).group_by(*grouped)).fetchall()
     mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in found) for place in range(1, 6))
     first, last = ([source.read_due(row[place]) for row in found if row[place] is not None] for place in (6, 7))

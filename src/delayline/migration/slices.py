@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import and_, func, or_, select
 
-from delayline.migration.bulk import for_bulk
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
@@ -52,7 +50,7 @@ def slices_of(
     """Return the slices of the part, the earliest due first, and how many rows there are."""
     table, movable = source.table(part.table), source.movable(part, cutoff)
     due = table.c[source.due]
-    for_bulk(connection, source)
+    source.dialect.plan_for_scans(connection)
     rows: int = connection.execute(select(func.count()).select_from(table).where(movable)).scalar_one()
     places = list(_places(rows))
     cuts: list[Any] = []

@@ -81,11 +81,6 @@ class TableSource(ABC):
         """The database's."""
         return self.database.dialect
 
-    @property
-    def joins_to_delete(self) -> bool:
-        """Whether others may write to a table while its rows are taken aside, so that only those held may go."""
-        return self.dialect.sql.name not in ("postgresql", "sqlite")
-
     def __str__(self) -> str:
         """Return the database, without secrets."""
         return str(self.dialect)
@@ -166,7 +161,7 @@ class TableSource(ABC):
         if found is not None:
             return found
         own = [Column(one.name, one.type, nullable=True) for one in self.columns()]
-        own[[one.name for one in own].index(self.key)].unique = self.joins_to_delete
+        own[[one.name for one in own].index(self.key)].unique = not self.dialect.locks_tables
         batch, number = (Column(one, BigInteger, primary_key=True, autoincrement=False) for one in (BATCH, NUMBER))
         return self._made(name, [batch, number, *own])
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import sqlalchemy
     from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
+    from sqlalchemy.types import TypeEngine
 
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
@@ -237,6 +238,28 @@ class JournalTriggers:
     """Whether triggers run with the rights of the user that changes a row, not with their owner's."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimeoutShape:
+    """The columns of NServiceBus' timeout table on one product: https://docs.particular.net/persistence/sql/."""
+
+    key: TypeEngine[Any]
+    destination: TypeEngine[str]
+    time: TypeEngine[Any]
+    headers: TypeEngine[Any]
+    round_time: Callable[[datetime], datetime] | None = None
+    """Rounds a time in UTC up to what the column keeps; None if the column keeps times as a store's does."""
+    nullable: bool = False
+    """Whether Headers and PersistenceVersion may be NULL."""
+    named_by_table: bool = False
+    """Whether the names of indexes begin with the table's name."""
+    json_headers: bool = False
+    """Whether Headers has the type JSON, which LIKE does not accept."""
+    binary_keys: bool = False
+    """Whether the driver returns keys as UUIDs, unless they are cast to text."""
+    inserts_new: bool = True
+    """Whether `insert_new` supports keys of this type."""
+
+
 class Inserts(Protocol):
     """A short way for the insert of a single message, outside transactions."""
 
@@ -290,12 +313,20 @@ class ValueTypes(Protocol):
         """Return a message's headers as the store's table keeps them."""
         ...
 
+    @property
+    def timeout_shape(self) -> TimeoutShape:
+        """The columns of NServiceBus' timeout table."""
+        ...
+
 
 class StatementWords(Protocol):
     """The parts of statements that differ between products."""
 
     forces_indexes: bool
     """Whether statements name the indexes to use, which then have to exist."""
+
+    deletes_by_list: bool
+    """Whether a delete of a list of keys locks no other rows."""
 
     folds_column_case: bool
     """Whether a column may be found under a name that differs only in case."""
@@ -319,7 +350,7 @@ class StatementWords(Protocol):
         ...
 
     def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is."""
+        """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""
         ...
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -330,11 +361,37 @@ class StatementWords(Protocol):
         """Return how expired timeouts move inside the server, or None where they do not."""
         ...
 
+
+class BulkWork(Protocol):
+    """Reading and moving whole tables."""
+
+    numbers_in_order: bool
+    """Whether a row number needs an order."""
+
+    locks_tables: bool
+    """Whether other writers are excluded from a table that `lock_table` has locked."""
+
     def stage(self, store: Table, name: str) -> Stage:
         """Return the staging area of that name for bulk writes to `store`.
 
         Raises ConfigurationError where the product has none, and MissingExtra without pyarrow.
         """
+        ...
+
+    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
+        """Lock the table against writers, or readers too, until the transaction ends; some products do nothing."""
+        ...
+
+    def begin_scan(self, connection: Connection) -> None:
+        """Begin a transaction if a cursor on the server, or a setting for a statement, needs one."""
+        ...
+
+    def plan_for_scans(self, connection: Connection) -> None:
+        """Let the server plan the transaction's statements for whole tables."""
+        ...
+
+    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
+        """Delete the rows whose keys are in `copy`, and return their number."""
         ...
 
 
@@ -450,8 +507,14 @@ class DatabaseAccess(Protocol):
         ...
 
 
-class Dialect(ValueTypes, StatementWords, Catalog, TransactionControl, DatabaseAccess, Protocol):
+class Dialect(ValueTypes, StatementWords, BulkWork, Catalog, TransactionControl, DatabaseAccess, Protocol):
     """One database of one product."""
+
+
+def conflict_columns(table: Table, key: str) -> Sequence[str]:
+    """Return the columns that are unique together and include `key`: the primary key, or the column itself."""
+    primary = tuple(table.primary_key.columns.keys())
+    return primary if key in primary else (key,)
 
 
 class ServerSession(Protocol):

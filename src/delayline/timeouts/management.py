@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from delayline.timeouts.statements import TimeoutStatements
 
 MICROSECOND: Final = timedelta(microseconds=1)
-#: Products whose Headers column has the type JSON, which LIKE does not accept.
-JSON_COLUMNS: Final = ("mysql", "mariadb")
 
 
 class TimeoutManagement:
@@ -40,7 +38,7 @@ class TimeoutManagement:
         self._table = statements.table
         columns, sql = self._table.c, dialect.sql
         headers: ColumnElement[Any] = columns.Headers
-        self._headers = cast(headers, Text) if sql.name in JSON_COLUMNS else type_coerce(headers, Text)
+        self._headers = cast(headers, Text) if dialect.timeout_shape.json_headers else type_coerce(headers, Text)
         of_id = columns.Id == bindparam("key")
         free = select(columns.Id).where(of_id).with_for_update(skip_locked=True)
         exists = select(columns.Id).where(of_id).with_hint(self._table, "WITH (READCOMMITTEDLOCK)", "mssql")

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, delete, func, insert, literal_column, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from delayline.clock import EPOCH
 from delayline.message import Message, to_wire_time
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from sqlalchemy import Connection, Insert, Table
+    from sqlalchemy import Connection, Table
 
     from delayline.sql.dialect import Dialect, Moved
     from delayline.sql.schema import QueueTables
@@ -56,7 +55,7 @@ class TimeoutStatements:
         of_ids = delete(leases).where(ours, dialect.one_of(leases.c.id, "keys"))
         content = select(columns.Id, columns.Destination, columns.SagaId, columns.State, columns.Time, columns.Headers)
         look, of_keys = content.where(of_id), dialect.one_of(columns.Id, "keys")
-        self._asks_first = sql.name == "mssql"  # SQL Server: no conditional insert for keys of this type
+        self._asks_first = not dialect.timeout_shape.inserts_new
         new = insert(table) if self._asks_first else dialect.insert_new(table, "Id")
         self._insert = Prepared(new, sql, COLUMNS)
         self._exists = Prepared(select(columns.Id).where(of_id), sql, ["key"])
@@ -70,8 +69,6 @@ class TimeoutStatements:
         due = due.limit(bindparam("number")).with_for_update(skip_locked=True)
         self._lock_due = Prepared(due, sql, ["until", "number"])
         self._read = Prepared(content.where(of_keys), sql, ["keys"])
-        #: Other products may scan the table for a list of keys, and wait for locks on rows that are not in the list.
-        self._by_list = sql.name in ("postgresql", "sqlite")
         self._delete_many = Prepared(delete(table).where(of_keys), sql, ["keys"])
         self._forwarding = dialect.timeout_forwarding(table, tables)
         self._first = Prepared(in_order.limit(bindparam("number")), sql, ["number"])
@@ -82,7 +79,7 @@ class TimeoutStatements:
             leases, "WITH (READCOMMITTEDLOCK)", "mssql"
         )  # otherwise SQL Server skips a locked row
         self._has_lock_row = Prepared(waiting, sql, ["store", "lock"])
-        self._add_lock_row = Prepared(_new_row(leases, dialect), sql, ["store", "id", "until"])
+        self._add_lock_row = Prepared(dialect.insert_new(leases, "id"), sql, ["store", "id", "until"])
         leased = select(leases.c.id, leases.c.until).where(ours, leases.c.id != bindparam("lock"))
         self._leased = Prepared(leased, sql, ["store", "lock"])
         self._lease = Prepared(insert(leases), sql, ["store", "id", "until"])
@@ -188,7 +185,7 @@ class TimeoutStatements:
 
     def remove_many(self, connection: Connection, ids: Sequence[str]) -> int:
         """Delete timeouts that the transaction has locked."""
-        if self._by_list:
+        if self._dialect.deletes_by_list:
             return self._delete_many.change_each(connection, keys=ids)
         return sum(self._delete.change(connection, timeout_id) for timeout_id in ids)
 
@@ -236,17 +233,6 @@ def _fitting(sized: Sequence[tuple[str, int | None]], max_bytes: int) -> list[st
             break
         fitting.append(key)
     return fitting
-
-
-def _new_row(leases: Table, dialect: Dialect) -> Insert:
-    """Return an insert that ignores a row whose primary key, of two columns, exists."""
-    match dialect.sql.name:
-        case "postgresql":
-            return postgresql.insert(leases).on_conflict_do_nothing()
-        case "sqlite":
-            return sqlite.insert(leases).on_conflict_do_nothing()
-        case _:
-            return dialect.insert_new(leases, "id")
 
 
 def _text(key: Any) -> str:  # noqa: ANN401 - str or UUID

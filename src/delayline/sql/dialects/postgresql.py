@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import BigInteger, cast, extract, literal_column
+from sqlalchemy import BigInteger, String, Text, Uuid, cast, extract, literal_column
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.expression import any_, bindparam
@@ -21,8 +21,8 @@ from delayline.errors import (
     StorageFull,
     TransactionAborted,
 )
-from delayline.message import Headers, TimeoutHeaders
-from delayline.sql.dialect import Moved, TableIdentity
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders
+from delayline.sql.dialect import Moved, TableIdentity, TimeoutShape, conflict_columns
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
@@ -53,6 +53,13 @@ SETTINGS: Final = (
     "plan_cache_mode=force_generic_plan",
 )
 OPTIONS: Final = " ".join(f"-c {setting}" for setting in SETTINGS)
+FOR_SCANS: Final = (
+    "SET LOCAL enable_seqscan = on",
+    "SET LOCAL enable_bitmapscan = on",
+    "SET LOCAL plan_cache_mode = auto",
+    "SET LOCAL jit = off",
+    "SET LOCAL work_mem = '64MB'",  # a million rows are sorted in one pass then
+)
 #: A machine that is gone is noticed by the system, also where nothing is asked of it.
 CONNECT_ARGS: Final = {
     "application_name": "delayline",
@@ -80,6 +87,9 @@ class Postgresql(ServerDialect):
     default_port = 5432
     longest_name = 63
     journal = journal_triggers.POSTGRESQL
+    folds_column_case = False
+    deletes_by_list = True
+    locks_tables = True
     largest_message = 500_000_000  # a field has 1 GB, and others, pg_dump too, read bytes as hexadecimal text
 
     def __init__(self, url: URL) -> None:
@@ -178,6 +188,34 @@ class Postgresql(ServerDialect):
         database, found, *server = run(connection, PLACE, name)[0]
         return TableIdentity(f"PostgreSQL database {database}", tuple(server), found)
 
+    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
+        """Lock the table: EXCLUSIVE, or ACCESS EXCLUSIVE."""
+        mode = "ACCESS EXCLUSIVE" if readers else "EXCLUSIVE"
+        run(connection, f"LOCK TABLE {self.sql.identifier_preparer.format_table(table)} IN {mode} MODE")
+
+    def begin_scan(self, connection: Connection) -> None:
+        """Begin a transaction: cursors on the server and SET LOCAL need one."""
+        self.begin(connection)
+
+    def plan_for_scans(self, connection: Connection) -> None:
+        """Undo the settings of connections, which are for small batches found by their index."""
+        for setting in FOR_SCANS:
+            run(connection, setting)
+
+    @property
+    def timeout_shape(self) -> TimeoutShape:
+        """The columns that NServiceBus' script for PostgreSQL creates."""
+        return TimeoutShape(
+            Uuid(),
+            String(MAXIMUM_DESTINATION_LENGTH),
+            postgresql.TIMESTAMP(),
+            Text(),
+            round_time=lambda due: due.replace(tzinfo=None),
+            nullable=True,
+            named_by_table=True,
+            binary_keys=True,
+        )
+
     def stage(self, store: Table, name: str) -> Stage:
         """Return a staging table."""
         need_arrow()
@@ -207,7 +245,7 @@ class Postgresql(ServerDialect):
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
-        return insert(table).on_conflict_do_nothing(index_elements=[key])
+        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert every row; many of them in parts, so that the server inserts one while the next is written."""

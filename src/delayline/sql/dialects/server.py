@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import sqlalchemy
 from sqlalchemy import URL, bindparam, create_engine, event, null, or_, update
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.pool import NullPool
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from datetime import datetime
 
-    import sqlalchemy
     from sqlalchemy import ColumnElement, Connection, Executable, Table
 
     from delayline.message import Message
@@ -76,6 +76,9 @@ class ServerDialect(ABC):
     largest_message = 500_000_000
     forces_indexes = False
     folds_column_case = True
+    deletes_by_list = False
+    numbers_in_order = False
+    locks_tables = False
     journal: JournalTriggers | None = None
     rights_to_store: ClassVar[Sequence[str]] = TO_PUT
 
@@ -229,6 +232,22 @@ class ServerDialect(ABC):
         """Raise ConfigurationError: bulk writes to this product are not implemented."""
         del store, name
         raise ConfigurationError(f"bulk jobs cannot write to {self} yet: use PostgreSQL, MariaDB or SQLite")
+
+    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
+        """Do nothing: the rows are locked one by one."""
+        del connection, table, readers
+
+    def begin_scan(self, connection: Connection) -> None:
+        """Do nothing: cursors need no transaction."""
+        del connection
+
+    def plan_for_scans(self, connection: Connection) -> None:
+        """Do nothing: connections have no settings for small batches."""
+        del connection
+
+    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
+        """Delete the rows by a join, and return their number."""
+        return connection.execute(sqlalchemy.delete(table).where(table.c[key] == copy.c[key])).rowcount
 
     def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
         """Not here."""

@@ -29,7 +29,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, create_engine, literal_column
+from sqlalchemy import BigInteger, String, Text, bindparam, create_engine, delete, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -43,8 +43,9 @@ from delayline.errors import (
     InvalidMessage,
     StorageFull,
 )
+from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
-from delayline.sql.dialect import TableIdentity
+from delayline.sql.dialect import TableIdentity, TimeoutShape, conflict_columns
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.server import run
 from delayline.sql.dialects.staging import need_arrow
@@ -382,6 +383,9 @@ class Sqlite:
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
     forces_indexes = False
     folds_column_case = True
+    deletes_by_list = True
+    numbers_in_order = False
+    locks_tables = True  # with the whole file
     journal: JournalTriggers | None = journal_triggers.SQLITE
     rights_to_store: Sequence[str] = TO_PUT
 
@@ -497,7 +501,7 @@ class Sqlite:
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
-        return insert(table).on_conflict_do_nothing(index_elements=[key])
+        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert every row."""
@@ -638,6 +642,28 @@ class Sqlite:
         from delayline.sql.dialects.sqlite_staging import SqliteStage
 
         return SqliteStage(self, store, name)
+
+    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
+        """Do nothing: a write transaction excludes all other writers."""
+        del connection, table, readers
+
+    def begin_scan(self, connection: Connection) -> None:
+        """Do nothing: cursors need no transaction."""
+        del connection
+
+    def plan_for_scans(self, connection: Connection) -> None:
+        """Do nothing: connections have no settings for small batches."""
+        del connection
+
+    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
+        """Delete the rows by a subquery, and return their number."""
+        return connection.execute(delete(table).where(table.c[key].in_(select(copy.c[key])))).rowcount
+
+    @property
+    def timeout_shape(self) -> TimeoutShape:
+        """The columns of delayline's own timeout table: NServiceBus has none for SQLite."""
+        destination = String(MAXIMUM_DESTINATION_LENGTH)
+        return TimeoutShape(String(36), destination, BigInteger(), Text(), nullable=True, named_by_table=True)
 
     def must_exist(self) -> None:
         """Raise BackendUnusable unless the file is there."""

@@ -42,7 +42,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
-from delayline.sql.dialect import IN_SESSION
+from delayline.sql.dialect import IN_SESSION, TimeoutShape, conflict_columns
 from delayline.sql.dialects.server import LEASE, ServerDialect, SessionClaims, cause_of, run
 from delayline.sql.dialects.sqlserver_errors import (
     ALREADY_THERE,
@@ -65,7 +65,7 @@ from delayline.sql.dialects.sqlserver_sql import (
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import BINARY, CONTENT, must_fit
+from delayline.sql.schema import BINARY, CONTENT, must_fit, untyped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -364,10 +364,15 @@ class SqlServer(ServerDialect):
         """Return the server's time so many seconds from now."""
         return literal_column(f"DATEADD(second, {seconds}, SYSUTCDATETIME())" if seconds else "SYSUTCDATETIME()")
 
+    @property
+    def timeout_shape(self) -> TimeoutShape:
+        """The columns that NServiceBus' script for SQL Server creates."""
+        key, destination = untyped.UNIQUEIDENTIFIER(), mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH)
+        return TimeoutShape(key, destination, DueTime(), untyped.NVARCHAR("max"), inserts_new=False)
+
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
-        whole = tuple(table.primary_key.columns.keys())
-        return insert_into(table).execution_options(**{NEW: whole if key in whole else (key,)})
+        return insert_into(table).execution_options(**{NEW: conflict_columns(table, key)})
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert every row; if another transaction inserted the same key meanwhile, retry the rows one by one."""
