@@ -143,7 +143,7 @@ def backend_of(url: str, *, kind: str) -> Backend:
 
     Args:
         url: The URL to look up.
-        kind: What is wanted there, for the error: `transport` or `delayed message store`.
+        kind: `transport` or `delayed message store`, for the error.
 
     Raises:
         ConfigurationError: The scheme is unknown, or its distribution cannot be imported.

@@ -1,4 +1,4 @@
-"""What arguments must be, said in the same words wherever they are given."""
+"""Checks of arguments, with the same error texts everywhere."""
 
 from __future__ import annotations
 

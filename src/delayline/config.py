@@ -74,7 +74,10 @@ class Settings:
         None, setting_values.text, "Table of the delayed messages; {endpoint}.timeouts if left out.", "sales.timeouts"
     )
     journal: bool | None = _setting(
-        None, setting_values.yes_or_no, "Write down, in SQL, what becomes of each message; set up, it stays on.", "true"
+        None,
+        setting_values.yes_or_no,
+        "Record the events of each message in the SQL journal; once set up, it stays on.",
+        "true",
     )
     cold_tier: str | None = _setting(
         None,
@@ -301,7 +304,7 @@ def satellites_of(settings: Settings) -> list[str]:
 
 
 def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
-    """Return what makes transactions of queues and store one, None where that is not set."""
+    """Return the two-phase commit of queues and store; None if it is not set."""
     if not settings.two_phase:
         return None
     queues, waiting = settings.resolved_transport_url, settings.resolved_store_url
@@ -362,7 +365,7 @@ async def planned_features(settings: Settings, groups: Sequence[TableGroup]) -> 
 
 
 async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
-    """Return set-up steps that may be refused without failing: name, whether done, and what to do instead."""
+    """Return set-up steps that may be refused without failing: name, whether done, and the remedy."""
     place = settings.resolved_store_url
     if settings.endpoint is None or not on_rabbitmq(place):
         return []

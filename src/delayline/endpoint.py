@@ -80,7 +80,7 @@ class Endpoint:
         delayed_delivery: How messages wait; a delayed message store alone stands for a StoredDelivery over it.
         transaction_mode: By default the strongest that transport and delayed delivery support together.
         error_queue: Queue for messages that cannot be handled or dispatched.
-        recoverability: Retries of failing handlers; by default what the transaction mode allows.
+        recoverability: Retries of failing handlers; by default as many as the transaction mode allows.
         concurrency: Messages handled at once; 1 or more.
         send_only: No input queue and no handlers; the delayed delivery still runs.
         on_critical_error: Called, after logging, when a fault has lasted too long. The default stops the endpoint.
@@ -172,8 +172,9 @@ class Endpoint:
     def handler(self, handle: Handler) -> Handler:
         """Register a coroutine function to run for every message; usable as a decorator. Several run in order.
 
-        Raises ConfigurationError for what is no coroutine function of a message and a context, on a send-only endpoint,
-        and once the endpoint is started.
+        Raises:
+            ConfigurationError: `handle` is no coroutine function of a message and a context, the endpoint is send-only,
+                or it is started.
         """
         if self.send_only:
             raise ConfigurationError(f"endpoint {self.name!r} is send_only: it has no queue to handle messages from")
@@ -212,7 +213,7 @@ class Endpoint:
             raise
 
     async def setup(self) -> None:
-        """Create the input queue, the error queue and what delayed delivery needs. Idempotent; needs no `start`."""
+        """Create the input queue, the error queue and the tables of delayed delivery. Idempotent; needs no `start`."""
         await self.transport.start()
         try:
             await self._setup_queues()

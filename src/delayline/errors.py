@@ -105,7 +105,7 @@ class QueueNotFound(DelaylineError, LookupError):
     Args:
         queue: Its name.
         similar: Queues that exist and have a similar name, the most similar first.
-        unless: What else the caller can do, as the end of a sentence.
+        unless: An alternative for the caller, as the end of a sentence.
     """
 
     def __init__(self, queue: str, *, similar: Sequence[str] = (), unless: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Stable names for what happens, carried by every log record as its `event` attribute.
+"""Stable names of events, carried by every log record as its `event` attribute.
 
 Log handlers, metrics and tests follow these names; the texts beside them are for people and may change.
 """

@@ -141,7 +141,7 @@ class Message:
 
     @property
     def encoded_headers(self) -> bytes:
-        """The headers as UTF-8 JSON: what stores and queues keep, opaque to them. Damaged ones are as they were."""
+        """The headers as UTF-8 JSON, as stores and queues keep them; damaged headers unchanged."""
         if self._encoded is None:
             self._encoded = (
                 encode_headers(self._headers or {}) if self._template is None else self._template.encoded(self._values)
@@ -229,7 +229,10 @@ class HeaderTemplate:
     """Makes headers from the values that differ: as a mapping, or as stores keep them, whichever is wanted first.
 
     JSON's encoder would take as long as all the rest of a send, and its decoder half of that.
-    varying: the names of those values, in their order. fixed: the other headers.
+
+    Args:
+        varying: the names of those values, in their order.
+        fixed: the other headers.
     """
 
     def __init__(self, varying: Sequence[str], fixed: Mapping[str, str]) -> None:

@@ -332,9 +332,14 @@ class Pipeline:
         return context.outgoing
 
     async def _recover(self, received: ReceivedMessage, error: Exception, attempt: int, *, handled: bool) -> bool:
-        """Decide what follows a failed attempt; True is another one at once.
+        """Decide between another attempt, a delayed retry and the error queue; True for another attempt at once.
 
-        handled: the handlers had succeeded, so that an outage costs the message no round, and never its queue.
+        Args:
+            received: the failed delivery.
+            error: the exception of the last attempt.
+            attempt: the number of attempts so far in this round.
+            handled: whether the handlers had succeeded: then an outage counts as no retry round and never moves the
+                message to the error queue.
         """
         message = received.message.logical  # the id that handlers see
         decision = self.recoverability.decide(error, attempt, message.headers, self.host.clock.now())
@@ -559,7 +564,7 @@ class SatelliteRecoverability(Recoverability):
     __slots__ = ()
 
     def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
-        """Return what to do after the `attempt`-th failure."""
+        """Return the action after the `attempt`-th failure."""
         del headers, now
         if isinstance(error, BackendUnavailable):
             return GiveBack()

@@ -32,14 +32,14 @@ MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # bytes of UTF-8; bounds the error he
 MAXIMUM_STACK_TRACE: Final = 16_384  # bytes of UTF-8
 MAXIMUM_TYPE_NAME: Final = 300  # bytes of UTF-8
 BRIEF_TEXT: Final = 300  # characters of an exception in one line of a log
-#: What the text and the stack trace may take, each, in the forms of a failed message: less, where more does not fit.
+#: The largest sizes of text and stack trace in the forms of a failed message, largest form first.
 EXCEPTION_TEXT_LIMITS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
 #: Of a longer chain of causes the stack trace has as many from each end.
 CAUSES_AT_EACH_END: Final = 4
 DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # as NServiceBus limits delayed retries
-#: What an endpoint without delayed delivery is advised.
+#: The remedy for an endpoint without delayed delivery.
 DELAYED_DELIVERIES: Final = (
     "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
 )
@@ -124,7 +124,7 @@ class Recoverability:
         return min(self.immediate_pause * (1 << min(attempt - 2, 10)), longest)
 
     def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
-        """Return what to do after the `attempt`-th failure (from 1) of this round.
+        """Return the action after the `attempt`-th failure (from 1) of this round.
 
         Which round it is stands in the `NServiceBus.Retries` header; none follows one begun more than 24 hours ago.
         """
@@ -199,7 +199,7 @@ def failure_headers(
     """Return the headers that tell, on a message in the error queue, what failed, where and when.
 
     Args:
-        error: What a handler or a dispatch raised.
+        error: The exception of a handler or a dispatch.
         failed_queue: The queue to send the message to when it is retried.
         endpoint_name: Whose handler it was.
         now: When it failed.
@@ -260,7 +260,7 @@ def _stack_trace(error: BaseException) -> str:
             if left_out > 0 and CAUSES_AT_EACH_END <= number < CAUSES_AT_EACH_END + left_out:
                 continue
             parts.append("".join(link.format(chain=False)) + joint)
-    except Exception as failed:  # what an exception class of a user's may do when it is looked at
+    except Exception as failed:  # repr and str of a user's exception class may raise anything
         return f"{_type_name(error)}: its stack trace cannot be formatted: {_type_name(failed)}\n"
     return "".join(parts)
 

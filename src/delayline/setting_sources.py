@@ -67,7 +67,7 @@ def from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -
 
 
 def from_flags(flags: Mapping[str, object], flag_of: Callable[[str], str]) -> Sourced:
-    """Return what flags were given; one that is None was not."""
+    """Return the flags that were given; None stands for one that was not."""
     return {
         name: (value, Source(f"the flag {flag_of(name)}", f"{flag_of(name)} {{example}}"))
         for name, value in flags.items()

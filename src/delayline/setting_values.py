@@ -14,7 +14,7 @@ from delayline.outgoing import check_endpoint_name
 from delayline.transaction import TransactionMode
 
 Read = Callable[[Any], Any]
-"""Returns the value as its setting has it; raises ValueError, saying what it must be."""
+"""Parses a setting's text; raises ValueError with the expected form."""
 
 #: The largest whole number that every server and driver takes as a limit.
 LARGEST: Final = 2**31 - 1

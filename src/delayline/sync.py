@@ -38,7 +38,7 @@ class SyncEndpoint:
         self._process = ForkGuard()
 
     def start(self) -> None:
-        """Start the loop's thread and the endpoint; raises what `Endpoint.start` raises."""
+        """Start the loop's thread and the endpoint; raises the errors of `Endpoint.start`."""
         if self._loop is not None:
             self._process.check(f"endpoint {self.endpoint.name!r}")
             raise NotStarted(f"endpoint {self.endpoint.name!r} is started already")
@@ -125,7 +125,7 @@ class SyncEndpoint:
 
 
 async def _cancel_others() -> None:
-    """Cancel what other threads still wait for: nothing runs on the loop any more to answer them."""
+    """Cancel the calls of other threads: the loop no longer runs to answer them."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -116,7 +116,7 @@ class SupportsSavepoints(Protocol):
 
 
 class TransactionParticipant(Protocol):
-    """What `guarantee` asks of a transport or a delayed delivery."""
+    """The properties of a transport or a delayed delivery that `guarantee` depends on."""
 
     @property
     def transaction_domain(self) -> Hashable | None:
@@ -125,7 +125,7 @@ class TransactionParticipant(Protocol):
 
 
 class TransportParticipant(TransactionParticipant, Protocol):
-    """What `guarantee` asks of a transport."""
+    """The properties of a transport that `guarantee` depends on."""
 
     @property
     def highest_transaction_mode(self) -> TransactionMode:
@@ -141,7 +141,7 @@ def share_transactions(first: TransactionParticipant, second: TransactionPartici
 def guarantee(
     transport: TransportParticipant, delivery: TransactionParticipant | None, mode: TransactionMode
 ) -> Guarantee:
-    """Return what this pair promises in `mode`: the one source for start-up, `doctor` and the docs table.
+    """Return the guarantee of this pair in `mode`: the one source for start-up, `doctor` and the docs table.
 
     Raises UnsupportedTransactionMode, with the remedy, for a pair that cannot honour the mode.
     See https://docs.particular.net/transports/transactions.

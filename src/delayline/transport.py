@@ -26,7 +26,7 @@ class ReceivedMessage:
 
     message: Message
     receipt: Hashable
-    """What the receiver that gave it needs to find it again; opaque to everybody else."""
+    """The receiver's own handle of the message; opaque to others."""
 
 
 class Receiver(Protocol):

@@ -43,7 +43,7 @@ DEVELOPMENT: Final = (
     "FsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1;QueueEndpoint="
     "http://127.0.0.1:10001/devstoreaccount1;TableEndpoint=http://127.0.0.1:10002/devstoreaccount1"
 )
-#: Retries inside the client, which waits as long as a Retry-After header says; what lasts longer is the breakers'.
+#: Retries inside the client, which obeys Retry-After; longer outages are for the circuit breakers.
 RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2}
 #: Seconds that a request may take where nothing else is said.
 SERVER_TIMEOUT: Final = 15.0
@@ -56,7 +56,7 @@ class Retries(AsyncRetryPolicy[Any, Any]):
     """
 
     async def send(self, request: PipelineRequest[Any]) -> PipelineResponse[Any, Any]:
-        """Send the request, without what only the storage libraries' policy takes off it."""
+        """Send the request without the options that only the storage libraries' own policy removes."""
         for option in ("hosts", "location_mode", "retry_hook", "retry_to_secondary"):
             request.context.options.pop(option, None)
         response = await super().send(request)
@@ -112,7 +112,7 @@ class AzureAccount:
         )
         """How many seconds a request may take, with its retries."""
         self.queue_name_sanitizer = checked_sanitizer(options.get("queue_name_sanitizer"))
-        """What the URL says about names of queues; None for names as they are."""
+        """The sanitizer that the URL names for queue names; None for none."""
         self._connection = ""
         self._sas = ""
         if place.startswith("//"):
@@ -207,7 +207,7 @@ def _over_aiohttp() -> AioHttpTransport:
 
 
 def _options_of(place: str) -> tuple[str, dict[str, str]]:
-    """Return what follows `azure:` without delayline's own options, and those."""
+    """Return the connection string after `azure:`, and delayline's options apart from it."""
     address, mark, query = place.partition("?") if place.startswith("//") else ("", "", place)
     separator = "&" if mark else ";"
     options: dict[str, str] = {}

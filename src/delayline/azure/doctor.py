@@ -1,4 +1,4 @@
-"""What `delayline doctor` looks at in a storage account: its three services, one request each, and the clocks."""
+"""The checks of `delayline doctor` on a storage account: its three services, and the clocks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LARGEST_TEXT: Final = 64 * 1024
-#: Left free in what users send, for the headers that tell why a message is in the error queue.
+#: Reserved in every message for the headers that explain why it is in the error queue.
 ROOM_FOR_FAILURE: Final = 2 * 1024
 SHORTEST_TRACE: Final = 200
 INTENTS: Final = ("", "Send", "Publish", "Subscribe", "Unsubscribe", "Reply")
@@ -68,7 +68,7 @@ def wrap(message: Message) -> str:
 
 
 def check_size(message: Message) -> None:
-    """Raise InvalidMessage for what could not be dispatched, or not be moved to the error queue, later."""
+    """Raise InvalidMessage for a message that could not be dispatched or moved to the error queue later."""
     if isinstance(message, UnwrappedMessage):
         return
     size, limit = len(_text(message)), LARGEST_TEXT - ROOM_FOR_FAILURE
@@ -163,7 +163,7 @@ def _intent(headers: Mapping[str, str]) -> int:
 
 
 def _shortened(message: Message, size: int) -> str:
-    """Cut the stack trace to what fits, then leave one thing after the other out."""
+    """Cut the stack trace until the message fits, then leave out one header after the other."""
     trace = message.headers.get(Headers.EXCEPTION_STACK_TRACE, "")
     room = len(trace) - (size - LARGEST_TEXT)  # each character takes more than one byte of text
     if room > SHORTEST_TRACE:

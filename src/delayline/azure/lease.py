@@ -37,7 +37,8 @@ TAKEN: Final = 409
 class ContainerLease:
     """A lease of 15 seconds on a container, renewed while it is held; time is this machine's monotonic clock.
 
-    lost: called when another process has it, or may have it, without a release.
+    Args:
+        lost: called when another process has it, or may have it, without a release.
     """
 
     def __init__(self, container: ContainerClient, lost: Callable[[], None], requests: Requests) -> None:
@@ -109,7 +110,7 @@ class ContainerLease:
             ) from error
 
     async def _renew(self) -> None:
-        """Renew until released; what fails is tried again until the lease has run out."""
+        """Renew until released; retry failures until the lease has expired."""
         while True:
             await asyncio.sleep(RENEWED_EVERY if self.held else 0)
             asked = time.monotonic()

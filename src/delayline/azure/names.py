@@ -1,4 +1,4 @@
-"""What Azure calls things: queues, the table and container of an endpoint, the keys of its rows. Pure."""
+"""Names on Azure: queues, the table and container of an endpoint, and row keys."""
 
 from __future__ import annotations
 

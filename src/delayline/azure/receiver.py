@@ -47,8 +47,9 @@ class InvisibleMessage:
 class AzureReceiver:
     """Takes messages from one queue, in pages of 32 at most.
 
-    poll_interval: the longest wait, in seconds, between looks at an empty queue; the first are shorter.
-    hidden_for: how many seconds a crash of its holder keeps a message from others.
+    Args:
+        poll_interval: the longest wait, in seconds, between looks at an empty queue; the first are shorter.
+        hidden_for: how many seconds a crash of its holder keeps a message from others.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What errors of the Azure clients mean, in delayline's own: pass, never pass, or the caller's to judge."""
+"""Translates errors of the Azure clients: temporary, permanent, or for the caller to judge."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Requests:
 
     The limit covers all that a request takes: the client's retries and their pauses, tokens, and reading the answer.
 
-    limit: seconds.
+    Args:
+        limit: seconds that a request may take.
     """
 
     def __init__(self, limit: float) -> None:
@@ -111,9 +112,11 @@ def _silent(doing: str, limit: float) -> BackendUnavailable:
 
 @contextlib.contextmanager
 def azure_errors(doing: str) -> Iterator[None]:
-    """Raise BackendUnavailable or BackendUnusable for a client's error; what tells of one entity passes as it is.
+    """Raise BackendUnavailable or BackendUnusable for a client's error; errors about one entity pass unchanged.
 
-    doing: what failed, for the text, as in "send to queue 'sales'". No text of a request is repeated: it may be signed.
+    Args:
+        doing: the action that failed, for the text, as in "send to queue 'sales'". No text of a request is repeated: it
+            may be signed.
     """
     try:
         yield

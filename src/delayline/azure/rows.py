@@ -28,7 +28,7 @@ ENCODED_HEADERS: Final = "EncodedHeaders"
 PLACE: Final = "Place"
 
 
-#: What Azure takes as a row key; it refuses a request with any other.
+#: Characters that Azure accepts in a row key.
 USABLE_KEY: Final = re.compile(r"[^/\\#?\x00-\x1f\x7f-\x9f]{1,512}")
 
 
@@ -53,7 +53,7 @@ def row_of(message: DelayedMessage) -> TableRow:
 
 
 def to_entity(row: TableRow) -> Entity:
-    """Return the entity of a message; raises InvalidMessage for what no entity has room for."""
+    """Return the entity of a message; raises InvalidMessage for one that is too large for an entity."""
     message = row.message.message
     text, encoded = _headers(message)
     entity: Entity = {

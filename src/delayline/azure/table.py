@@ -30,7 +30,7 @@ LARGEST_TRANSACTION: Final = 100
 TRANSACTION_BYTES: Final = 2 * 1024 * 1024
 LARGEST_PAGE: Final = 1000
 AT_ONCE: Final = 16
-#: What says that an entity was not as expected: it is gone, is there already, or was changed.
+#: Errors of an entity that is missing, exists already, or was changed.
 UNEXPECTED: Final = frozenset({404, 409, 412})
 
 
@@ -44,7 +44,7 @@ class Table:
 
     @property
     def name(self) -> str:
-        """What Azure calls it."""
+        """The table's name on Azure."""
         return self._client.table_name
 
     async def make(self) -> None:

@@ -363,7 +363,7 @@ def _life(span: timedelta | None) -> int:
 
 
 def _common(failures: Sequence[Exception]) -> Exception | None:
-    """Return what kept everything from being sent, where it is the account's fault."""
+    """Return the error that kept all messages from being sent, if the account is the cause."""
     first = failures[0]
     alike = all(type(one) is type(first) for one in failures)
     return first if alike and isinstance(first, BackendUnavailable | BackendUnusable) else None

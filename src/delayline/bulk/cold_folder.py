@@ -1,4 +1,4 @@
-"""The files of a cold tier: Parquet, one hour of due times in each, in a local folder or in what pyarrow can reach.
+"""The files of a cold tier: Parquet, one hour of due times in each, in a local folder or on a file system of pyarrow.
 
 Nothing here knows which of them exist: that is the catalog's to say.
 """
@@ -56,8 +56,14 @@ class FoundFile(NamedTuple):
 class ColdFolder:
     """Where the files of one store's cold tier are; pickled to tasks. Every method blocks.
 
-    path: a local folder, or a URI of pyarrow's: file, s3, gs, hdfs, abfss. tier: what names of new files begin with.
-    Raises ConfigurationError, MissingExtra, and BackendUnusable for what cannot be read or written.
+    Args:
+        path: a local folder, or a URI of pyarrow's: file, s3, gs, hdfs, abfss.
+        tier: the prefix of names of new files.
+
+    Raises:
+        BackendUnusable: The folder cannot be read or written.
+        ConfigurationError: The path or URI is not valid.
+        MissingExtra: pyarrow is not installed.
     """
 
     def __init__(self, path: str, tier: str = "") -> None:

@@ -66,7 +66,7 @@ class PendingScan:
             yield [[read(value) for read, value in zip(reads, row, strict=True)] for row in rows]
 
     def query(self, columns: Sequence[str], span: Span) -> Select[Any]:
-        """Return what asks for these columns."""
+        """Return the query for these columns."""
         chosen = [self._table.c[name] for name in columns]
         query = select(*chosen).where(*self._conditions).order_by(*in_order(self._table))
         if span.start is not None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Stage
 
 Result = TypeVar("Result")
-#: What all streams write to.
+#: The staging area of all streams.
 STREAMS: Final = f"{PREFIX}streams"
 MADE: Final = "%Y%m%d%H%M"
 #: Of an attempt's number; the rest is the hour in which it began.
@@ -59,7 +59,8 @@ class Attempt(NamedTuple):
 class Staging:
     """Bulk writer of one job to a delayed message store; pickled to its tasks. Every method blocks.
 
-    name: the staging area. A job has its own, removed at its end; all streams share `STREAMS`, which stays.
+    Args:
+        name: the staging area. A job has its own, removed at its end; all streams share `STREAMS`, which stays.
     """
 
     def __init__(self, url: str, table_name: str, *, schema: str | None = None, name: str | None = None) -> None:

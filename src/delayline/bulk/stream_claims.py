@@ -98,8 +98,13 @@ class StreamClaims:
     async def take(self, done: int, limit: int | None, until: datetime | None = None) -> int:
         """Delete claims with numbers up to `done`, claim up to `limit` due messages; return the last number given.
 
-        until: claim no message due later. All in one transaction. Raises BackendUnavailable if another stream has taken
-        over.
+        Args:
+            done: the highest number whose message the stream has committed.
+            limit: how many messages to claim at most; all due ones if None.
+            until: claim no message due later.
+
+        Raises:
+            BackendUnavailable: Another stream has taken over.
         """
         async with self._database.transaction() as transaction:
             last = await transaction.run(partial(self._begin, done=done))

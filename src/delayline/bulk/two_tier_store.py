@@ -1,4 +1,4 @@
-"""A store with a cold tier: what people look for, cancel and reschedule may be in either. No Spark is needed."""
+"""A store with a cold tier: finds, cancels and reschedules messages in both. Needs no Spark."""
 
 from __future__ import annotations
 
@@ -44,8 +44,12 @@ class CatalogSnapshot(NamedTuple):
 class TwoTierStore(SqlDelayedMessageStore):
     """A store whose far messages wait in Parquet files until Spark promotes them; a poller sees only the others.
 
-    cold_tier: a folder, or a URI that begins with file, s3, gs, hdfs or abfss. The others are as of
-    SqlDelayedMessageStore. Needs pyarrow, which the extra `spark` brings; raises MissingExtra.
+    Args:
+        cold_tier: a folder, or a URI that begins with file, s3, gs, hdfs or abfss. The other arguments are
+            those of SqlDelayedMessageStore.
+
+    Raises:
+        MissingExtra: pyarrow is not installed; the extra `spark` brings it.
     """
 
     def __init__(

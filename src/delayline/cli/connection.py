@@ -68,7 +68,7 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
 
 @contextlib.asynccontextmanager
 async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[SupportsManagement]:
-    """Open what keeps the endpoint's waiting messages: its store, or a timeout manager's table."""
+    """Open the endpoint's pending messages: its store, or a timeout manager's table."""
     if not timeouts and not settings.timeout_manager:
         async with open_store(settings) as store:
             yield managed(store)

@@ -1,4 +1,4 @@
-"""`delayline errors`: what failed for good, why, and how to send it on its way again."""
+"""`delayline errors`: list failed messages with their reasons, and retry them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def purge(settings: Settings, screen: Screen, yes: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RetryOutcome:
-    """What became of one message: where it went, or why it stayed."""
+    """The result for one message: its new queue, or why it stayed."""
 
     id: str
     queue: str | None

@@ -59,7 +59,7 @@ def _spark() -> SparkSession:
 @planned
 @json_option
 def preview(screen: Screen, plan: Plan) -> None:
-    """Look at what there is to move, and at what could not be and why. Changes nothing, in no place.
+    """Count the messages that would move, and those that cannot, with reasons. Changes nothing.
 
     Exit code 1 when something could not move.
     """
@@ -82,7 +82,7 @@ def preview(screen: Screen, plan: Plan) -> None:
 @report_option
 @json_option
 def run(screen: Screen, plan: Plan, report: Path | None) -> None:
-    """Move everything that can be moved. What cannot goes back to where it was, with its reason in the journal.
+    """Move all messages. Rejected ones go back to the source, with their reason in the journal.
 
     Stop the endpoints first. With --target noop everything is read and nothing moved or marked. Exit code 1 when
     something was set aside.

@@ -57,7 +57,7 @@ def on_a_source(command: Command) -> Command:
         return command(*args, source=source, **arguments)
 
     where = f"The database, or other place, to empty. [{SOURCE_VARIABLE}]"
-    kinds = f"What the source is: {', '.join(KINDS)}."
+    kinds = f"The kind of source: {', '.join(KINDS)}."
     kept = f"The database of the journal, where the source is none. [{JOURNAL_VARIABLE}]"
     options = (
         click.option("--from", "kind", metavar="KIND", required=True, type=click.Choice(KINDS), help=kinds),

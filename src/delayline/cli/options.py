@@ -1,4 +1,4 @@
-"""What all commands share: settings as flags, --json, examples in help texts, one line for an error."""
+"""Shared by all commands: settings as flags, --json, examples in help texts, one line for an error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Commands(ReportsErrors, click.Group):
 
 
 def _sentence(error: DelaylineError) -> str:
-    """Return what went wrong; of a single send that failed, why, without the talk of operations."""
+    """Return the text of the error; for a single send that failed, that of its cause."""
     if isinstance(error, DispatchFailed) and len(error.failures) == 1:
         return str(next(iter(error.failures.values())))
     return str(error)

@@ -317,7 +317,7 @@ def catch_all(
         screen.echo(f"✓ due messages without a destination go to the queue {name}", "green")
     else:
         was = "" if changed else "; it was off already"
-        screen.echo(f"due messages without a destination stay in their level{was}. What was caught stays in {name}")
+        screen.echo(f"due messages without a destination stay in their level{was}. Undeliverable ones stay in {name}")
     screen.document({"queue": name, "on": switch == "on"})
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
 )
 @click.argument("target", required=False, metavar="[MODULE:ENDPOINT]")
-@click.option("--verbose", "-v", is_flag=True, help="Log every step, not only what matters.")
+@click.option("--verbose", "-v", is_flag=True, help="Log every step, not only warnings and milestones.")
 @settings_options()
 @json_option
 def run(settings: Settings, screen: Screen, target: str | None, verbose: bool) -> None:

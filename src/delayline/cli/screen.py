@@ -1,4 +1,4 @@
-"""What commands print: tables for people, one JSON document for machines, plain text where no terminal is."""
+"""Prints tables for people, one JSON document for machines, and plain text without a terminal."""
 
 from __future__ import annotations
 

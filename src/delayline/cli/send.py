@@ -73,7 +73,7 @@ def send(  # noqa: PLR0913 - an option each
     """Send BODY ("-" reads it from standard input) to DESTINATION, now or later; or every row of a file.
 
     Bad lines of a file are kept in FILE.rejected with their reasons, to be corrected and sent from there; the good
-    ones are stored. Sending a file again changes nothing for what still waits: ids come from the file, or, where it
+    ones are stored. Sending a file again changes no pending message: ids come from the file, or, where it
     has none, from its content and the line number.
     """
     if file is not None:

@@ -1,4 +1,4 @@
-"""`delayline spark`: what moves messages in bulk, as Spark jobs."""
+"""`delayline spark`: Spark jobs that move messages in bulk."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None
 )
 @click.option("--name", help="The dispatcher's; the endpoint's name if left out.")
 @click.option("--stop", "stops", is_flag=True, help="Tell the one that runs, wherever it does, to stop; do not wait.")
-@click.option("--status", "shows", is_flag=True, help="Show what its tasks do.")
+@click.option("--status", "shows", is_flag=True, help="Show the progress of its tasks.")
 @settings_options(*PLACES, "number_of_retries", "batch_size")
 @session_options
 @json_option
@@ -225,13 +225,13 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
 )
 @click.argument("path")
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write it as one HTML page, too.")
-@click.option("--delivered", metavar="PARQUET", help="What receivers have noted, columns id and at: judge by that.")
+@click.option("--delivered", metavar="PARQUET", help="Receipts of the receivers, columns id and at, to judge by.")
 @click.option(
     "--patience",
     callback=delay_given,
     default="1m",
     show_default=True,
-    help=f"What is due for longer is missed: {DELAYS}.",
+    help=f"A message that is overdue for longer is missed: {DELAYS}.",
 )
 @settings_options(*STORES, "cold_tier")
 @session_options
@@ -256,7 +256,7 @@ def audit(
     target = target_of(settings)
     with sessions(screen) as session:
         there = waiting_ids(target, session).cache()
-        there.count()  # what leaves from now on is in the journal
+        there.count()  # later dispatches are in the journal
         run_export(target, absolute(path), spark=session)
         journal = read_journal(target, absolute(path), spark=session)
         arrived = None if delivered is None else session.read.parquet(delivered)

@@ -45,7 +45,7 @@ class CollectedMessage:
     """A message as it is kept beside the journal."""
 
     key: str
-    """What names it in its place."""
+    """Its key in its place."""
     endpoint: str
     id: str | None
     destination: str | None
@@ -55,7 +55,7 @@ class CollectedMessage:
     why: str | None = None
     """Why it can be no message, where its place says so."""
     original: bytes | None = None
-    """What its place needs to take it back."""
+    """The original record, which its place needs to restore it."""
     state: int = SURE
 
     def __post_init__(self) -> None:
@@ -189,7 +189,7 @@ class CollectedSource(TableSource):
         return self.dialect.from_due(kept)
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
-        """Return what makes a message, and why it can be none."""
+        """Return the columns of a message, and the reason for its rejection."""
         columns = table.c
         body = columns.body if bodies else null()
         return columns.id, columns.destination, columns.due, columns.headers, body, columns.why
@@ -290,7 +290,7 @@ class CollectedSource(TableSource):
 
 
 def key_of(name: str) -> str:
-    """Return the name, or where it is too long for a key what stands for it."""
+    """Return the name, or its hash if it is too long for a key."""
     if len(name) <= KEY and name.isprintable():
         return name
     return "~" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()

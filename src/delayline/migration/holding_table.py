@@ -44,10 +44,18 @@ def remove_room(connection: Connection, source: TableSource, name: str) -> None:
 def hold(
     connection: Connection, source: TableSource, some: Slice, name: str, *, cutoff: datetime | None, size: int
 ) -> Mapping[int, int]:
-    """Move what of a slice is due from the cutoff on into batches; return how many rows each of them has.
+    """Move the rows of a slice that are due from the cutoff on into batches; return the number of rows of each.
 
-    size: rows of a batch, at most. Raises BackendUnavailable, and the caller rolls back, where the table changes under
-    it.
+    Args:
+        connection: the source's connection, in a transaction that the caller commits.
+        source: the old way's tables.
+        some: the slice to move.
+        name: the name of the holding table.
+        cutoff: leave rows due earlier in the source; none if None.
+        size: rows of a batch, at most.
+
+    Raises:
+        BackendUnavailable: The table changed meanwhile; the caller rolls back.
     """
     movable = some.of(source, cutoff)
     table, held = source.table(some.part.table), source.held(name)

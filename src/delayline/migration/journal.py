@@ -70,7 +70,7 @@ class BatchState(StrEnum):
     RESTORED = "restored"
 
 
-#: Values, not members: drivers have their own ideas of what an enum is in SQL.
+#: Values, not members: drivers bind members of enums in different ways.
 UNFINISHED: Final = (BatchState.STAGED.value, BatchState.DELIVERED.value)
 
 
@@ -81,7 +81,7 @@ class MigrationRun:
     name: str
     state: RunState
     parameters: Mapping[str, str]
-    """What it was begun with; no secrets."""
+    """The options of the run, without secrets."""
     started: datetime
     finished: datetime | None
 
@@ -118,7 +118,7 @@ class Progress:
     restored: int
     aside: int
     moved: int = 0
-    """Those marked that were not set aside: what the target has."""
+    """Marked rows that were not rejected: those that the target has."""
 
 
 class MigrationTables:
@@ -293,7 +293,7 @@ class MigrationJournal:
         attempt: int,
         aside: Mapping[int, tuple[str, str]],
     ) -> None:
-        """Write down the id and the reason of what an attempt leaves out, by its row's number.
+        """Record the ids and reasons of rejected rows of an attempt, by row number.
 
         It counts if the attempt does. Nothing is written where the batch is done. Raises BackendUnavailable for an
         attempt that is not the last one.

@@ -63,7 +63,7 @@ class Plan:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for what cannot be."""
+        """Raise ConfigurationError for an impossible plan."""
         whole_number("batch_size", self.batch_rows, at_least=1)
         if self.endpoints is not None and not self.endpoints:
             raise ConfigurationError("endpoints=[] would move nothing: name some, or leave it out for all")
@@ -176,9 +176,15 @@ def preview_taken(plan: Plan, source: CollectedSource, spark: SparkSession, *, b
 
 
 def parts_of(plan: Plan, *, each: bool = True) -> list[SourcePartition]:
-    """Return the selected messages. Raises BackendUnusable for tables of an unknown shape.
+    """Return the selected messages, by partition.
 
-    each: raise ConfigurationError for an endpoint without messages.
+    Args:
+        plan: the migration to look at.
+        each: whether an endpoint without messages is an error.
+
+    Raises:
+        BackendUnusable: A table has an unknown shape.
+        ConfigurationError: With `each`, for an endpoint without messages.
     """
     source = plan.source
 
@@ -261,7 +267,7 @@ def _name_of_one(plan: Plan, part: SourcePartition, condition: ColumnElement[boo
 
 
 def _counted(connection: Connection, plan: Plan, part: SourcePartition) -> tuple[EndpointPreview, int]:
-    """Return what there is of the part, and how many rows the target cannot hold so long."""
+    """Return the counts of a partition, and the number of rows that the target cannot hold so long."""
     source, now = plan.source, datetime.now(UTC)
     table = source.table(part.table)
     due, movable = table.c[source.due], source.movable(part, plan.cutoff)

@@ -18,7 +18,7 @@ PAGE: Final = """<!doctype html>
 table {{ border-collapse: collapse; margin: 1rem 0 }} td, th {{ padding: .2rem .8rem .2rem 0; text-align: left }}
 td.number {{ text-align: right; font-variant-numeric: tabular-nums }}</style></head>
 <body><h1>{verdict}</h1><p>Migration {run}, {state}, written {now:%Y-%m-%d %H:%M:%S} UTC.</p>
-<h2>Messages</h2>{counts}<h2>What was moved</h2>{parameters}{aside}</body></html>
+<h2>Messages</h2>{counts}<h2>Moved messages</h2>{parameters}{aside}</body></html>
 """
 
 

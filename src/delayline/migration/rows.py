@@ -1,4 +1,4 @@
-"""Rows of a source as messages in Arrow, and what keeps one from being a message."""
+"""Rows of a source as messages in Arrow, and the reasons for rejecting them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def from_columns(columns: Sequence[Sequence[Any]]) -> pa.RecordBatch:
 
 
 def reasons_of(messages: pa.RecordBatch, *, largest: int) -> pa.Array:
-    """Return why each row can be no message, null where it can: what its source says, else what every door does."""
+    """Return the reason for rejecting each row, null for valid ones: the source's reason, else that of the checks."""
     reasons = invalid_reasons(messages, largest=largest)
     if WHY.name not in messages.schema.names:
         return reasons
@@ -70,5 +70,5 @@ def _bytes(body: Any) -> bytes | None:  # noqa: ANN401 - as above
     return None if body is None else bytes(body)
 
 
-#: What drivers give otherwise than Arrow takes it.
+#: Types of drivers' values that Arrow does not accept.
 AS_IT_CAN_BE: Final[Mapping[str, Callable[[Any], Any]]] = {"headers": _text, "body": _bytes}

@@ -1,4 +1,4 @@
-"""A migration: begun, interrupted by anything, resumed or aborted. Nothing is lost, and what may be double is known."""
+"""Runs a migration, resumes it after any interruption, or aborts it. Possible duplicates are listed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOLD_EVERY: Final = 0.5
 
 @dataclass(frozen=True)
 class MigrationResult:
-    """What became of a run."""
+    """The result of a run."""
 
     run: str
     state: RunState
@@ -80,7 +80,7 @@ class Migration:
     """Runs a plan. One process at a time works on the migrations of one source; every method blocks.
 
     Args:
-        plan: What to move, and where.
+        plan: The rows to move, and their target.
         progress: Called repeatedly with the number of finished rows and of all rows.
     """
 
@@ -93,7 +93,7 @@ class Migration:
         self._rows = 0
 
     def run(self, spark: SparkSession) -> MigrationResult:
-        """Take everything aside and move it; what cannot move goes back, with its reason in the journal.
+        """Move all rows through the holding tables; rejected rows go back to the source, with a reason in the journal.
 
         Raises ConfigurationError where a migration is not finished, BackendUnusable for a target that is not ready:
         then nothing was changed. Any other error leaves a run to resume or to abort.
@@ -157,7 +157,7 @@ class Migration:
         return [part.endpoint for part in parts_of(self.plan) if waits(self.plan, part)]
 
     def _slices(self, target: Target, *, each: bool = True) -> list[tuple[Slice, str]]:
-        """Return what there is to move, each slice with the target's name for its endpoint. each: as of `parts_of`."""
+        """Return the slices to move, each with the target's name for its endpoint. each: as in `parts_of`."""
         found: list[tuple[Slice, str]] = []
         for part in parts_of(self.plan, each=each):
             look = partial(slices_of, source=self._source, part=part, cutoff=self.plan.cutoff)
@@ -206,7 +206,10 @@ class Migration:
     def _settle(self, run: MigrationRun, part: HeldPartition, *, close: bool = False) -> None:
         """Mark batches that the target has committed and the source has not recorded yet.
 
-        close: also prevent later commits, for example by a task that outlived its driver.
+        Args:
+            run: the run to bring up to date.
+            part: the held partition whose batches to compare.
+            close: also prevent later commits, for example by a task that outlived its driver.
         """
         names = {batch_name(run.name, part.number, batch): batch for batch in self._unfinished(run, part)}
         target = self.plan.target

@@ -25,11 +25,11 @@ MOST: Final = 50
 
 
 class Slice(NamedTuple):
-    """What of a part is due in a span; rows without a due time are in the first."""
+    """The rows of a partition that are due in a span; rows without a due time are in the first slice."""
 
     part: SourcePartition
     since: Any = None
-    """What the due column keeps of the first instant, None for no bound."""
+    """The due column's value for the first instant; None for no bound."""
     until: Any = None
     """The same of the first instant after it."""
 

@@ -30,7 +30,7 @@ NUMBER: Final = "delayline_number"
 SHOWN: Final = 10
 #: How rows of a shared table that name no endpoint are called.
 NO_ENDPOINT: Final = "(no endpoint)"
-#: What every product's times can hold; rows beyond are named by the preview, and left alone.
+#: The range of times that every product supports; a preview lists rows outside it, and no run moves them.
 EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
 LATEST: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
 
@@ -128,7 +128,7 @@ class TableSource(ABC):
 
     @abstractmethod
     def parts(self, connection: Connection) -> list[SourcePartition]:
-        """Return what there is, in the order of the names; raises BackendUnusable for tables of an unknown shape."""
+        """Return the partitions, ordered by name; raises BackendUnusable for tables of an unknown shape."""
 
     @abstractmethod
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
@@ -140,7 +140,7 @@ class TableSource(ABC):
 
     @abstractmethod
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
-        """Return what `messages` wants to know of each row; without bodies for who only looks."""
+        """Return the columns that `messages` needs; null instead of bodies for a preview."""
 
     @abstractmethod
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
@@ -230,7 +230,14 @@ def chosen(
 ) -> list[SourcePartition]:
     """Return the parts of these endpoints, called as the user calls them; all parts for None.
 
-    each: raise ConfigurationError naming an endpoint that has none.
+    Args:
+        source: names the endpoint of each partition.
+        parts: all partitions of the source.
+        endpoints: as the user gave them; all if None.
+        each: whether an endpoint without messages is an error.
+
+    Raises:
+        ConfigurationError: With `each`, naming an endpoint that has none.
     """
     if endpoints is None:
         return list(parts)

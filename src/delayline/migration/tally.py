@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What messages are held against."""
+    """The limits that messages are checked against."""
 
     now: datetime
     latest: datetime | None

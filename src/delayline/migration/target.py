@@ -24,7 +24,7 @@ class Staged(NamedTuple):
     attempt: Attempt
     files: Sequence[ColdFile] = ()
     noted: Sequence[Attempt] = ()
-    """What is in the files, for the store's journal."""
+    """The messages in the files, for the store's journal."""
 
     @property
     def rows(self) -> int:
@@ -54,7 +54,7 @@ class Attempted(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """What became of a batch."""
+    """The result of a batch."""
 
     attempt: int
     """The one that counts: this one, or one before of which nobody had heard."""
@@ -80,14 +80,14 @@ class DeliveryRound(Protocol):
     largest_message: int
     """Bytes that headers and body may have together."""
     confirms: bool
-    """Whether what a session has delivered is there for good, so that its batch can be marked at once."""
+    """Whether delivered messages are durable at once, so that their batch can be marked."""
 
     async def session(self, stack: AsyncExitStack) -> DeliverySession:
         """Return an open session that closes with the stack."""
         ...
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Make what these attempts have delivered count, all of it or nothing, under the names of their batches."""
+        """Commit the messages of these attempts under the names of their batches, all or none."""
         ...
 
     def discard(self) -> None:
@@ -104,7 +104,7 @@ class Target(Protocol):
     longest: ClassVar[timedelta | None]
     """How long a message may wait there at most; None for as long as it likes."""
     grain: ClassVar[timedelta]
-    """What due times are rounded up to there."""
+    """The resolution to which the target rounds due times up."""
 
     @property
     def largest_message(self) -> int:

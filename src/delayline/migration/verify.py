@@ -49,7 +49,7 @@ class Verified:
     unfinished: int
     restored: int
     waiting: int | None
-    """Of those moved, how many wait at the target as they were sent; None where nobody can list what waits."""
+    """How many of the moved messages are pending at the target unchanged; None if the target cannot list them."""
     gone: int
     """How many are due and no longer there: on their way, or delivered."""
     missing: Sequence[str]
@@ -173,7 +173,13 @@ def _sent(
 def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
     """Return how many wait as they were sent, how many have left when due; ids of those missing, and changed.
 
-    grain: what due times were rounded up to.
+    Args:
+        sent: the messages of the source, with the due times that they had there.
+        there: the messages that the target has now.
+        grain: the resolution to which due times were rounded up.
+
+    Returns:
+        How many have the due time as sent, how many have left when due, and the ids of those missing and changed.
     """
     now = F.lit(datetime.now(UTC))
     theirs = there.select(F.col("id").alias("there"), F.col("destination").alias("goes_to"), F.col("due").alias("at"))

@@ -1,4 +1,4 @@
-"""What tasks do: deliver batches one after the other, each counted, or look through rows that stay where they are."""
+"""The work of tasks: deliver batches one by one, or check rows for a preview without moving them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class BatchDelivery:
 
 @dataclass(frozen=True)
 class PreviewWork:
-    """Rows that stay where they are, read as messages: what would be wrong with them. Pickled to tasks."""
+    """Checks rows of the source for a preview, and counts the reasons for rejection. Pickled to tasks."""
 
     source: TableSource
     part: SourcePartition

@@ -25,7 +25,7 @@ HINT: Final = (
     "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, with / ? # @ : % in names and passwords as %2F %3F %23 %40 %3A %25"
 )
 NO_HOST: Final = "Invalid connection string. 'host' value must be supplied. e.g: \"host=myServer\""
-#: `key=value`, the value bare or in quotes; what .NET's DbConnectionStringBuilder reads.
+#: `key=value`, the value bare or in quotes, as .NET's DbConnectionStringBuilder reads it.
 PAIR: Final = re.compile(r"""\s*([^=;]+?)\s*=\s*(?:"((?:[^"]|"")*)"|'((?:[^']|'')*)'|([^;]*?))\s*(?:;|$)""")
 
 
@@ -85,7 +85,7 @@ class BrokerAddress:
 
     @classmethod
     def parse(cls, text: str) -> BrokerAddress:
-        """Return what an amqp: or amqps: URL, or `host=...;port=...`, leads to; raises ConfigurationError.
+        """Parse an amqp: or amqps: URL, or `host=...;port=...`; raises ConfigurationError.
 
         A URL's options follow `?`: heartbeat, connection_timeout (ms), server_timeout (s), queue_type, topology,
         delays, management, and of TLS cacertfile, certfile, keyfile, password, verify (verify_peer, verify_none),
@@ -151,7 +151,7 @@ def _decoded(text: str | None, default: str) -> str:
 
 
 def _from_connection_string(text: str) -> BrokerAddress:
-    """Read what NServiceBus.RabbitMQ takes; keys in any case."""
+    """Parse a connection string of NServiceBus.RabbitMQ; keys in any case."""
     given = {
         name.lower(): double.replace('""', '"') or single.replace("''", "'") or bare
         for name, double, single, bare in PAIR.findall(text)

@@ -56,7 +56,7 @@ async def purge(channel: Channel, queue: str) -> int:
 
 
 async def _get(channel: Channel, queue: str) -> DeliveredMessage | None:
-    """Take one message: what aiormq's `basic_get` does, for any name."""
+    """Get one message, as aiormq's `basic_get` does, from a queue of any name."""
     channel.getter = asyncio.get_running_loop().create_future()
     await ask(channel, Get(queue=queue))
     await asyncio.wait([channel.getter, channel.closing], return_when=asyncio.FIRST_COMPLETED)

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 CLOSING_PATIENCE: Final = 4.0
 """Seconds that a good-bye may take: for channels, and again for their connection."""
-#: What aio-pika, aiormq and the socket raise when the broker is not there, or no longer.
+#: The errors of aio-pika, aiormq and the socket for a broker that cannot be reached any more.
 LOST: Final = (pika.AMQPError, pika.ChannelInvalidStateError, OSError, TimeoutError, asyncio.IncompleteReadError)
 #: Newer brokers' texts name the permission: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
 REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
@@ -45,7 +45,7 @@ OWN: Final = ContextVar("delayline_rabbitmq", default=False)
 
 
 def _not_own(record: logging.LogRecord) -> bool:
-    """Tell whether a line of aiormq's is for the log: what befalls these connections is raised, and logged once."""
+    """Return whether to log a line of aiormq: failures of these connections are raised, and logged once."""
     del record
     return not OWN.get()
 
@@ -66,7 +66,8 @@ class NamedConnection(Connection):
 class BrokerConnection:
     """One connection to a broker, shared for receiving, declaring and browsing; a lost one is replaced on next use.
 
-    name: the connection's name in the management UI.
+    Args:
+        name: the connection's name in the management UI.
     """
 
     def __init__(self, address: BrokerAddress, name: str) -> None:
@@ -80,7 +81,7 @@ class BrokerConnection:
         self._not_before = 0.0
         self._process = ForkGuard()
         self.generation = 0
-        """How often it was opened: what was learnt over an earlier one may no longer hold."""
+        """How often it was opened: facts read through an earlier connection may be outdated."""
 
     async def open(self) -> NamedConnection:
         """Return a connection that was alive a moment ago. Raises BackendUnavailable or BackendUnusable."""
@@ -241,7 +242,7 @@ class PreconditionFailed(BackendUnusable):
 
 @contextlib.contextmanager
 def explained(address: BrokerAddress) -> Iterator[None]:
-    """Raise what aio-pika raises inside as delayline's errors; NotFound and PreconditionFailed for 404 and 406."""
+    """Translate errors of aio-pika; NotFound and PreconditionFailed for 404 and 406."""
     try:
         yield
     except LOST as error:

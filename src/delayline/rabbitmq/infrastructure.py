@@ -1,4 +1,4 @@
-"""What delayed messages wait in: 29 exchanges, 28 queues and 56 bindings, as .NET declares them.
+"""The delay levels: 29 exchanges, 28 queues and 56 bindings, as .NET declares them.
 
 See https://docs.particular.net/transports/rabbitmq/delayed-delivery.
 """
@@ -53,7 +53,7 @@ class LevelQueue:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What goes from an exchange to a queue, or to another exchange."""
+    """A binding from an exchange to a queue or to another exchange."""
 
     source: str
     destination: str
@@ -62,7 +62,7 @@ class Binding:
 
     @property
     def method(self) -> QueueBind | ExchangeBind:
-        """What makes it."""
+        """The declarations of the levels, in order."""
         if self.to_queue:
             return QueueBind(queue=self.destination, exchange=self.source, routing_key=self.routing_key)
         return ExchangeBind(destination=self.destination, source=self.source, routing_key=self.routing_key)
@@ -86,7 +86,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DelayInfrastructure:
-    """The delay levels of one name: a prefix, and what kind of queues messages wait in."""
+    """The delay levels with one prefix, and the type of their queues."""
 
     prefix: str = V2_PREFIX
     quorum: bool = True
@@ -100,12 +100,12 @@ class DelayInfrastructure:
 
     @classmethod
     def v2(cls) -> DelayInfrastructure:
-        """Return what NServiceBus.RabbitMQ 7 and later share: quorum queues, forwarded at least once."""
+        """Return the levels that NServiceBus.RabbitMQ 7 and later use: quorum queues, forwarded at least once."""
         return cls()
 
     @classmethod
     def v1(cls) -> DelayInfrastructure:
-        """Return what NServiceBus.RabbitMQ 4.3 to 6 share: lazy classic queues, which may lose messages."""
+        """Return the levels that NServiceBus.RabbitMQ 4.3 to 6 use: lazy classic queues, which may lose messages."""
         return cls(V1_PREFIX, quorum=False)
 
     @classmethod
@@ -193,7 +193,7 @@ class DelayInfrastructure:
 
 
 def refusal(error: ChannelPreconditionFailed) -> BackendUnusable:
-    """Return a 406 as an error that says which argument differs, and what to do."""
+    """Return a 406 as an error with the argument that differs, and the remedy."""
     text = " ".join(str(part) for part in error.args)
     difference = difference_in(text)
     if difference is None:

@@ -53,7 +53,7 @@ def waiting_key(level: int) -> str:
 
 
 def passing_key(level: int) -> str:
-    """Return the binding key of what goes on to the next lower level at once: those with a 0 in its place."""
+    """Return the binding key of messages that skip this level: a 0 in its place."""
     return "*." * (HIGHEST_LEVEL - level) + "0.#"
 
 

@@ -74,8 +74,10 @@ class RabbitMQReceiver:
     """Receives messages from one queue. A lost connection or consumer is replaced by the next `receive`.
 
     It prefetches: the broker reserves more messages for it than `receive` has returned; `stop` returns them.
-    restore: declares this process's own queue again after its deletion; returns False for other queues.
-    move_aside: moves a message that cannot be handled, unchanged, before it is acknowledged.
+
+    Args:
+        restore: declares this process's own queue again after its deletion; returns False for other queues.
+        move_aside: moves a message that cannot be handled, unchanged, before it is acknowledged.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ DIRECT: Final = DirectTopology()
 class Routability:
     """The destinations of one broker; each is asked for once.
 
-    only_look: bind nothing, for a dry run.
+    Args:
+        only_look: bind nothing, for a dry run.
     """
 
     def __init__(self, connection: BrokerConnection, delivery_exchange: str, *, only_look: bool) -> None:

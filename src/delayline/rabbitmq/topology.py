@@ -18,18 +18,18 @@ QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {}}
 
 
 class Topology(Protocol):
-    """A way to lay queues out. Its methods raise aiormq's errors: 404 for what does not exist, 406 for what differs."""
+    """A routing topology. Its methods raise aiormq's errors: 404 for a missing object, 406 for one that differs."""
 
     def address_of(self, destination: str) -> tuple[str, str]:
         """Return the exchange and the routing key that lead to the destination's queue."""
         ...
 
     async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
-        """Create the queue and what leads to it. Idempotent."""
+        """Create the queue with its exchange and bindings. Idempotent."""
         ...
 
     async def check(self, channel: Channel, destination: str) -> None:
-        """Raise ChannelNotFoundEntity when what `address_of` names does not exist."""
+        """Raise ChannelNotFoundEntity if the object that `address_of` names does not exist."""
         ...
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:

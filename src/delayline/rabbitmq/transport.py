@@ -99,7 +99,7 @@ class RabbitMQTransport:
         return TransactionMode.RECEIVE_ONLY
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
-        """Create the queues and what leads to them. Raises BackendUnusable where one is there, but differs."""
+        """Create the queues, exchanges and bindings. Raises BackendUnusable if one exists with other arguments."""
         await self.start()
         try:
             for queue in queues:
@@ -195,7 +195,7 @@ class RabbitMQTransport:
         return receiver
 
     async def has_queue(self, queue: str) -> bool:
-        """Return whether what messages for the queue are published to exists: its exchange, or the queue itself."""
+        """Return whether the exchange for the queue exists, or the queue itself."""
         exchange, _ = self.topology.address_of(queue)
         try:
             if exchange:
@@ -246,7 +246,7 @@ class RabbitMQTransport:
             ) from error
 
     async def _restore(self, queue: str) -> bool:
-        """Declare a queue of this process' own again, with what leads to it; False for other queues."""
+        """Declare a queue of this process again, with its bindings; False for other queues."""
         if queue not in self._declared:
             return False
         await self._declare(queue)

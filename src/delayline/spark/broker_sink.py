@@ -35,7 +35,9 @@ UNKNOWN: Final = "queue {!r} does not exist on the broker: start its endpoint on
 class BrokerSink:
     """The delay levels of one virtual host; pickled to tasks.
 
-    url: `?delays=` selects the levels, v2 by default. name: the connection name that the broker shows.
+    Args:
+        url: `?delays=` selects the levels, v2 by default.
+        name: the connection name that the broker shows.
     """
 
     def __init__(self, url: str, name: str) -> None:

@@ -71,7 +71,8 @@ class ColdTier:
     def files(self, *, until: int | None = None) -> tuple[list[ColdFile], dict[str, list[str]]]:
         """Return the files with messages due at or before `until`, and the cancelled ids by file.
 
-        until: in microseconds since 1970; all files if None.
+        Args:
+            until: in microseconds since 1970; all files if None.
         """
 
         def read(connection: Connection) -> tuple[list[ColdFile], dict[str, list[str]]]:
@@ -110,7 +111,10 @@ def check_job_duration(began: float) -> None:
 def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]) -> DataFrame:
     """Return groups of files as a DataFrame whose partitions have about the same number of messages.
 
-    dead: cancelled ids by file.
+    Args:
+        spark: the session.
+        groups: cold files by the range of due times that they share.
+        dead: cancelled ids by file.
     """
     slots = [0] * min(len(groups), 4 * int(spark.conf.get("spark.sql.shuffle.partitions") or 1))
     rows = []
@@ -155,7 +159,11 @@ def waiting_messages(
 
     A message that is promoted while the DataFrame is read may appear twice.
 
-    columns: as DDL, the id first.
+    Args:
+        spark: the session.
+        options: those of the data source, for the hot store.
+        tier: the store's cold tier, if it has one.
+        columns: the columns to read, as DDL, the id first.
     """
     files, dead = (
         ([], {}) if tier is None else tier.files()

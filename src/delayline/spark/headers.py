@@ -37,7 +37,8 @@ class _Template(NamedTuple):
 class SendHeaders:
     """The endpoint, the content type and the time of a send; pickled to tasks.
 
-    sent: the time of each task if None.
+    Args:
+        sent: the time of each task if None.
     """
 
     endpoint: str

@@ -91,7 +91,7 @@ RESULT: Final = "result STRING"
 
 
 class Placed(NamedTuple):
-    """What a job has placed, in messages; `now` and `validator` find its rejected rows again."""
+    """The numbers of placed messages of a job; `now` and `validator` find its rejected rows again."""
 
     run: str
     stored: int
@@ -187,8 +187,13 @@ class Placement:
     def run(self, rows: DataFrame, run: str | None, *, batch: int = 0) -> Placed:
         """Place the rows as one batch of a run. Blocks.
 
-        run: resumes an earlier attempt of that name, or returns the counts of one that has committed. Raises
-        DelaylineError, with nothing placed in store and cold tier; a broker keeps the messages that it has confirmed.
+        Args:
+            rows: the messages, with the columns of `spark.schema`.
+            run: the name of the job: resumes an earlier attempt, or returns the counts of one that has committed.
+            batch: the number of a stream's micro-batch; 0 for a job of its own.
+
+        Raises:
+            DelaylineError: Nothing is placed in store and cold tier; a broker keeps the messages that it has confirmed.
         """
         self.check()
         return _Job(self, run, batch).place(rows)
@@ -415,7 +420,7 @@ class _Counts:
 
 
 class _TaskResult(NamedTuple):
-    """What a finished task has written, for the driver to commit."""
+    """The rows that a finished task has written, for the driver to commit."""
 
     staged: Attempt
     journal: Attempt

@@ -49,7 +49,15 @@ HIDDEN: Final = (FILE, BLOCK, LINE, CORRUPT)
 def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[str], *, numbered: bool) -> DataFrame:
     """Return the rows of the files at a path, with the columns FILE and, if `numbered`, LINE (not for Parquet).
 
-    form: parquet, csv (with a header line) or jsonl; by the path's ending if None. names: the fields of JSON.
+    Args:
+        spark: the session.
+        path: a file, folder or pattern, local or at a URI that Spark can read.
+        form: parquet, csv (with a header line) or jsonl; by the path's ending if None.
+        names: the fields of JSON.
+        numbered: whether to add the column LINE.
+
+    Raises:
+        ConfigurationError: The format is unknown.
     """
     form = form or next((kind for ending, kind in ENDINGS.items() if path.rstrip("/").endswith(ending)), None)
     if form not in FORMATS:
@@ -72,8 +80,14 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
 def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> DataFrame:
     """Return the rows of a table, or of a named query in brackets, through JDBC.
 
-    options: of Spark's JDBC source; `url` is required, and passwordEnv names the variable with the password. Times
-    without a zone become TIMESTAMP_NTZ, unless preferTimestampNTZ is set. Raises ConfigurationError.
+    Args:
+        spark: the session.
+        table: a table's name, or a named query in brackets.
+        options: of Spark's JDBC source; `url` is required, and passwordEnv names the variable with the password. Times
+            without a zone become TIMESTAMP_NTZ, unless preferTimestampNTZ is set.
+
+    Raises:
+        ConfigurationError: An option is missing or not valid.
     """
     given = {"dbtable": table, "preferTimestampNTZ": "true", **options}
     url, variable = given.get("url", ""), given.pop("passwordEnv", None)

@@ -65,7 +65,9 @@ class Validator:
 def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
     """Return the reason for each row that cannot be a message, null for a valid one.
 
-    largest: the most bytes of headers and body together.
+    Args:
+        batch: rows with all columns of a message.
+        largest: the most bytes of headers and body together.
     """
     headers, body = batch.column("headers"), batch.column("body")
     size = pc.add(_length(headers), _length(body))

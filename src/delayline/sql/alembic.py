@@ -1,4 +1,4 @@
-"""What Alembic needs to leave delayline's tables alone."""
+"""Lets Alembic ignore delayline's tables."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class SqlBackend:
 
     @property
     def transaction_domain(self) -> Hashable:
-        """The database, or what makes two of them one."""
+        """The database, or the two-phase commit that joins two."""
         return self._two_phase or self._database.domain
 
     @property
@@ -55,7 +55,9 @@ class SqlBackend:
     async def _missing_rights(self, needed: Mapping[Table, Sequence[str]], *, takes: bool | None = None) -> list[str]:
         """Return the GRANT statements for missing rights on existing tables.
 
-        takes: whether messages are removed from a store; None for parts that do not use its shared tables.
+        Args:
+            needed: the rights that each table needs.
+            takes: whether messages are removed from a store; None for parts that do not use its shared tables.
         """
         dialect, every = self._database.dialect, {self._tables.versions: TO_READ, **needed}
         if takes is not None:

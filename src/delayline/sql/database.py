@@ -112,7 +112,7 @@ class Database(ABC):
 
     @abstractmethod
     def end_stop(self) -> None:
-        """End what `begin_stop` has begun."""
+        """Undo `begin_stop`."""
 
     @property
     def _closing_patience(self) -> float:
@@ -156,9 +156,15 @@ class Database(ABC):
     ) -> Result:
         """Run `work` in `transaction`, or, without one, in a transaction that commits it alone.
 
-        one_statement: `work` runs a single statement, which some servers commit implicitly, saving a round trip. If
-        cancelled, raises CancelledError once the effect is certain. Raises TypeError for another database's
-        transaction.
+        Args:
+            work: runs the statements; it may run again after a deadlock.
+            transaction: the caller's transaction; one of its own if None.
+            one_statement: whether `work` runs a single statement, which some servers commit implicitly, saving a round
+                trip.
+
+        Raises:
+            CancelledError: After a cancellation, once the effect is certain.
+            TypeError: `transaction` belongs to another database.
         """
         if transaction is None:
             return await self._write_alone(work, one_statement=one_statement)

@@ -126,7 +126,7 @@ def _new(url: URL) -> Database:
 
 
 class _Fork:
-    """What happens to the databases when the process forks."""
+    """Closes inherited databases when the process forks."""
 
     databases: ClassVar[list[Database]] = []
 

@@ -125,7 +125,7 @@ class Forwarding(Protocol):
     def run(
         self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
     ) -> Moved:
-        """Move messages due from `since` on, where given, and say what became of them.
+        """Move messages, those due from `since` on if given, and return the result.
 
         `next_due` is `until` where more may be due, else None.
 
@@ -142,7 +142,14 @@ class TimeoutForwarding(Protocol):
         """Move expired timeouts and return the result; `next_due` is when the next one expires or its lease ends.
 
         Skips timeouts that need more than moving: an unknown queue, or headers that the dispatcher has to read.
-        at, until: the present time in the types of leases and of due times; sent: the same as a header.
+
+        Args:
+            connection: the connection to run on.
+            at: the present time in the type of leases.
+            until: the present time in the type of due times.
+            sent: the present time as a header.
+            limit: how many timeouts to move at most.
+            max_bytes: how many bytes of bodies and headers to move at most.
         """
         ...
 
@@ -165,7 +172,7 @@ class Leases(Protocol):
 
 
 class OnConflict(StrEnum):
-    """What becomes of a message whose id waits already."""
+    """The treatment of a message whose id exists already."""
 
     FAIL = "fail"
     IGNORE = "ignore"
@@ -526,9 +533,11 @@ class ServerSession(Protocol):
         ...
 
     def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
-        """Run `work` while no transaction is open; raises delayline's errors.
+        """Run `work` while no transaction is open; driver errors are raised as delayline's.
 
-        commits: it is a statement that commits by itself, so that with its answer its outcome is lost.
+        Args:
+            work: the function to run.
+            commits: whether the statement commits by itself, so that a lost answer leaves its outcome unknown.
         """
         ...
 
@@ -575,7 +584,7 @@ class ServerSessions(Protocol):
 
 
 class ServerConnections(Protocol):
-    """How a server is connected to, and what the errors mean for a connection."""
+    """Connections to a server, and the meaning of their errors."""
 
     stops: StopLimit
     """The limit of waits while an endpoint stops."""

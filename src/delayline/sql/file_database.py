@@ -244,7 +244,7 @@ MAXIMUM_GROUP: Final = 200
 
 
 class Write(Generic[Result]):
-    """One caller's work and what became of it."""
+    """One caller's work and its result."""
 
     def __init__(self, work: Callable[[Connection], Result]) -> None:
         self.work = work

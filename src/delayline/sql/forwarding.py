@@ -56,7 +56,7 @@ class FileForwarding:
         limit: int,
         max_bytes: int,
     ) -> Moved:
-        """Move messages and say what became of them.
+        """Move messages and return the result.
 
         Stops before the first that needs more than moving: its queue does not exist, or its headers hold properties
         that are meant for the dispatch only, or a time to be received.
@@ -112,7 +112,7 @@ class LockedForwarding:
     def run(
         self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
     ) -> Moved:
-        """Move messages due from `since` on, where given, and say what became of them."""
+        """Move messages, those due from `since` on if given, and return the result."""
         if since is None:
             heads = self._heads.rows(connection, until, limit)
         else:

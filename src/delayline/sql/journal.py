@@ -1,4 +1,4 @@
-"""The journal records what happened to each message of a store, in the transaction that did it.
+"""The journal records the events of each message of a store, in the transaction that caused them.
 
 Triggers on the store's table write it: any process that stores, moves or removes messages is covered, without a round
 trip, and stores without a journal pay nothing. A message that is removed for another reason than its due time is marked
@@ -53,7 +53,7 @@ FAILED: Final = -2
 
 
 class JournalEvent(StrEnum):
-    """What happened to a message."""
+    """An event in the life of a message."""
 
     SCHEDULED = "scheduled"
     RESCHEDULED = "rescheduled"
@@ -203,7 +203,7 @@ class Journal:
         connection.execute(change.values(event=event.value))
 
     def note(self, connection: Connection, event: JournalEvent, messages: Select[Any]) -> None:
-        """Write down what happened to messages that are not in the store; id, destination and due are selected."""
+        """Record an event of messages that are not in the store; the query selects id, destination and due."""
         columns = messages.subquery().c
         now = self._dialect.in_seconds(0)
         rows = select(literal(self._store.name), literal(event.value), *columns, now, literal(0))
@@ -211,7 +211,7 @@ class Journal:
         connection.execute(insert(self._tables.entries).from_select(names, rows))
 
     def note_one(self, connection: Connection, event: JournalEvent, message: tuple[str, str, datetime]) -> None:
-        """Write down what happened to a message that is not in the store: id, destination, due."""
+        """Record an event of messages that are not in the store, given as id, destination and due."""
         message_id, destination, due = message
         row = {"store": self._store.name, "event": event.value, "id": message_id, "destination": destination}
         times = {"due": self._dialect.to_due(due), "at": self._dialect.in_seconds(0)}

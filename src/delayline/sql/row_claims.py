@@ -212,7 +212,11 @@ class RowClaims(Protocol):
     ) -> Result:
         """Run `work`, without a transaction all of it in one; it then unlocks the messages as well.
 
-        one_statement: it is one, or one for every 500 of the messages.
+        Args:
+            work: runs the statements.
+            messages: the messages that the statements change or delete.
+            transaction: the caller's transaction; one of its own if None.
+            one_statement: whether it is a single statement, or one for every 500 of the messages.
         """
         ...
 

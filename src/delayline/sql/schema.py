@@ -75,7 +75,7 @@ OWN_PREFIX: Final = "delayline_"
 
 
 class ProductTables(Protocol):
-    """What a table group asks a dialect."""
+    """The tables of a dialect that depend on the product."""
 
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
         """Return the shared tables that this product has besides those of the queues."""
@@ -192,7 +192,10 @@ DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tab
 def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False) -> Table:
     """Return the logical table of a delayed message store under that name.
 
-    leases: with a column that says until when a message is out without a transaction.
+    Args:
+        name: the table's name.
+        schema: the database schema; the connection's default if None.
+        leases: whether to add the column with the end of a message's lease.
     """
     return Table(
         name,

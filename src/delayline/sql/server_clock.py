@@ -44,7 +44,8 @@ class ServerClock:
     one, and are widened with age. Bounds that exclude each other mean that the server's clock was set: the new ones
     count. Before the first answer it is this machine's clock.
 
-    tick: the resolution of the server's clock.
+    Args:
+        tick: the resolution of the server's clock.
     """
 
     def __init__(self, ask: Callable[[], None], tick: timedelta = ONE_MICROSECOND) -> None:
@@ -76,7 +77,12 @@ class ServerClock:
         await asyncio.sleep(max(0.0, seconds))
 
     def answered(self, said: datetime, requested: int) -> None:
-        """Take the server's time from an answer that has just come; `requested`: what `steady()` was before."""
+        """Update the bounds from an answer that has just arrived.
+
+        Args:
+            said: the server's time in its answer.
+            requested: the value of `steady()` before the request.
+        """
         now, said_at = steady(), to_microseconds(said)
         sample = _Bounds(said_at - now - 1, said_at - requested + self._tick, now)
         with self._lock:

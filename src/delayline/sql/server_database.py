@@ -55,10 +55,6 @@ class Session:
         self._abandoned = False
 
     def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
-        """Run `work` while no transaction is open; driver errors come out as delayline's.
-
-        commits: it is a statement that commits by itself, so that with its answer its outcome is lost.
-        """
         if self._database.silent:
             self._database.probe()
         with self._at_work():
@@ -568,7 +564,7 @@ class ServerDatabase(Database):
         """
         stops = self.dialect.stops
         error = BackendUnavailable(
-            f"{self.dialect} has not answered before its endpoint stopped. What was asked of it may have an effect: "
+            f"{self.dialect} has not answered before its endpoint stopped. The statement may have taken effect: "
             "check whether the data was written before repeating it"
         )
 

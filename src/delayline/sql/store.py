@@ -49,7 +49,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         table_name: Name of the table; by default `{endpoint}.timeouts`.
         schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
         poll_interval: How often to look for messages of other processes, where the database has no notifications.
-        journal: True records what happens to each message from the next set-up on; False ends that.
+        journal: True records the events of each message from the next set-up on; False ends that.
         two_phase: Coordinates transactions with a transport in another database; this database prepares them.
         server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
             parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
@@ -105,7 +105,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
             await self._close_database()
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
-        """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
+        """Return the SQL that `setup_infrastructure` would run; without running it. Raises the same errors."""
         table = self._table(endpoint_name)
         required = self._required(table)
         return await self._database.plan(

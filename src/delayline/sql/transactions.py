@@ -43,7 +43,7 @@ class Checkout(Protocol):
 
 
 class CheckoutTransaction(Protocol):
-    """What a transaction needs of its database."""
+    """The part of a database that its transactions use."""
 
     dialect: Dialect
 

@@ -109,7 +109,7 @@ class SqlTransport(SqlBackend):
             await self._close_database()
 
     async def planned_infrastructure(self, queues: Sequence[str]) -> Sequence[str]:
-        """Return the SQL that `setup_infrastructure` would run; changes nothing, and raises what that raises."""
+        """Return the SQL that `setup_infrastructure` would run; without running it. Raises the same errors."""
         dialect = self._database.dialect
 
         def whole() -> list[Executable]:
@@ -394,7 +394,8 @@ def _number(received: ReceivedMessage) -> int:
 class IdleQueues:
     """Wakes receivers of one transport whose queues are not empty. Belongs to one event loop.
 
-    interval: how often it looks, in seconds.
+    Args:
+        interval: how often it looks, in seconds.
     """
 
     def __init__(self, database: Database, statements: QueueStatements, interval: float) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY: Final = 10.0  # seconds between looks for what crashed processes left
+LOOK_EVERY: Final = 10.0  # seconds between looks for prepared transactions of crashed processes
 LOOK_AGAIN: Final = 1.0  # after trouble of our own
 FORGOTTEN_AT_ONCE: Final = 100
 LOG: Final = "log"

@@ -20,7 +20,7 @@ def must_exist(url: str) -> None:
 
 
 async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
-    """Return what can be told of the database itself. Raises BackendUnusable or BackendUnavailable."""
+    """Return the findings about the database. Raises BackendUnusable or BackendUnavailable."""
     database = database_at(url)
     await database.open()
     try:
@@ -34,7 +34,7 @@ async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
 
 
 async def set_up(url: str, groups: Sequence[TableGroup], *, schema: str | None = None) -> None:
-    """Create the tables of the groups, or upgrade them. Raises what `RequiredTables.set_up` raises."""
+    """Create the tables of the groups, or upgrade them. Raises the errors of `RequiredTables.set_up`."""
     database = database_at(url)
     await database.open()
     try:

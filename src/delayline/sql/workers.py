@@ -74,7 +74,7 @@ class Workers:
 
         Args:
             is_overdue: Whether work given at that time, by `time.monotonic`, is not waited for any more.
-            error: What its callers get.
+            error: The exception for its callers.
         """
         for job in list(self._under_way):
             if is_overdue(job.given):

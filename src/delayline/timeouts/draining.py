@@ -41,9 +41,16 @@ class RemainingTimeouts:
 def draining_delivery(
     url: str | None, *, polling: bool = True, schema: str | None = None, outage: timedelta = TWO_MINUTES
 ) -> TimeoutManagerDelivery | None:
-    """Return a timeout manager on the database at `url`, or None without a URL. Raises ConfigurationError.
+    """Return a timeout manager on the database at `url`, or None without a URL.
 
-    outage: how long its storage may be unreachable before a critical error.
+    Args:
+        url: the timeout persister's database; no timeout manager if None.
+        polling: whether this process forwards due timeouts.
+        schema: the database schema; the connection's default if None.
+        outage: how long the persister may be unreachable before a critical error.
+
+    Raises:
+        ConfigurationError: The URL is not that of a supported database.
     """
     if url is None:
         return None

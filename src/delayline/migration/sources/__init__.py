@@ -1,4 +1,4 @@
-"""What can be moved away from, one file a kind."""
+"""The sources of migrations, one module for each kind."""
 
 from __future__ import annotations
 

@@ -88,12 +88,12 @@ class APScheduler(TableSource):
         return (EPOCH + timedelta(microseconds=round(kept * 1_000_000))).astimezone(UTC)
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
-        """Return what becomes of a job a message."""
+        """Return the columns that make a job a message."""
         del bodies
         return [table.c.id, table.c.next_run_time, table.c.job_state]
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-        """Return the jobs as messages; what cannot be one with the reason."""
+        """Return the jobs as messages, rejected ones with the reason."""
         return record_batch(self._message(*row) for row in rows)
 
     def _message(self, key: str, due: float, state: bytes) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TABLE: Final = "TimeoutDataTableName"
 CONTAINER: Final = "timeoutstate"
 OWNER: Final = "OwningTimeoutManager"
-#: What .NET's migration tool puts before the owner of a row that endpoints are to leave alone; so does this one.
+#: The prefix with which .NET's migration tool, and this one, hides rows from endpoints.
 HIDDEN: Final = "__hidden__"
 BLOBS_AT_ONCE: Final = 32
 #: Of the three rows of a timeout only that which is kept by its time counts; the main one has no row key.
@@ -46,7 +46,8 @@ NOT_MAIN: Final = "RowKey ne ''"
 class AzureStorage(CollectedSource):
     """Timeouts in one storage account. Moved timeouts and their bodies stay there, hidden from their endpoint.
 
-    table, container: names from the endpoints' settings.
+    Args:
+        table, container: names from the endpoints' settings.
     """
 
     kind: ClassVar[str] = "azure-storage"

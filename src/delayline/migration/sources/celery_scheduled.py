@@ -1,4 +1,4 @@
-"""Celery's ETA tasks that workers hold: what `celery inspect scheduled --json` has written."""
+"""Celery's ETA tasks that workers hold, from the output of `celery inspect scheduled --json`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _workers(path: str) -> list[list[dict[str, Any]]]:
         raise BackendUnusable(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         why = str(error)
-    raise BackendUnusable(f"{path} is not what `celery inspect scheduled --json` writes: {why}")
+    raise BackendUnusable(f"{path} is not the output of `celery inspect scheduled --json`: {why}")
 
 
 def _taken(entry: dict[str, Any], endpoint: str) -> CollectedMessage:

@@ -61,7 +61,7 @@ class DelaylineStore(TableSource):
 
 
 def _text(headers: bytes | None) -> str:
-    """Return the headers as text; of damaged ones what no reader takes for headers."""
+    """Return the headers as text; for damaged headers a text that no reader accepts."""
     try:
         return bytes(headers or b"").decode()
     except UnicodeDecodeError:

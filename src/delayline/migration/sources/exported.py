@@ -25,7 +25,7 @@ class ExportedFiles(CollectedSource):
     """Messages in export files, `*` and `?` in the path standing for several."""
 
     written_by: ClassVar[str]
-    """What has written the files."""
+    """The program that has written the files."""
 
     def __str__(self) -> str:
         return f"{self.written_by}'s export {self.place}"

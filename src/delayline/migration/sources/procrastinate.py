@@ -102,7 +102,7 @@ class Procrastinate(TableSource):
         return func.length(cast(rows.c.args, Text))
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
-        """Return what becomes of a job a message."""
+        """Return the columns that make a job a message."""
         del bodies
         names = ("id", "queue_name", "scheduled_at", "task_name", "attempts", "lock", "queueing_lock")
         return [*(table.c[name] for name in names), cast(table.c.args, Text)]

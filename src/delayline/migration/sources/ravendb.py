@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 OWNER: Final = "OwningTimeoutManager"
 FIELDS: Final = frozenset({OWNER, "Destination", "Time"})
-#: What .NET's migration tool puts before the owner of timeouts that it is moving, and has moved.
+#: The prefixes with which .NET's migration tool marks timeouts that it is moving, and has moved.
 HIDDEN: Final = "__hidden__"
 MIGRATED: Final = "__migrated__"
 PICKLED: Final = "pickled BINARY"

@@ -23,7 +23,7 @@ CHUNK: Final = 1 << 20
 DOCUMENTS: Final = "Docs"
 #: The most bytes of a document; RavenDB itself accepts far less.
 LONGEST: Final = 1 << 30
-#: A string, one that is cut off, or what opens or closes something.
+#: A string, a string that is cut off, or a bracket.
 TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"|"|[{}\[\]]', re.DOTALL)
 MEANING: Final = re.compile(rb"[^ \t\r\n,:]")
 MARK: Final = b"\xef\xbb\xbf"

@@ -1,4 +1,4 @@
-"""What can be moved to, one file a kind."""
+"""The targets of migrations, one module for each kind."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ LATEST: Final = datetime.max.replace(tzinfo=UTC)
 class ColdTierStore(SqlStore):
     """The stores of one database, each with its cold tier in that folder; `delayline setup` has created the stores.
 
-    hot_horizon: messages due later wait in files until they are promoted.
+    Args:
+        hot_horizon: messages due later wait in files until they are promoted.
     """
 
     kind: ClassVar[str] = "cold-tier"
@@ -85,7 +86,8 @@ class ColdTierStore(SqlStore):
 class TiersWave:
     """Batches of one endpoint on their way into both tiers of its store: tasks stage, the driver commits.
 
-    ours: the names of files that waves before have written: no id comes twice from one source.
+    Args:
+        ours: the names of files that waves before have written: no id comes twice from one source.
     """
 
     confirms = False
@@ -174,7 +176,7 @@ class TiersSession(StoreSession):
         self._staged: list[Staged] = []
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Collect what can go; it counts when the driver has committed it."""
+        """Stage the accepted messages; they count once the driver has committed them."""
         refused = {**await self.taken(messages), **self.nowhere(messages)}
         kept = without(messages, refused)
         if kept.num_rows:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RabbitmqLevelsTarget(WithoutLedger, BrokerSink):
-    """The delay levels of one virtual host, v2, or what ?delays= in the URL says."""
+    """The delay levels of one virtual host: v2, unless the URL has ?delays=."""
 
     kind: ClassVar[str] = "rabbitmq-levels"
     exactly_once: ClassVar[bool] = False

@@ -161,7 +161,7 @@ class StoreSession(ConfirmingSession):
         self._there = Prepared(select(ids).where(dialect.one_of(ids, "keys")), dialect.sql, ["keys"])
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Store what can be; ids are looked for where storing meets one that waits there already."""
+        """Store the messages; if an id exists already, find out which."""
         refused = self.nowhere(messages)
         for _ in range(ROUNDS):
             if refused:

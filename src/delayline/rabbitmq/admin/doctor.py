@@ -1,4 +1,4 @@
-"""What `delayline doctor` can tell of a broker."""
+"""The checks of `delayline doctor` on a broker."""
 
 from __future__ import annotations
 
@@ -24,10 +24,19 @@ WHAT: Final = "delay levels"
 
 
 async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None = None) -> Sequence[Check]:
-    """Return findings: subject, whether it is as it should be, and value. Raises BackendUnusable or BackendUnavailable.
+    """Check the broker, its exchanges, queues and policies.
 
-    delay_levels: whether to check the delay levels. endpoint: the only endpoint name to check if the management API,
-    which lists all names, does not answer.
+    Args:
+        url: the broker's URL, with its options.
+        delay_levels: whether to check the delay levels.
+        endpoint: the only endpoint name to check if the management API, which lists all names, does not answer.
+
+    Returns:
+        Findings: subject, whether it is as it should be, and value.
+
+    Raises:
+        BackendUnavailable: The broker cannot be reached.
+        BackendUnusable: The broker refuses the login, or something that the check needs.
     """
     transport = RabbitMQTransport(url)
     connection, levels = transport.connection, DelayInfrastructure.named(transport.address.delays)

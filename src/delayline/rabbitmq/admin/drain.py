@@ -60,7 +60,12 @@ async def batches(
 ) -> AsyncIterator[list[DeliveredMessage]]:
     """Yield that many messages of the queue, in batches of `size` at most; fewer where the rest has left it.
 
-    ahead: how many the broker sends that are not acknowledged yet.
+    Args:
+        channel: the channel to consume on.
+        queue: the queue's name.
+        wanted: how many messages to yield.
+        size: messages of a batch, at most.
+        ahead: how many unacknowledged messages the broker may send ahead.
     """
     inbox: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
     await channel.basic_qos(prefetch_count=ahead)

@@ -1,4 +1,4 @@
-"""The broker's management API over HTTP: what AMQP does not tell, and the policies that it cannot set."""
+"""The broker's management API over HTTP, for counts and policies that AMQP does not offer."""
 
 from __future__ import annotations
 
@@ -219,6 +219,6 @@ def effective(policies: Iterable[Policy], name: str, kind: str) -> Policy | None
 
 
 def version_of(text: str) -> tuple[int, int, int]:
-    """Return a version's three numbers; what follows them is left out. Zeros for a text that is none."""
+    """Return a version's three numbers without a suffix; zeros for a text without numbers."""
     found = VERSION.match(text)
     return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)

@@ -51,7 +51,7 @@ class Levels:
 
 @dataclass(slots=True)
 class LevelReport:
-    """What became of one level's messages."""
+    """The result of moving one level."""
 
     level: int
     found: int
@@ -72,7 +72,7 @@ class Report:
     reasons: Counter[str] = field(default_factory=Counter)
     """Why messages were kept apart."""
     held_up: BlockedMessages | None = None
-    """What is due on the source and reaches no destination: a move cannot take it."""
+    """Due messages on the source that reach no destination: a move cannot take them."""
     apart_in: str = ""
     """The queue that they are kept in, on the broker they came from."""
 
@@ -90,8 +90,9 @@ class Report:
 class Move:
     """One run: from the source's levels to the target's.
 
-    name: `migrate` or `transfer`; part of the name of the queue that keeps what cannot be moved.
-    progress: called with level, messages done and messages found, as it goes.
+    Args:
+        name: `migrate` or `transfer`; part of the name of the queue that keeps messages that cannot be moved.
+        progress: called with level, messages done and messages found, as it goes.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Move:
         self._clock = clock or SystemClock()
         self._progress = progress or (lambda level, done, found: None)
         self.report = Report(apart_in=self._apart.queue)
-        """What is done so far."""
+        """The results so far."""
 
     async def run(self) -> Report:
         """Move everything that waits, highest level first. Idempotent: run it again after whatever stopped it.
@@ -192,7 +193,7 @@ class Move:
         self.report.reasons.update(one.reason for one in unmoved)
 
     async def _send(self, channel: Channel, going: Sequence[Going], report: LevelReport) -> list[PoisonMessage]:
-        """Publish to the other levels; return what that broker will never take. Raises what may be otherwise later."""
+        """Publish to the other levels; return messages that the broker will never accept. Raises temporary errors."""
         refused = await self._publisher.publish([self._publication(*one) for one in going])
         moved = [one for index, one in enumerate(going) if index not in refused]
         self._count(report, [found for _, found in moved])
@@ -214,7 +215,7 @@ class Move:
         return Publication(content(delivered), exchange, key, properties=unchanged(carried(delivered)))
 
     async def _move_again(self) -> None:
-        """Move what an earlier run kept apart for lack of a destination that is there now."""
+        """Move the messages of an earlier run whose destinations exist now."""
         async with channel_of(self._source) as channel:
             async for delivered, found in self._apart.movable(channel):
                 if await self._reach.includes(found.destination):

@@ -91,7 +91,7 @@ async def pending(address: BrokerAddress, infrastructure: DelayInfrastructure) -
 async def overdue(
     address: BrokerAddress, infrastructure: DelayInfrastructure, clock: Clock | None = None
 ) -> BlockedMessages:
-    """Return what no count of ready messages shows: due messages that hang in the levels, and those that were caught.
+    """Return the messages that no count of ready messages includes: due ones stuck in levels, and undeliverable ones.
 
     Without a management API only the latter. Raises BackendUnavailable where the broker does not answer.
     """
@@ -168,7 +168,7 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
 
 
 async def catch_undeliverable(address: BrokerAddress, infrastructure: DelayInfrastructure) -> Check:
-    """Enable the catch-all during set-up; return whether it is enabled, or what to do instead.
+    """Enable the catch-all during set-up; return whether it is enabled, else the remedy.
 
     It is not enabled if the broker refuses, for lack of rights or because of another policy, or without a management
     API.

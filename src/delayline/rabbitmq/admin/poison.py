@@ -55,7 +55,7 @@ class PoisonQueue:
         await self._publisher.open()
 
     async def close(self) -> None:
-        """Disconnect what publishes. Idempotent."""
+        """Disconnect the publisher. Idempotent."""
         await self._publisher.close()
 
     async def keep(self, unmoved: Sequence[PoisonMessage], level: int) -> None:
@@ -98,7 +98,7 @@ def headers_of(delivered: DeliveredMessage) -> Mapping[str, Any]:
 def carried(delivered: DeliveredMessage, marks: Mapping[str, Any] | None = None) -> Basic.Properties:
     """Return the properties to send on, with these marks and no older ones.
 
-    A lifetime would cut the delay short, and brokers refuse what another user has signed: both are left out.
+    A lifetime would cut the delay short, and brokers refuse messages that name another user: both are left out.
     """
     properties = copy.copy(delivered.header.properties)
     kept = {name: value for name, value in headers_of(delivered).items() if not name.startswith(MARK)}

@@ -203,7 +203,7 @@ async def _undeliverable(api: ManagementApi, infrastructure: DelayInfrastructure
 
 
 async def _stuck_for_long(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
-    """Count what stays in levels though it is due, through all looks."""
+    """Count messages that stay in their levels, although due, in every look."""
     stuck = await _stuck(api, infrastructure)
     for _ in range(LOOKS - 1):
         if stuck:

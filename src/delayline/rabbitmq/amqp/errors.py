@@ -1,4 +1,4 @@
-"""Why a broker closed a channel or a connection, or did not open one, in words that say what to do."""
+"""Errors for channels and connections that a broker closed or refused, with the remedy."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pamqp.commands import Basic
 
 DEFAULT_CONTENT_TYPE: Final = "application/octet-stream"
-"""What a message without a content type is sent as, and taken for."""
+"""The content type of messages that have none."""
 CALLBACK_QUEUE: Final = "NServiceBus.RabbitMQ.CallbackQueue"
 DELIVERY_COUNT: Final = "x-delivery-count"
 NOT_PERSISTENT_MODE: Final = 1
@@ -45,7 +45,7 @@ UNREADABLE_PROPERTIES: Final = (
 
 
 def message_from(delivered: DeliveredMessage) -> Message:
-    """Return the message that was delivered, its headers as texts, without what brokers and transports added.
+    """Return the delivered message, its headers as texts, without those that brokers and transports added.
 
     Raises InvalidMessage for one that cannot be handled: without a message id nothing could name it, and properties
     that are not AMQP's could not be sent on.

@@ -30,7 +30,7 @@ FIRST_BACK_OFF: Final = 0.1  # seconds, doubled with every failure
 LONGEST_BACK_OFF: Final = 5.0
 CLOSING_PATIENCE: Final = 10.0  # seconds for outstanding confirms
 GOODBYE_PATIENCE: Final = 4.0  # seconds for the broker's answer to a good-bye
-#: What brokers take by default, before version 4 and from then on.
+#: The largest message that brokers accept by default, before version 4 and since.
 LARGEST_MESSAGE: Final = 134_217_728
 LARGEST_MESSAGE_OF_4: Final = 16_777_216
 

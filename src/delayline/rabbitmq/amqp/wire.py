@@ -60,7 +60,7 @@ LONGEST_EXPIRATION: Final = 315_360_000_000
 """Milliseconds, ten years of 365 days: brokers close the channel over longer ones."""
 
 #: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message, and
-#: all of them send copies to what CC and BCC name, or refuse the message where those are no lists.
+#: all of them send copies to the queues in CC and BCC, or refuse the message if those are not lists.
 NOT_SENT: Final = frozenset(
     [
         DELAY_HEADER,
@@ -92,7 +92,7 @@ EXPIRATION_FLAG: Final = 1 << 8
 MESSAGE_ID_FLAG: Final = 1 << 7
 TYPE_FLAG: Final = 1 << 5
 USER_ID_FLAG: Final = 1 << 4
-#: What lies in an error queue does not expire, and brokers refuse what another user has signed.
+#: Messages in an error queue do not expire, and brokers refuse messages that name another user.
 NOT_FOR_ERROR_QUEUE: Final = frozenset([EXPIRATION_FLAG, USER_ID_FLAG])
 
 
@@ -160,7 +160,7 @@ class PublishFrames:
         self._methods: dict[tuple[str, str], bytes] = {}
 
     def encode(self, publication: Publication) -> bytes:
-        """Return all frames of one message; raises InvalidMessage for what AMQP cannot carry.
+        """Return all frames of one message; raises InvalidMessage for one that AMQP cannot carry.
 
         A failed message, on its way to the error queue or to another attempt, has a form that always fits: its headers
         in its body.
@@ -317,7 +317,7 @@ def _table(headers: Mapping[str, str], message_id: str, delay: int | None, in_bo
 
 
 def _table_with_surrogates(headers: Mapping[str, str], delay: int | None) -> bytes:
-    """Encode halves of characters, as JSON headers in a store keep them: what could be stored is not refused."""
+    """Encode lone surrogates too, as a store's JSON headers do: a message that could be stored is not refused."""
     fields = [_delay_field(delay)]
     for name, value in headers.items():
         raw = value.encode("utf-8", "surrogatepass")

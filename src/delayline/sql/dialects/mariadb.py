@@ -124,7 +124,7 @@ def translated(error: Exception, place: str) -> Exception:
 
 
 def _missing(cause: str) -> str:
-    """Return the rights that a refusal says are missing, and on what."""
+    """Return the missing rights that a refusal names, and their table."""
     refused = REFUSED.match(cause)
     return EVERY_RIGHT if refused is None else f"{refused[1]} ON {refused[2]}"
 
@@ -156,7 +156,7 @@ SESSION: Final = (
 TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
 SETUP_LOCK: Final = "delayline setup"
 
-#: What needs one right only, and finds nothing if it ran.
+#: Statements that need one right only, and affect no row.
 EXPLAINED: Final = {
     "SELECT": "SELECT 1 FROM {table} WHERE FALSE",
     "INSERT": "INSERT INTO {table} VALUES ()",

@@ -23,7 +23,7 @@ DROP_PATIENCE: Final = 2  # seconds
 MOVE: Final = (
     "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} WHERE attempt = %s{conflict}"
 )
-#: What an update does to each row is counted by the way: the server's own count cannot tell them apart.
+#: The statement counts inserted and updated rows itself: the server's count does not distinguish them.
 COUNT: Final = "@delayline_left := @delayline_left + 1"
 IGNORE: Final = f" ON DUPLICATE KEY UPDATE {{store}}.id = IF({COUNT}, {{store}}.id, {{store}}.id)"
 FREE: Final = "({store}.leased_until IS NULL OR {store}.leased_until < UTC_TIMESTAMP(6))"

@@ -375,7 +375,7 @@ ABORTED: Final = (
     "new one"
 )
 GIVEN_UP: Final = {"40001", "40P01"}
-#: What libpq says before there is a connection: it gives no SQLSTATE then.
+#: Texts of libpq before a connection is established, when there is no SQLSTATE.
 UNUSABLE: Final = {
     "authentication failed": "Check the user and the password",
     "no password supplied": "Put the password into the URL or into ~/.pgpass",
@@ -477,7 +477,7 @@ class PostgresqlForwarding:
     def run(
         self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
     ) -> Moved:
-        """Move messages due from `since` on, where given, and say what became of them."""
+        """Move messages, those due from `since` on if given, and return the result."""
         bounds = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes)
         moved, queues, due, left, last = run(connection, self._all, *bounds)[0]
         if moved + left < due:
@@ -593,7 +593,7 @@ class MissingRights(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """The remedy."""
         if not self.rights:
             return f"Only its owner may do that: run it as {self.owner}"
         for_setup = ", CREATE for `delayline setup` only" if self.kind == "SCHEMA" and len(self.rights) > 1 else ""

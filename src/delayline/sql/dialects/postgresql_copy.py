@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psycopg import Connection
 
 
-#: What binary COPY begins and ends with.
+#: The header and trailer of binary COPY.
 COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 COPY_END: Final = b"\xff\xff"
 #: PostgreSQL counts microseconds from here, not from 1970.

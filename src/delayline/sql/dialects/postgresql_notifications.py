@@ -41,7 +41,7 @@ POLL_EVERY: Final = 1.0  # seconds between looks while notifications do not come
 
 #: A poller that sleeps shorter than this needs no notification.
 WORTH_TELLING: Final = timedelta(milliseconds=5)
-#: A poller's longest sleep, and what its look for the next due time may take.
+#: A poller's longest sleep, and the time for its query of the next due time.
 LONGEST_SLEEP: Final = MAXIMUM_SLEEP + timedelta(seconds=5)
 
 TELL: Final = "SELECT pg_notify(%s, %s)"

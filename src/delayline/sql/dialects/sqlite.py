@@ -566,7 +566,7 @@ class Sqlite:
         is not granted, and BackendUnusable if the file is gone: SQLite would go on writing to the deleted file.
         """
         self._check_in_place()
-        self.rollback(connection)  # what could not be rolled back when it should have been
+        self.rollback(connection)  # an earlier rollback may have failed
         began = time.monotonic()
         since = began
         if self._locked_since is not None and began - self._refused_at < SAME_LOCK:

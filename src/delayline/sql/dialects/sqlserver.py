@@ -89,7 +89,7 @@ CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
     MICROSOFT: {},
     PYMSSQL: {"appname": "delayline"},
 }
-NO_LIBRARY: Final = "Failed to load the driver"  # in what mssql-python says where a library is missing
+NO_LIBRARY: Final = "Failed to load the driver"  # in mssql-python's error for a missing library
 NOT_LOADED: Final = (
     "mssql-python cannot be loaded: {error} On Debian run: "
     "apt-get install libltdl7 libodbc2 libkrb5-3 libgssapi-krb5-2; "
@@ -97,7 +97,7 @@ NOT_LOADED: Final = (
 )
 HAS_RIGHT: Final = "SELECT HAS_PERMS_BY_NAME({mark}, N'OBJECT', {mark})"  # NULL if the user lacks the right to see it
 UNSEEN: Final = " -- if there is no such table, run `delayline setup` instead"
-UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in what pymssql raises for one, a TypeError
+UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in the TypeError that pymssql raises for one
 CHECK_URL: Final = "Check the user, the password and the options in the URL"
 #: English, because errors are matched by text where they have no number; and a limit for lock waits.
 SESSION: Final = (
@@ -117,7 +117,7 @@ ABOUT: Final = (
 
 
 class NoDriver:
-    """What SQLAlchemy is given in place of a driver that is not installed; nothing is run on it."""
+    """Stands in for a driver that is not installed, so that SQLAlchemy can compile; it runs nothing."""
 
     paramstyle = "qmark"
 
@@ -334,11 +334,11 @@ class SqlServer(ServerDialect):
                 raise
 
     def to_due(self, due: datetime) -> datetime:
-        """Return the instant in UTC without its zone, rounded up to what `datetime` keeps. Raises InvalidDueTime."""
+        """Return the instant in UTC without its zone, rounded up to the type's resolution. Raises InvalidDueTime."""
         return rounded_up(due).replace(tzinfo=None)
 
     def to_until(self, at: datetime) -> datetime:
-        """Return the instant in UTC without its zone, rounded down to what `datetime` keeps."""
+        """Return the instant in UTC without its zone, rounded down to the resolution of `datetime`."""
         return rounded_down(at).replace(tzinfo=None)
 
     def from_due(self, kept: datetime | None) -> datetime:
@@ -438,7 +438,7 @@ class SqlServer(ServerDialect):
         return lost or (self._pymssql and self.has_rolled_back(error))
 
     def has_rolled_back(self, error: Exception) -> bool:
-        """Tell whether the server has rolled back the whole transaction, so that what follows would be outside it."""
+        """Return whether the server has rolled back the whole transaction: the next statement would be outside it."""
         return number_of(error) in ROLLED_BACK
 
     def translated(self, error: Exception) -> Exception:

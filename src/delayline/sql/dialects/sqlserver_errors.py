@@ -50,7 +50,7 @@ SIGNS: Final = {
     "You can only specify the READPAST lock": 650,
 }
 
-#: What mssql-python makes of SQLSTATEs, whatever the language of the server: the number that comes nearest.
+#: The error number nearest to each SQLSTATE of mssql-python, in whichever language the server answers.
 STATES: Final = {
     "Integrity constraint violation": 2627,  # 23000
     "Serialization failure": 1205,  # 40001
@@ -112,7 +112,7 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     40613: (BackendUnavailable, LATER),
 }
 KNOWN: Final = TRANSLATIONS.keys() | DUPLICATE_KEY | ALREADY_THERE | ROLLED_BACK
-#: How pymssql heads what its library says; "General SQL Server error" follows where the server has said more itself.
+#: The heading of pymssql's errors; "General SQL Server error" follows if the server sent a text itself.
 FRAME: Final = re.compile(
     r"DB-Lib error message [0-9]+, severity [0-9]+:(\s*General SQL Server error[^\n]*)?|(?<=\n)Net-Lib error during "
 )

@@ -18,7 +18,7 @@ from mssql_python.cursor import Cursor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    #: What `setinputsizes` takes for one parameter: the ODBC type, its size and its digits.
+    #: An argument of `setinputsizes`: the ODBC type, its size and its digits.
     Declared = tuple[int, int, int]
 
 #: ODBC's numbers of the types.

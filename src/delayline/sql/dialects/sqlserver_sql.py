@@ -29,7 +29,7 @@ SYSTEM: Final = frozenset({"sys", "information_schema"})
 EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
 LATEST: Final = datetime(9999, 12, 31, 23, 59, 59, 997_000, tzinfo=UTC)
 CENTISECOND: Final = 10_000  # microseconds
-#: What `datetime` keeps of each hundredth of a second: it counts in thirds of it.
+#: How `datetime` rounds hundredths of a second: it counts in 1/300 s.
 STEPS: Final = (0, 3_000, 7_000)
 
 
@@ -100,7 +100,7 @@ class HintedSql(MSSQLCompiler):
         return str(parent.order_by_clause(select, **options))
 
     def visit_insert(self, insert_stmt: Insert, *arguments: Any, **options: Any) -> str:  # noqa: ANN401
-        """Insert what `insert_new` wants only where no row has the same key, character for character."""
+        """Compile `insert_new`: insert rows whose key, character for character, no row has."""
         parent: Any = super()
         text = str(parent.visit_insert(insert_stmt, *arguments, **options))
         keys = insert_stmt.get_execution_options().get(NEW)

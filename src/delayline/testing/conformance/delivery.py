@@ -7,7 +7,7 @@ from delayline.testing.conformance.delivery_time import DeliveryTiming
 
 
 class DeliveryConformance(DeliveryTiming, DeliveryFailures, DeliveryFaults, DeliveryBreakers, DeliveryForwarding):
-    """What an endpoint owes over a transport and a store: subclass it, override `make_backends`, run pytest.
+    """The delivery suite of an endpoint on a transport and a store: subclass it, override `make_backends`, run pytest.
 
     Transaction modes that the two do not support together are reported as `not claimed`.
     """

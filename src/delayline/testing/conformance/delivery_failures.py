@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SECOND = timedelta(seconds=1)
 DUE = AT + 5 * SECOND
 BROKEN = "broken"
-#: The header names that tell what failed, where and when.
+#: The headers that describe a failure.
 FAILURE = [
     Headers.EXCEPTION_TYPE,
     Headers.EXCEPTION_MESSAGE,
@@ -62,7 +62,7 @@ FAILURES = {
     "400 causes": lambda: chained(400),
     "control characters": lambda: ValueError("\0\x1b\n" * 10_000),
 }
-#: What foreign senders may write into the header of the message id, and no column or property keeps.
+#: Values that foreign senders may write into the header of the message id, and no column or property accepts.
 UNUSABLE_IDS = {"300 characters": "i" * 300, "a lone surrogate": "a\ud800b", "NUL": "a\0b"}
 
 
@@ -212,7 +212,7 @@ class DeliveryFailures(DeliveryFixtures):
         assert message.id == "m"
 
     async def test_damaged_headers_reach_the_error_queue_whole(self, scenario: DeliveryScenario) -> None:
-        """What cannot be read can still be moved."""
+        """A message that cannot be parsed can still be moved."""
         damaged = Message.from_encoded("m", b"\xff{not json", b"body")
         async with scenario.endpoint():
             await scenario.store.store(DelayedMessage(damaged, "nowhere", AT))

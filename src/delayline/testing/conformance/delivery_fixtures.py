@@ -1,4 +1,4 @@
-"""What every delivery test stands on: a transport and a store under faults, a clock, signals, an endpoint."""
+"""Fixtures of delivery tests: a transport and a store under faults, a clock, signals, an endpoint."""
 
 from __future__ import annotations
 

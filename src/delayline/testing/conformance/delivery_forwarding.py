@@ -132,7 +132,7 @@ class DeliveryForwarding(DeliveryFixtures):
         assert await forwarding.takes(4) == ["m0", "m1", "m2", "m3"]
 
     async def test_a_missing_queue_is_stopped_at_or_passed_over(self, forwarding: Inside) -> None:
-        """What moves is in order; what stays is the next one, or is told as left."""
+        """Messages move in order; the next remaining one is returned."""
         await forwarding.hold(delayed("a"), delayed("lost", destination=NOWHERE), delayed("b"))
         first = await forwarding.forward()
         assert first.next_due == AT

@@ -32,7 +32,7 @@ SECOND = timedelta(seconds=1)
 
 
 class Arrivals:
-    """What an endpoint has handled, and when."""
+    """The messages that an endpoint has handled, with their times."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.messages: list[Message] = []
@@ -56,7 +56,7 @@ class Arrivals:
 
 
 class NativeDeliveryConformance:
-    """What an endpoint owes where the back end delays."""
+    """The delivery suite for back ends that delay messages themselves."""
 
     pytestmark = pytest.mark.asyncio
 

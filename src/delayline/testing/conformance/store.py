@@ -8,7 +8,7 @@ from delayline.testing.conformance.store_verbs import StoreVerbs
 
 
 class StoreConformance(StoreVerbs, StoreContent, StoreBatches, StoreTransactionality, StoreManagement, StoreSignals):
-    """What makes a class a delayed message store: subclass it, override `make_store`, run pytest.
+    """The conformance suite of delayed message stores: subclass it, override `make_store`, run pytest.
 
     Capabilities are found as the endpoint finds them, with `isinstance`; tests of one that the store does not have
     are reported as `not claimed`.

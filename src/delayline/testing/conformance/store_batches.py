@@ -63,7 +63,7 @@ class StoreBatches(StoreFixtures):
         assert [message.id for message in await batches.fetch_due(AT, 10, max_bytes=PLENTY)] == ["due"]
 
     async def test_max_bytes_bounds_a_batch(self, batches: BatchingStore) -> None:
-        """Three of 10 000 bytes fit into 35 000, a fourth does not; what did not fit is not locked."""
+        """Three of 10 000 bytes fit into 35 000, a fourth does not, and is not locked."""
         messages = [delayed(f"m{number}", headers={}, body=b"x" * 10_000) for number in range(5)]
         await batches.store_many(messages)
         assert len(await batches.fetch_due(AT, 10, max_bytes=35_000)) == 3

@@ -1,4 +1,4 @@
-"""What every store test stands on: a fresh, initialized store, and its capabilities where claimed."""
+"""Fixtures of store tests: a fresh, initialized store, and its claimed capabilities."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StoreFixtures:
     largest_body: int = 5 * 1024 * 1024
     #: How many messages make a large batch: more than one statement or request may have.
     large_batch: int = 5000
-    #: Whether a store takes what only looks like another id for that id; then it refuses the second one.
+    #: Whether the store compares ids loosely, as by case; then it refuses the second of two similar ids.
     folds_ids: bool = False
 
     async def make_store(self, tmp_path: Path) -> DelayedMessageStore:

@@ -24,7 +24,7 @@ LATER = AT + timedelta(days=1)
 
 
 class StoreVerbs(StoreFixtures):
-    """What all stores do."""
+    """Tests of the six required methods of stores."""
 
     async def test_a_stored_message_is_fetched_once_due(self, store: DelayedMessageStore) -> None:
         """Store, then fetch: the message comes back unchanged."""

@@ -87,7 +87,7 @@ async def taken(
 
 
 class TimeoutPersisterConformance:
-    """What makes a class a timeout persister: subclass it, override `make_persister`, run pytest."""
+    """The conformance suite of timeout persisters: subclass it, override `make_persister`, run pytest."""
 
     pytestmark = pytest.mark.asyncio
     #: True if a second persister over the same storage sees the first one's timeouts.

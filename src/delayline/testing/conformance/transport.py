@@ -9,7 +9,7 @@ from delayline.testing.conformance.transport_transactions import TransportTransa
 class TransportConformance(
     TransportQueues, TransportContent, TransportExpiry, TransportTransactionality, TransportManagement
 ):
-    """What makes a class a transport: subclass it, override `make_transport`, run pytest.
+    """The conformance suite of transports: subclass it, override `make_transport`, run pytest.
 
     Capabilities are found as the endpoint finds them, with `isinstance`; tests of one that the transport does not
     have are reported as `not claimed`.

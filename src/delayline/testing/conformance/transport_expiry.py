@@ -29,7 +29,7 @@ def expiring(span: str, id: str = "m", **headers: str) -> TransportOperation:
 
 
 class TransportExpiry(TransportFixtures):
-    """What happens to messages with the header NServiceBus.TimeToBeReceived."""
+    """Tests of messages with the header NServiceBus.TimeToBeReceived."""
 
     async def test_an_expired_message_is_deleted_unseen(
         self, transport: Transport, caplog: pytest.LogCaptureFixture

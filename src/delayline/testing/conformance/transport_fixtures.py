@@ -1,4 +1,4 @@
-"""What every transport test stands on: a started transport with two queues, and its capabilities where claimed."""
+"""Fixtures of transport tests: a started transport with two queues, and its claimed capabilities."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def ids(messages: list[ReceivedMessage]) -> list[str]:
 
 
 class TransportQueues(TransportFixtures):
-    """What all transports do."""
+    """Tests of the required methods of transports."""
 
     async def test_messages_arrive_in_the_order_sent(self, transport: Transport) -> None:
         """First in, first out, within a dispatch and from one to the next, each queue for itself."""
@@ -51,7 +51,7 @@ class TransportQueues(TransportFixtures):
         assert ids(await receiving) == ["m"]
 
     async def test_receive_returns_at_most_the_limit(self, transport: Transport) -> None:
-        """What exceeds the limit stays for others."""
+        """Messages beyond the limit stay for other receivers."""
         await transport.dispatch([operation("billing", f"m{number}") for number in range(3)])
         receiver = await transport.receiver("billing")
         async with asyncio.timeout(PATIENCE):
