@@ -166,7 +166,7 @@ class Endpoint:
         Raises ConfigurationError if the delayed delivery does not support it.
         """
         if self.delayed_delivery is None:
-            raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: nothing waits")
+            raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery, and so no pending messages")
         return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
 
     def handler(self, handle: Handler) -> Handler:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def three(ready: Callable[..., Ran]) -> Callable[..., Ran]:
-    """The command line where three messages wait."""
+    """The command line with three pending messages."""
     assert ready("setup", "--queue", "shipping").code == 0
     for message_id, destination, delay in (("a", "billing", "1h"), ("b", "billing", "3d"), ("c", "shipping", "2h")):
         assert ready("send", destination, "x" * 2000, "--delay", delay, "--id", message_id).code == 0
@@ -45,8 +45,8 @@ def test_what_waits_is_listed_earliest_first(three: Callable[..., Ran]) -> None:
 
 
 def test_nothing_waits(ready: Callable[..., Ran]) -> None:
-    assert ready("pending").out == "nothing waits\n"
-    assert ready("pending", "--count").out == "0 messages wait\n"
+    assert ready("pending").out == "no pending messages\n"
+    assert ready("pending", "--count").out == "0 pending messages\n"
     assert ids(ready("pending", "--json")) == []
 
 
@@ -59,7 +59,7 @@ def test_what_waits_is_counted_by_due_time_and_destination(three: Callable[..., 
     )
     shown = three("pending", "--count", "--bucket", "1d", "--destination", "shipping").out
     assert "█" in shown
-    assert shown.endswith("1 message waits\n")
+    assert shown.endswith("1 pending message\n")
     assert three("pending", "--count", "--bucket", "0s").code == 2
 
 
@@ -69,7 +69,7 @@ def test_cancel_tells_each_outcome(three: Callable[..., Ran]) -> None:
     assert ran.document == {"outcomes": {"a": "done", "nobody": "not pending"}}
     assert ids(three("pending", "--json")) == ["c", "b"]
     assert three("cancel", "b", "c").code == 0
-    assert "✗ b: no such message waits" in three("cancel", "b").out
+    assert "✗ b: no pending message has this id" in three("cancel", "b").out
 
 
 def test_reschedule_moves_the_due_time(three: Callable[..., Ran]) -> None:

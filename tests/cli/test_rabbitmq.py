@@ -128,7 +128,7 @@ def test_messages_are_transferred_to_another_broker(
 
 def test_what_waits_is_counted_with_when_it_comes_due(on_broker: Callable[..., Ran], rabbitmq_url: str) -> None:
     on_broker("create")
-    assert on_broker("pending").out.startswith("0 messages wait in nsb.v2.* at amqp://guest@")
+    assert on_broker("pending").out.startswith("0 pending messages in nsb.v2.* at amqp://guest@")
 
     async def fill(channel: Channel) -> None:
         for delay in (100, 101, 1 << 20):
@@ -228,7 +228,7 @@ def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
     on_broker("catch-all", "off")
     lose(rabbitmq_url)
 
-    # Then neither a count nor a move says that nothing waits
+    # Then neither a count nor a move says that there are no messages
     counted = on_broker("pending")
     moved = on_broker("migrate", "--from", "v2", "--delays", "other")
     dry = on_broker("migrate", "--from", "v2", "--delays", "other", "--dry-run")

@@ -111,7 +111,7 @@ class Cluster:
     databases: Sequence[str] = ()
     """URLs of a server's databases: of the queues, and of the store where that is another one."""
     delivery: str = "store"
-    """How messages wait: `store`, or `timeouts` for the timeout manager."""
+    """The delayed delivery: `store`, or `timeouts` for the timeout manager."""
 
     @property
     def transport_file(self) -> Path:
@@ -169,7 +169,7 @@ class Cluster:
             manned[number] = (role, self.start(role, **settings))
 
     def finish(self) -> None:
-        """Wait until nothing waits anywhere, then stop every process in peace."""
+        """Wait until no message is pending or queued, then stop every process."""
         queues = ["orders", "orders.TimeoutsDispatcher"]
         eventually(lambda: not self.stored() and not any(map(self.queued, queues)), f"all to arrive; {self.log()}")
         for worker in self.workers:

@@ -27,7 +27,7 @@ def endpoint_in(folder: Path) -> Endpoint:
 
 
 async def full(folder: Path) -> dict[str, object]:
-    """Send until the disk is full, let what waits fall due meanwhile, free space, and see what arrives."""
+    """Send until the disk is full, let the pending messages fall due meanwhile, free space, and see what arrives."""
     ballast = folder / "ballast"
     ballast.write_bytes(bytes(5_000_000))
     endpoint, handled = endpoint_in(folder), list[str]()

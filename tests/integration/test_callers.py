@@ -175,7 +175,7 @@ class Shop:
             await self._news.wait_for(lambda: set(texts) <= set(self.handled))
 
     async def exist(self) -> list[str]:
-        """Return what waits and what is queued; nothing of it is being handled."""
+        """Return the pending and the queued messages; none of them is being handled."""
         waiting = [message.message.text for message in await self.endpoint.delayed.pending()]
         return waiting + [message.text for message in await self.transport.browse("shop", 10)]
 

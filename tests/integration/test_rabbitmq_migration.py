@@ -312,7 +312,7 @@ async def test_messages_go_from_one_broker_to_another(rabbitmq_url: str, second_
         await put(channel, 1000, levels=V2)
         await put(channel, 1001, levels=V2, destination="nobody")
 
-        # When what waits in the one is transferred to the other
+        # When the messages of the one are transferred to the other
         source, target = BrokerAddress.parse(rabbitmq_url), BrokerAddress.parse(second_url)
         move = Move(Levels(source, V2), Levels(target, V2), name="transfer", clock=ManualClock(NOW))
         report = await move.run()

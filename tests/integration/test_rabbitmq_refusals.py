@@ -27,7 +27,7 @@ def endpoint_on(url: str, name: str = "sales", *, sets_up: bool = True) -> Endpo
 
 
 async def kept(url: str) -> dict[str, int]:
-    """Return how many messages wait in the levels and in the endpoint's queue, where any do."""
+    """Return the number of messages in each level, and in the endpoint's queue, that has any."""
     transport = RabbitMQTransport(url)
     await transport.start()
     try:
@@ -101,7 +101,7 @@ async def test_a_delayed_send_that_is_not_permitted_sends_nothing(
     await endpoint_on(rabbitmq_url).setup()
     await RabbitMQTransport(rabbitmq_url).setup_infrastructure(["billing"])
     user = rabbitmq.new_user(rabbitmq_url, **permissions)
-    # When it sends, then the error names it, and nothing waits
+    # When it sends, then the error names it, and no message is stored
     async with endpoint_on(user, sets_up=False) as endpoint:
         with pytest.raises(BackendUnusable, match=text):
             await endpoint.send("billing", b"", delay=MINUTE)

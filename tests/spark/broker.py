@@ -1,4 +1,4 @@
-"""A broker with delay levels and one destination, `billing`, and what waits in the levels."""
+"""A broker with delay levels and one destination, `billing`, and the messages in the levels."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def in_levels(url: str, levels: DelayInfrastructure) -> list[Any]:
 
 
 def count(url: str, levels: DelayInfrastructure) -> int:
-    """Return how many messages wait."""
+    """Return the number of messages in the levels."""
     return sum(asyncio.run(pending(BrokerAddress.parse(url), levels)))

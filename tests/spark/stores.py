@@ -31,7 +31,7 @@ class StoreAt:
         self.options = {"url": url, "endpoint": endpoint}
 
     def messages(self) -> list[DelayedMessage]:
-        """Return what waits."""
+        """Return the pending messages."""
 
         async def look(store: SqlDelayedMessageStore) -> list[DelayedMessage]:
             return list(await store.pending(limit=1_000_000))
@@ -40,7 +40,7 @@ class StoreAt:
         return found
 
     def ids(self) -> list[str]:
-        """Return the ids of what waits."""
+        """Return the ids of the pending messages."""
         return sorted(message.id for message in self.messages())
 
     def put(self, *ids: str, due: datetime = DUE, destination: str = "billing") -> None:

@@ -1,4 +1,4 @@
-"""Scheduling into two tiers and promoting: every message waits in one place, and leaves it once."""
+"""Scheduling into two tiers and promoting: every message is in one place, and leaves it once."""
 
 from __future__ import annotations
 

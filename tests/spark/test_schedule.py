@@ -36,7 +36,7 @@ def test_parquet_is_scheduled_once_however_often_it_is_run(spark: SparkSession, 
     first = schedule(file, target(store), run="nightly", spark=spark)
     again = schedule(file, target(store), run="nightly", spark=spark)
     other = schedule(file, target(store), spark=spark)
-    # Then each message waits once
+    # Then each message is pending once
     assert (first.stored, first.duplicates, first.rejected, first.repeated) == (1000, 0, 0, False)
     assert (again.stored, again.repeated) == (1000, True)
     assert (other.stored, other.duplicates) == (0, 1000)

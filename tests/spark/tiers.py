@@ -50,7 +50,7 @@ class Tiers:
         return compact(self.target, spark=self._spark)
 
     def waiting(self) -> list[DelayedMessage]:
-        """Return what waits in both tiers."""
+        """Return the messages of both tiers."""
 
         async def look(store: TwoTierStore) -> list[DelayedMessage]:
             return list(await store.pending(limit=1_000_000))
@@ -59,7 +59,7 @@ class Tiers:
         return found
 
     def ids(self) -> list[str]:
-        """Return the ids of what waits in both tiers."""
+        """Return the ids of the messages of both tiers."""
         return sorted(message.id for message in self.waiting())
 
     def cancel(self, message_id: str) -> Outcome:

@@ -455,12 +455,12 @@ async def test_a_message_that_does_not_fit_goes_in_a_smaller_form(clock: ManualC
 
 async def test_a_retry_that_cannot_wait_goes_to_the_error_queue(clock: ManualClock) -> None:
     scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=3))
-    scenario.faults.inject(Fault(STORE, InvalidMessage("larger than what waits may be")))
+    scenario.faults.inject(Fault(STORE, InvalidMessage("larger than a delayed message may be")))
     seen = await start(scenario, fail)
     await receive(scenario)
     failed = await scenario.only("error")
     assert len(seen) == 1
-    assert failed.headers[Headers.EXCEPTION_MESSAGE] == "larger than what waits may be"
+    assert failed.headers[Headers.EXCEPTION_MESSAGE] == "larger than a delayed message may be"
     assert "boom" in failed.headers[Headers.EXCEPTION_STACK_TRACE]
     await scenario.endpoint.stop()
 

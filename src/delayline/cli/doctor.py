@@ -164,7 +164,7 @@ async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
         return
     async with open_waiting(settings, timeouts=False) as store:
         waiting = sum(one.count for one in await store.count_by_due(ALL_TIME))
-        yield Finding("pending", ok=True, text=f"{waiting} messages wait")
+        yield Finding("pending", ok=True, text=f"{waiting} messages")
         yield await _overdue(store)
 
 

@@ -32,7 +32,7 @@ WIDEST = timedelta(days=365_000)
 MEANING = {
     Outcome.DONE: "done",
     Outcome.DISPATCHING: "too late: it is being sent now",
-    Outcome.NOT_PENDING: "no such message waits: it has left, was cancelled, or never was",
+    Outcome.NOT_PENDING: "no pending message has this id: it has left, was cancelled, or never existed",
 }
 
 
@@ -144,7 +144,7 @@ def _show_messages(screen: Screen, messages: Sequence[DelayedMessage], limit: in
     if rows:
         screen.table(("id", "destination", "due", "", "retries", "size"), rows)
     else:
-        screen.echo("nothing waits")
+        screen.echo("no pending messages")
     if len(rows) == limit:
         screen.echo(f"the first {limit}; see more with --limit, all with --count", "dim")
     screen.document({"pending": [_as_document(message) for message in messages]})
@@ -168,7 +168,7 @@ def _show_counts(screen: Screen, counts: Sequence[DueCount], destination: str | 
     if counts:
         rows = [(local(one.start), one.destination, one.count, bar(one.count, largest)) for one in counts]
         screen.table(("due from", "destination", "count", ""), rows)
-    screen.echo(f"{total} {'message waits' if total == 1 else 'messages wait'}")
+    screen.echo(f"{total} pending {'message' if total == 1 else 'messages'}")
     screen.document(
         {
             "now": now.isoformat(),

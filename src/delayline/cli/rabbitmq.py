@@ -275,7 +275,7 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
             [(f"{level:02}", number, _within((2 << level) - 1), bar(number, largest)) for level, number in used],
         )
         screen.table(("due within", "surely", "probably"), [_row(window, total) for window in windows])
-    screen.echo(f"{total} {'message waits' if total == 1 else 'messages wait'} in {levels.prefix}.* at {address}")
+    screen.echo(f"{total} pending {'message' if total == 1 else 'messages'} in {levels.prefix}.* at {address}")
     _tell_held_up(screen, held_up)
     screen.document(
         {
