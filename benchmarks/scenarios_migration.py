@@ -74,7 +74,10 @@ def _migrate(folder: Path) -> Figures:
         figures |= {"to a store seconds": seconds, "COPY to COPY /s": raw, "to a store ratio": ROWS / seconds / raw}
         _fill(source)
         safe = ROWS / _copied(source, store, taken_aside=True)
-        figures |= {"taken aside, then COPY to COPY /s": safe, "to a store, of that": ROWS / seconds / safe}
+        figures |= {
+            "moved to a holding table, then COPY to COPY /s": safe,
+            "to a store, of that": ROWS / seconds / safe,
+        }
     with postgresql() as [source], rabbitmq() as broker:
         asyncio.run(_levels(broker))
         raw = bare.encoded_rate(broker, bare.to_levels(SINK, DESTINATION, LONG))

@@ -294,7 +294,7 @@ EVENT_MEANING: Final = {
     Event.LEASE_LOST: "Another process may have the lease on the delayed messages: what is in flight may be doubled.",
     Event.INDEX_MISSING: "A table of timeouts that .NET made lacks an index; the text has the SQL that creates it.",
     Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and holds up nobody.",
-    Event.WAVE_FAILED: "A job of a Spark dispatcher failed; it is begun again after a pause.",
+    Event.GENERATION_FAILED: "A job of a Spark dispatcher failed; it is begun again after a pause.",
     Event.LISTENING_LOST: "The server's notifications do not come; until they do, the poller looks every second.",
     Event.LISTENING_RESUMED: "The server's notifications come again.",
     Event.PUBLISHING_BLOCKED: "The broker is short of memory or disk and takes no messages; sends wait.",

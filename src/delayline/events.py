@@ -50,7 +50,7 @@ class Event(StrEnum):
     LEASE_LOST = "delayed.lease_lost"
     FOREIGN_ROW = "delayed.foreign_row"
     INDEX_MISSING = "delayed.index_missing"
-    WAVE_FAILED = "dispatcher.wave_failed"
+    GENERATION_FAILED = "dispatcher.generation_failed"
     SETTLED = "two_phase.settled"
     SETTLING_FAILED = "two_phase.settling_failed"
     PUBLISHING_BLOCKED = "publish.blocked"

@@ -160,8 +160,8 @@ def error_operations(
     except CorruptHeaders:
         named = message
     else:
-        for room in EXCEPTION_TEXT_LIMITS:
-            headers = failure_headers(error, failed_queue, endpoint_name, now, room=room)
+        for size in EXCEPTION_TEXT_LIMITS:
+            headers = failure_headers(error, failed_queue, endpoint_name, now, size=size)
             yield TransportOperation(named.with_headers(headers), error_queue)
     yield TransportOperation(named.under(usable_id(named.id)), error_queue)
 
@@ -194,7 +194,7 @@ def failure_headers(
     endpoint_name: str,
     now: datetime,
     *,
-    room: int = MAXIMUM_EXCEPTION_MESSAGE,
+    size: int = MAXIMUM_EXCEPTION_MESSAGE,
 ) -> dict[str, str]:
     """Return the headers that tell, on a message in the error queue, what failed, where and when.
 
@@ -203,7 +203,7 @@ def failure_headers(
         failed_queue: The queue to send the message to when it is retried.
         endpoint_name: Whose handler it was.
         now: When it failed.
-        room: How many bytes of UTF-8 the exception's text, and again its stack trace, may have: 0 to 16384. Longer
+        size: How many bytes of UTF-8 the exception's text, and again its stack trace, may have: 0 to 16384. Longer
             ones are cut in the middle; with 0 there are neither.
 
     Returns:
@@ -211,12 +211,12 @@ def failure_headers(
     """
     inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     headers = {Headers.EXCEPTION_TYPE: _type_name(error)}
-    if room:
+    if size:
         headers |= {
             Headers.EXCEPTION_HELP_LINK: "",
-            Headers.EXCEPTION_MESSAGE: cut(_text_of(error), min(room, MAXIMUM_EXCEPTION_MESSAGE)),
+            Headers.EXCEPTION_MESSAGE: cut(_text_of(error), min(size, MAXIMUM_EXCEPTION_MESSAGE)),
             Headers.EXCEPTION_SOURCE: cut(str(type(error).__module__), MAXIMUM_TYPE_NAME),
-            Headers.EXCEPTION_STACK_TRACE: cut(_stack_trace(error), min(room, MAXIMUM_STACK_TRACE)),
+            Headers.EXCEPTION_STACK_TRACE: cut(_stack_trace(error), min(size, MAXIMUM_STACK_TRACE)),
         }
     headers |= {
         Headers.TIME_OF_FAILURE: to_wire_time(now),
@@ -237,16 +237,16 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def cut(text: str, room: int) -> str:
-    """Return the text in at most `room` bytes of UTF-8, both ends of it where it is longer; without lone surrogates."""
-    ends = text if len(text) <= 2 * room else text[:room] + text[-room:]
+def cut(text: str, size: int) -> str:
+    """Return the text in at most `size` bytes of UTF-8, both ends of it where it is longer; without lone surrogates."""
+    ends = text if len(text) <= 2 * size else text[:size] + text[-size:]
     raw = ends.encode("utf-8", "backslashreplace")
-    if len(raw) <= room:
+    if len(raw) <= size:
         return raw.decode()
     note = f" ... (cut, {len(text)} characters in all) ... ".encode()
-    left = max(0, room - len(note))
+    left = max(0, size - len(note))
     head, tail = raw[: left - left // 2], raw[len(raw) - left // 2 :]
-    return (head.decode("utf-8", "ignore") + note.decode() + tail.decode("utf-8", "ignore"))[:room]
+    return (head.decode("utf-8", "ignore") + note.decode() + tail.decode("utf-8", "ignore"))[:size]
 
 
 def _stack_trace(error: BaseException) -> str:

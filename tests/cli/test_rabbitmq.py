@@ -90,21 +90,21 @@ def test_messages_are_migrated_and_what_cannot_be_is_told(on_broker: Callable[..
     # When it is only tried
     tried = on_broker("migrate", "--dry-run")
     assert tried.code == 1
-    assert "2 would be moved, 1 would be kept apart in delays-migrate-poison-messages" in tried.out
+    assert "2 would be moved, 1 not: would be put into delays-migrate-poison-messages" in tried.out
     assert on_broker("pending", "--delays", "v1", "--json").document["total"] == 3
 
     # Then nothing has moved; and when it is done, the good ones have
     done = on_broker("migrate", "--json")
     assert done.code == 1
-    assert (done.document["moved"], done.document["apart"]) == (2, 1)
-    assert done.document["levels"] == [{"level": 12, "found": 3, "moved": 2, "apart": 1}]
+    assert (done.document["moved"], done.document["poison"]) == (2, 1)
+    assert done.document["levels"] == [{"level": 12, "found": 3, "moved": 2, "poison": 1}]
     assert done.document["destinations"] == {"sales": 2}
     [reason] = done.document["reasons"]
     assert "TimeSent is '?'" in reason
 
     # And there is nothing left to do
     again = on_broker("migrate")
-    assert (again.code, again.out.strip()) == (0, "0 moved, 0 kept apart")
+    assert (again.code, again.out.strip()) == (0, "0 moved, 0 not")
     assert on_broker("pending", "--json").document["total"] == 2
 
 
@@ -120,7 +120,7 @@ def test_messages_are_transferred_to_another_broker(
         with_channel(target, lambda channel: conventional(channel, "sales"))
         ran = on_broker("transfer", "--source", rabbitmq_url, "--target", target)
         assert ran.code == 0, ran.out + ran.err
-        assert "1 moved, 0 kept apart" in ran.out
+        assert "1 moved, 0 not" in ran.out
         assert run("rabbitmq", "pending", "--url", target, "--json").document["total"] == 1
     finally:
         rabbitmq.drop_vhost(target)
@@ -213,7 +213,7 @@ def test_what_was_caught_is_counted_by_everything_that_counts(
         ran = on_broker(command)
         assert ran.code == 1, ran.out
         assert "nsb.v2.delay-undeliverable" in ran.out
-    assert on_broker("pending", "--json").document["held_up"] == {"nsb.v2.delay-undeliverable": 3}
+    assert on_broker("pending", "--json").document["blocked"] == {"nsb.v2.delay-undeliverable": 3}
     ill = run("doctor", "--json")
     assert ill.code == 1
     assert levels_of(ill)["delay levels: catch-all"][1].startswith("3 due messages are in nsb.v2.delay-undeliverable")
@@ -236,7 +236,7 @@ def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
         assert ran.code == 1, ran.out
         assert "3 in nsb.v2.delay-level-00" in ran.out
     document = on_broker("migrate", "--from", "v2", "--delays", "other", "--json").document
-    assert document["held_up"] == {"nsb.v2.delay-level-00": 3}
+    assert document["blocked"] == {"nsb.v2.delay-level-00": 3}
 
 
 def test_without_the_management_api_a_count_says_what_it_leaves_out(

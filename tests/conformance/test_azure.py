@@ -1,4 +1,4 @@
-"""The Azure room keeps every promise on Azurite: the table as a store, the queues as a transport, both together."""
+"""The Azure transport and delayed table on Azurite: the conformance suites, for each of them and both together."""
 
 from datetime import timedelta
 from pathlib import Path

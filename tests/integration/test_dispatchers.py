@@ -25,46 +25,50 @@ def control(request: pytest.FixtureRequest, tmp_path: Path) -> DispatcherControl
     return control
 
 
-def test_a_wave_goes_on_until_the_next_one(control: DispatcherControl) -> None:
+def test_a_generation_goes_on_until_the_next_one(control: DispatcherControl) -> None:
     control.begin("sales", "a")
-    first = control.next_wave("sales", "a", LEASE)
+    first = control.next_generation("sales", "a", LEASE)
     assert first is not None and control.goes_on(first)
-    second = control.next_wave("sales", "a", LEASE)
+    second = control.next_generation("sales", "a", LEASE)
     assert second is not None and second.number == first.number + 1
     assert control.goes_on(second) and not control.goes_on(first)
 
 
 def test_who_begins_takes_over(control: DispatcherControl) -> None:
     control.begin("sales", "a")
-    wave = control.next_wave("sales", "a", LEASE)
+    generation = control.next_generation("sales", "a", LEASE)
     control.begin("sales", "b")
-    assert wave is not None and not control.goes_on(wave)
-    assert control.next_wave("sales", "a", LEASE) is None
-    assert control.next_wave("sales", "b", LEASE) is not None
+    assert generation is not None and not control.goes_on(generation)
+    assert control.next_generation("sales", "a", LEASE) is None
+    assert control.next_generation("sales", "b", LEASE) is not None
 
 
 def test_who_is_told_to_stop_stops_until_it_is_begun_again(control: DispatcherControl) -> None:
     control.begin("sales", "a")
-    wave = control.next_wave("sales", "a", LEASE)
+    generation = control.next_generation("sales", "a", LEASE)
     assert control.stop("sales") and control.stop("sales")
-    assert wave is not None and not control.goes_on(wave) and control.next_wave("sales", "a", LEASE) is None
+    assert (
+        generation is not None
+        and not control.goes_on(generation)
+        and control.next_generation("sales", "a", LEASE) is None
+    )
     assert not control.stop("purchases")
     control.begin("sales", "a")
-    assert control.next_wave("sales", "a", LEASE) is not None
+    assert control.next_generation("sales", "a", LEASE) is not None
 
 
 def test_a_lease_that_is_over_ends_the_wave(control: DispatcherControl) -> None:
     control.begin("sales", "a")
-    wave = control.next_wave("sales", "a", timedelta(seconds=-5))
-    assert wave is not None and not control.goes_on(wave)
+    generation = control.next_generation("sales", "a", timedelta(seconds=-5))
+    assert generation is not None and not control.goes_on(generation)
 
 
 def test_each_shard_is_heard_with_its_last_words(control: DispatcherControl) -> None:
     metrics = ShardMetrics(0, 1, "host 17", 10, 1, 0, 0.014, 0.03, 0.2)
-    control.tell("sales", metrics)
-    control.tell("sales", replace(metrics, dispatched=20, p50=None))
-    control.tell("sales", replace(metrics, shard=1))
-    control.tell("purchases", replace(metrics, shard=7))
+    control.record_metrics("sales", metrics)
+    control.record_metrics("sales", replace(metrics, dispatched=20, p50=None))
+    control.record_metrics("sales", replace(metrics, shard=1))
+    control.record_metrics("purchases", replace(metrics, shard=7))
     first, second = control.shards("sales")
     assert (first.dispatched, first.p50, second.shard, second.dispatched) == (20, None, 1, 10)
     assert first.seen is not None and first.seen.utcoffset() == timedelta(0)

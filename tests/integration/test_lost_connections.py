@@ -223,8 +223,8 @@ async def test_cancelled_transactions_leave_the_lane(store: SqlDelayedMessageSto
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    # Then all of the lane is free, and no transaction is left open
-    assert database.lane._free == TRANSACTIONS
+    # Then all permits of the semaphore are free, and no transaction is left open
+    assert database.semaphore._free == TRANSACTIONS
     async with asyncio.timeout(PATIENCE):
         await asyncio.gather(*(work(number) for number in range(TRANSACTIONS * 2)))
 
@@ -241,9 +241,9 @@ async def test_closing_in_the_middle_of_a_transaction(
     with pytest.raises(NotStarted, match="middle of a transaction"):
         await transport.dispatch([operation("billing", "lost too")], transaction)
     await transaction._rollback()
-    # Then it has had no effect, neither on the database nor on the lane
+    # Then it has had no effect, neither on the database nor on the semaphore
     assert await transport.count("billing") == 0
-    assert database.lane._free == TRANSACTIONS
+    assert database.semaphore._free == TRANSACTIONS
     assert server.execute(f"SELECT FROM pg_stat_activity WHERE {IN_TRANSACTION}") == []
 
 

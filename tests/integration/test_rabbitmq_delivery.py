@@ -27,7 +27,7 @@ from delayline import (
 )
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.levels import MAXIMUM_DELAY
-from delayline.rabbitmq.overflow_store import held
+from delayline.rabbitmq.overflow_store import parked
 from delayline.spi import TransportOperation
 from delayline.testing import NativeDeliveryConformance, Signals
 from delayline.testing.conformance.native_delivery import Arrivals
@@ -220,7 +220,7 @@ async def test_a_clock_that_stepped_back_makes_no_long_delay_short(
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)))
     arrivals = Arrivals(endpoint)
     async with endpoint:
-        early = held(TransportOperation(Message("m", {}, b""), "sales"), due)
+        early = parked(TransportOperation(Message("m", {}, b""), "sales"), due)
         await store.store(DelayedMessage(early.message, early.destination, datetime.now(UTC)))
         [found] = await received(await transport.receiver("error"))
     assert found.message.headers["NServiceBus.FailedQ"] == "sales"

@@ -105,7 +105,7 @@ async def test_messages_go_to_the_levels_of_what_is_left_of_their_delays(channel
     report = await migrate(rabbitmq_url, ManualClock(NOW + timedelta(seconds=5.5)))
 
     # Then each waits for the rest, rounded up, and its old levels are empty
-    assert (report.moved, report.apart, report.stale) == (4, 0, 0)
+    assert (report.moved, report.poison, report.stale) == (4, 0, 0)
     assert await waiting_in(channel, V1) == {}
     assert await waiting_in(channel, V2) == {
         b"40 s": 35, b"600 s": 595, b"100000 s": 99_995, b"268435455 s": 268_435_450,
@@ -160,7 +160,7 @@ async def test_a_retry_waits_for_its_own_delay_and_not_that_of_the_first_attempt
     assert report.stale == 1
 
 
-async def test_what_cannot_be_moved_is_kept_apart_with_the_reason_and_delays_nobody(
+async def test_messages_that_cannot_be_moved_go_to_the_poison_queue_with_the_reason(
     channel: Channel, rabbitmq_url: str
 ) -> None:
     # Given good messages among some with malformed, missing or odd headers, and one to nobody
@@ -177,32 +177,32 @@ async def test_what_cannot_be_moved_is_kept_apart_with_the_reason_and_delays_nob
     report = await migrate(rabbitmq_url)
 
     # Then the good ones are, and the others are in a queue of their own, whole
-    assert (report.moved, report.apart, report.apart_in) == (2, 5, APART)
+    assert (report.moved, report.poison, report.poison_queue) == (2, 5, APART)
     assert await waiting_in(channel, V2) == {b"100 s": 100, b"105 s": 105}
-    apart = {bytes(one.body): one.header.properties for one in await taken(channel, APART)}
-    reasons = {body: properties.headers["Delayline.KeptApart.Reason"] for body, properties in apart.items()}
+    poison = {bytes(one.body): one.header.properties for one in await taken(channel, APART)}
+    reasons = {body: properties.headers["Delayline.Poison.Reason"] for body, properties in poison.items()}
     assert "TimeSent is 'yesterday'" in reasons[b"101 s"]
     assert "TimeSent is missing" in reasons[b"102 s"]
     assert "DelayInSeconds is 'soon'" in reasons[b"103 s"]
     assert reasons[b"104 s"] == "its destination 'nobody' does not exist there"
     assert "is none of the delay levels'" in reasons[b"stray"]
-    assert apart[b"101 s"].message_id == "sales-101"
-    assert apart[b"101 s"].headers["Delayline.KeptApart.RoutingKey"] == V1.route(101, "sales")[1]
-    assert apart[b"101 s"].headers[Headers.TIME_SENT] == "yesterday"
+    assert poison[b"101 s"].message_id == "sales-101"
+    assert poison[b"101 s"].headers["Delayline.Poison.RoutingKey"] == V1.route(101, "sales")[1]
+    assert poison[b"101 s"].headers[Headers.TIME_SENT] == "yesterday"
 
 
 async def test_a_destination_that_is_there_later_gets_what_was_kept_for_it(channel: Channel, rabbitmq_url: str) -> None:
-    # Given a message kept apart because its destination was missing, and one that is malformed
+    # Given a message in the poison queue because its destination was missing, and one that is malformed
     await put(channel, 100, destination="late")
     await put(channel, 101, destination="late", TimeSent="?")
-    assert (await migrate(rabbitmq_url)).apart == 2
+    assert (await migrate(rabbitmq_url)).poison == 2
 
     # When the destination is there, and the move runs again, 30 s later
     await conventional(channel, "late")
     report = await migrate(rabbitmq_url, ManualClock(NOW + timedelta(seconds=30)))
 
     # Then the one has moved with the rest of its delay, and the other stays
-    assert (report.again, report.moved, report.apart) == (1, 1, 0)
+    assert (report.recovered, report.moved, report.poison) == (1, 1, 0)
     [found] = await taken(channel, V2.level(6))
     assert parse(found.routing_key) == (70, "late")
     assert not [name for name in found.header.properties.headers if name.startswith("Delayline.")]
@@ -240,7 +240,7 @@ async def test_a_dry_run_tells_the_same_and_moves_nothing(channel: Channel, rabb
         await put(channel, delay)
     await put(channel, 102, destination="nobody")
     report = await migrate(rabbitmq_url, dry_run=True)
-    assert (report.moved, report.apart) == (3, 1)
+    assert (report.moved, report.poison) == (3, 1)
     assert report.destinations == {"sales": 3}
     assert await waiting_in(channel, V2) == {}
     assert len(await waiting_in(channel, V1)) == 4
@@ -318,7 +318,7 @@ async def test_messages_go_from_one_broker_to_another(rabbitmq_url: str, second_
         report = await move.run()
 
         # Then it waits there, and what could not go stays where it was
-        assert (report.moved, report.apart) == (1, 1)
+        assert (report.moved, report.poison) == (1, 1)
         assert await waiting_in(other, V2) == {b"1000 s": 1000}  # type: ignore[arg-type]
     assert await count(channel, "delays-transfer-poison-messages") == 1
     assert await waiting_in(channel, V2) == {}

@@ -39,7 +39,7 @@ class Deaths:
 
 
 class Mortal:
-    """The target, with waves whose tasks die."""
+    """The target, with rounds whose tasks die."""
 
     def __init__(self, target: Target, deaths: Deaths) -> None:
         self._target = target
@@ -56,20 +56,20 @@ class Mortal:
 
 
 class MortalWave:
-    def __init__(self, wave: DeliveryRound, deaths: Deaths) -> None:
-        self.wave = wave
+    def __init__(self, delivery_round: DeliveryRound, deaths: Deaths) -> None:
+        self.delivery_round = delivery_round
         self.deaths = deaths
-        self.largest_message = wave.largest_message
-        self.confirms = wave.confirms
+        self.largest_message = delivery_round.largest_message
+        self.confirms = delivery_round.confirms
 
     async def session(self, stack: AsyncExitStack) -> MortalSession:
-        return MortalSession(await self.wave.session(stack), self.deaths)
+        return MortalSession(await self.delivery_round.session(stack), self.deaths)
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        self.wave.commit(staged, attempts)
+        self.delivery_round.commit(staged, attempts)
 
     def discard(self) -> None:
-        self.wave.discard()
+        self.delivery_round.discard()
 
 
 class MortalSession:

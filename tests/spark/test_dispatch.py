@@ -63,7 +63,7 @@ def running(dispatcher: Dispatcher) -> Iterator[None]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        eventually(lambda: failures or (shards(dispatcher) and dispatcher._control.goes_on(_wave(dispatcher))))
+        eventually(lambda: failures or (shards(dispatcher) and dispatcher._control.goes_on(_generation(dispatcher))))
         yield
     finally:
         dispatcher.stop()
@@ -78,9 +78,9 @@ def shards(dispatcher: Dispatcher) -> Sequence[ShardMetrics]:
         return []
 
 
-def _wave(dispatcher: Dispatcher) -> Generation:
+def _generation(dispatcher: Dispatcher) -> Generation:
     found = shards(dispatcher)
-    return Generation(dispatcher.name, dispatcher._owner, found[0].wave if found else -1)
+    return Generation(dispatcher.name, dispatcher._owner, found[0].generation if found else -1)
 
 
 def test_shards_share_what_is_due_and_stop_when_told(spark: SparkSession, store: StoreAt) -> None:
@@ -100,10 +100,10 @@ def test_shards_share_what_is_due_and_stop_when_told(spark: SparkSession, store:
     assert store.ids() == []
 
 
-def test_a_wave_follows_when_a_lease_is_over(spark: SparkSession, store: StoreAt) -> None:
+def test_a_generation_follows_when_a_lease_is_over(spark: SparkSession, store: StoreAt) -> None:
     dispatcher = Dispatcher(settings(store), shards=1, lease=timedelta(seconds=1), spark=spark)
     with running(dispatcher):
-        eventually(lambda: dispatcher.metrics()[0].wave >= 3)
+        eventually(lambda: dispatcher.metrics()[0].generation >= 3)
         store.put("x", due=PAST)
         eventually(lambda: arrived(store) == ["x"])
 
@@ -159,7 +159,7 @@ def test_a_stream_dispatches_where_only_streams_run(spark: SparkSession, store: 
     try:
         store.put("a", due=PAST)
         eventually(lambda: arrived(store) == ["a"])
-        eventually(lambda: any(one.wave >= 2 for one in shards(dispatcher)))
+        eventually(lambda: any(one.generation >= 2 for one in shards(dispatcher)))
         store.put("b", due=PAST)
         eventually(lambda: sorted(arrived(store)) == ["a", "b"])
         dispatcher.stop()

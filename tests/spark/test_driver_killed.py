@@ -76,9 +76,9 @@ def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     assert export(target, tmp_path, spark=spark).entries == 0
 
 
-@pytest.mark.parametrize("step", ["begin", "next_wave"])
+@pytest.mark.parametrize("step", ["begin", "next_generation"])
 def test_dispatching(spark: SparkSession, store: StoreAt, step: str) -> None:
-    # Given a driver that has begun a wave, or is about to, and is killed
+    # Given a driver that has begun a generation, or is about to, and is killed
     store.put("a", due=PAST)
     must_die(spark, dispatching, step, store.url)
     assert store.ids() == ["a"]

@@ -96,14 +96,14 @@ def test_what_cannot_move_stays_with_its_reason_and_the_rest_moves(
     assert not outcome.complete
     assert any_store.ids() == [Timeout(6).id, Timeout(7).id]
     assert legacy.rows(ENDPOINT) == before
-    assert outcome.not_taken == 1  # the one without a due time
-    assert sum(number for _, number in outcome.reasons) == len(bad) + outcome.not_taken
+    assert outcome.skipped == 1  # the one without a due time
+    assert sum(number for _, number in outcome.reasons) == len(bad) + outcome.skipped
     assert any("headers are not JSON" in reason for reason, _ in outcome.reasons)
     assert any("destination must be" in reason for reason, _ in outcome.reasons)
     assert target is not None
     verified = verify(legacy.source, target, spark)
     assert verified.ok
-    assert (verified.moved, verified.aside, verified.waiting) == (2, 5, 2)
+    assert (verified.moved, verified.rejected, verified.waiting) == (2, 5, 2)
 
 
 def test_a_preview_tells_everything_and_changes_nothing(
@@ -121,7 +121,7 @@ def test_a_preview_tells_everything_and_changes_nothing(
     assert (sales.endpoint, sales.rows, sales.first, sales.last) == (ENDPOINT, 3, past, LATER)
     assert (sales.overdue, sales.destinations, sales.problems) == (1, [("billing", 3)], [])
     assert [(number, key) for _, number, key in sales.unmovable] == [(1, Timeout(4).id), (1, Timeout(3).id)]
-    assert sales.not_taken == 1
+    assert sales.skipped == 1
     assert (orders.endpoint, orders.rows) == ("Sales_Orders", 2)
     assert "has no store for endpoint 'Sales_Orders'" in orders.problems[0]
     assert "--endpoint Sales.Orders if that is the endpoint's own name" in orders.problems[0]
@@ -133,7 +133,7 @@ def test_a_dry_run_reads_everything_and_marks_nothing(spark: SparkSession, legac
     tables, rows = legacy.everything(), legacy.rows(ENDPOINT)
     outcome = move(spark, legacy, None)
     assert outcome.progress is not None
-    assert (outcome.progress.rows, outcome.progress.aside, outcome.progress.marked) == (11, 1, 0)
+    assert (outcome.progress.rows, outcome.progress.rejected, outcome.progress.marked) == (11, 1, 0)
     assert (legacy.everything(), legacy.rows(ENDPOINT)) == (tables, rows)
 
 
@@ -190,7 +190,7 @@ def test_a_table_of_another_shape_is_refused_and_nothing_moves(
     legacy.change(lambda connection: connection.execute(text('ALTER TABLE "sales_TimeoutData" ADD "Extra" int')))
     with pytest.raises(BackendUnusable, match="unknown version: its column 'Extra'"):
         move(spark, legacy, target)
-    assert not [name for name in legacy.everything() if name.startswith("delayline_held")]
+    assert not [name for name in legacy.everything() if name.startswith("delayline_holding")]
 
 
 def test_a_target_that_was_not_set_up_is_refused_before_anything_moves(

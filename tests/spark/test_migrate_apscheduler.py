@@ -55,7 +55,7 @@ def test_jobs_of_apscheduler_that_run_once_become_messages(
     scheduler.add_job(remind, "date", run_date=LATER, id="paused", next_run_time=None)
     scheduler.shutdown()
     engine.dispose()
-    # And one that somebody has put there who wishes us ill, and a damaged one
+    # And a hostile one, and a damaged one
     harm = tmp_path / "harm"
     with engine.begin() as connection:
         overdue = text("UPDATE apscheduler_jobs SET next_run_time = :at WHERE id = 'overdue'")

@@ -62,18 +62,18 @@ def test_the_commands_tell_one_story(shell: Shell, legacy: Legacy, tmp_path: Pat
     assert "5 moved to PostgreSQL" in shell.run("run", "--endpoint", ENDPOINT, "--report", str(page), code=1)
     assert "destination must be a text" in page.read_text()
     status = shell.document("status")
-    assert (status["state"], status["rows"], status["set_aside"], status["to_go"]) == ("completed", 6, 1, 0)
+    assert (status["state"], status["rows"], status["rejected"], status["to_go"]) == ("completed", 6, 1, 0)
     assert Timeout(9).id in shell.run("status")
     verified = shell.document("verify")
     assert (verified["ok"], verified["moved"], verified["waiting"]) == (True, 5, 5)
-    assert "✓ everything adds up" in shell.run("verify")
+    assert "✓ nothing is missing" in shell.run("verify")
     assert "completed" in shell.run("history")
     assert shell.document("history")["runs"][0]["parameters"]["endpoints"] == ENDPOINT
 
 
 def test_a_dry_run_and_a_whole_run_end_with_their_codes(shell: Shell, legacy: Legacy) -> None:
     legacy.add(ENDPOINT, *some(3))
-    assert "3 would move, 0 would be set aside" in shell.run("run", "--all-endpoints", "--target", "noop")
+    assert "3 would move, 0 would be rejected" in shell.run("run", "--all-endpoints", "--target", "noop")
     assert "no migration has run in" in shell.run("status", code=2)
     assert "no unfinished migration" in shell.run("resume", "--all-endpoints", code=2)
     assert "no unfinished migration" in shell.run("abort", "--all-endpoints", code=2)
@@ -100,22 +100,22 @@ def test_a_row_without_a_due_time_is_reported_by_every_command(shell: Shell, leg
     # Given a row that no run can take, beside those that it can
     legacy.add(ENDPOINT, *some(3), Timeout(9, time=None))
     why = legacy.source.outside
-    assert "3 would move, 0 would be set aside, 1 not taken" in shell.run(
+    assert "3 would move, 0 would be rejected, 1 skipped" in shell.run(
         "run", "--all-endpoints", "--target", "noop", code=1
     )
     # When the others have moved
     ran = shell.document("run", "--endpoint", ENDPOINT, code=1)
     # Then run, status and verify say that one stays, why, and which
-    assert (ran["moved"], ran["set_aside"], ran["not_taken"], ran["reasons"]) == (3, 0, 1, {why: 1})
+    assert (ran["moved"], ran["rejected"], ran["skipped"], ran["reasons"]) == (3, 0, 1, {why: 1})
     assert ran["examples"] == [{"id": Timeout(9).id, "reason": why}]
     status = shell.document("status")
-    assert (status["moved"], status["set_aside"], status["not_taken"], status["reasons"]) == (3, 0, 1, {why: 1})
+    assert (status["moved"], status["rejected"], status["skipped"], status["reasons"]) == (3, 0, 1, {why: 1})
     assert Timeout(9).id in shell.run("status")
-    assert shell.document("verify")["not_taken"] == 1
+    assert shell.document("verify")["skipped"] == 1
     assert "stay in the source: no run takes them" in shell.run("verify")
     # And also where there is nothing else
     again = shell.run("run", "--endpoint", ENDPOINT, code=1)
-    assert "0 set aside, 1 not taken" in again
+    assert "0 rejected, 1 skipped" in again
     assert Timeout(9).id in again
     assert legacy.ids(ENDPOINT) == [Timeout(9).id]
 
@@ -128,12 +128,12 @@ def test_a_run_that_moves_nothing_says_so_and_leaves_no_table(shell: Shell, lega
         output = shell.run("run", "--endpoint", ENDPOINT, code=1)
         # Then run and status have the same counts, and name rows
         assert "0 moved" in output
-        assert "6 set aside" in output
+        assert "6 rejected" in output
         assert Timeout(1).id in output
         status = shell.document("status")
-        assert (status["moved"], status["set_aside"]) == (0, 6)
+        assert (status["moved"], status["rejected"]) == (0, 6)
         verified = shell.document("verify")
-        assert (verified["ok"], verified["moved"], verified["set_aside"]) == (True, 0, 6)
+        assert (verified["ok"], verified["moved"], verified["rejected"]) == (True, 0, 6)
         # And nothing is left beside the journal
-        assert [name for name in legacy.everything() if name.startswith("delayline_held")] == []
+        assert [name for name in legacy.everything() if name.startswith("delayline_holding")] == []
         assert len(legacy.ids(ENDPOINT)) == 6

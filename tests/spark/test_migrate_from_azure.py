@@ -181,17 +181,17 @@ def test_a_table_that_is_not_there_is_told(storage: Storage, tmp_path: Path, spa
 def test_an_abort_shows_what_did_not_move_and_nothing_else(
     spark: SparkSession, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given a run that fails after its first wave, of timeouts due long ago, soon and in years
+    # Given a run that fails after its first round, of timeouts due long ago, soon and in years
     store = StoreAt(f"sqlite:///{tmp_path / 'store.db'}", ENDPOINT)
     storage.add(Timeout(1, PAST), Timeout(2), Timeout(3, LATER + timedelta(days=1)))
     source = source_at("azure-storage", storage.url, journal=store.url)
     plan = Plan(source, target_at(store.url), None, batch_size=1)
-    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 1)
-    deliver, waves = Migration._deliver, []
+    monkeypatch.setattr("delayline.migration.run.ROUND_ROWS", 1)
+    deliver, rounds = Migration._deliver, []
 
     def fail_at_second(self: Migration, *arguments: Any) -> None:  # noqa: ANN401 - its own
-        waves.append(arguments)
-        if len(waves) == 2:
+        rounds.append(arguments)
+        if len(rounds) == 2:
             raise BackendUnavailable("on purpose")
         deliver(self, *arguments)
 

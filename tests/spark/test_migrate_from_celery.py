@@ -236,7 +236,7 @@ def test_what_workers_hold_moves_and_each_task_is_named_as_held_by_them_too(
     # and what has moved does not move again
     again = Migration(plan).run(spark).progress
     assert again is not None
-    assert (again.marked, again.aside) == (4, 4)
+    assert (again.marked, again.rejected) == (4, 4)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"w": {"error": "no"}}', '{"w": [1]}', None])

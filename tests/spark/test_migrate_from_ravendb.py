@@ -97,7 +97,7 @@ def test_timeouts_move_to_a_store_whose_endpoint_delivers_them(
     # and what has moved does not move again
     again = Migration(plan).run(spark)
     assert again.progress is not None
-    assert (again.progress.marked - again.progress.aside, len(arrived)) == (0, 2)
+    assert (again.progress.marked - again.progress.rejected, len(arrived)) == (0, 2)
 
 
 def test_timeouts_move_to_levels_and_a_cut_off_file_moves_nothing(

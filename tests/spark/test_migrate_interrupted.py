@@ -23,7 +23,7 @@ from tests.spark.stores import StoreAt
 from delayline.bulk.ledger import CLOSED
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration import Migration, Plan, source_at, target_at
-from delayline.migration.holding_table import make_room, remove_room
+from delayline.migration.holding_table import create_holding_table, drop_holding_table
 from delayline.migration.journal import HeldPartition, MigrationJournal, MigrationRun, RunState, batch_name
 from delayline.migration.rows import record_batch
 from delayline.migration.run import MigrationResult
@@ -128,7 +128,7 @@ def test_what_was_set_aside_is_what_the_attempt_that_counts_has_set_aside(
     store.put(Timeout(2).id)
     # When it is tried again, and finds that all of its ids wait there now
     outcome = Migration(mortal_plan(legacy, store, tmp_path, number=1)).run(spark)
-    # Then one was set aside, and is back; the others have moved
+    # Then one was rejected and returned; the others have moved
     assert [number for _, number in outcome.reasons] == [1]
     assert legacy.ids(ENDPOINT) == [Timeout(2).id]
     assert store.ids() == [Timeout(number).id for number in range(1, 5)]
@@ -161,8 +161,8 @@ def test_an_abort_gives_back_exactly_what_was_not_completed(
     spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     legacy = any_legacy
-    # Given several waves, of which one was delivered, with rows that look alike to nobody
-    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 8)
+    # Given several rounds, of which one was delivered, with rows that look alike to nobody
+    monkeypatch.setattr("delayline.migration.run.ROUND_ROWS", 8)
     rows = [*some(15), Timeout(16, state=None, saga=None, version="5"), Timeout(17, destination=None)]
     legacy.add(ENDPOINT, *rows)
     before = {str(row[0]): row for row in legacy.rows(ENDPOINT)}
@@ -202,7 +202,7 @@ def test_a_run_that_died_while_it_prepared_is_cleared_away_by_the_next(
     assert len(legacy.ids(ENDPOINT)) == 5
     assert Migration(plan(legacy, store.url)).run(spark).complete
     assert [str(one.state) for one in runs_of(legacy.source)] == ["completed", "aborted"]
-    assert len([name for name in legacy.everything() if name.startswith("delayline_held")]) == 1
+    assert len([name for name in legacy.everything() if name.startswith("delayline_holding")]) == 1
 
 
 def test_there_is_nothing_to_resume_in_a_run_that_died_while_it_prepared(
@@ -233,7 +233,7 @@ def test_other_parameters_and_second_runs_are_refused(
 def test_two_migrations_of_one_source_at_once_are_refused(spark: SparkSession, legacy: Legacy, store: StoreAt) -> None:
     legacy.add(ENDPOINT, *some(5))
     first = Migration(plan(legacy, store.url))
-    with first._turn(), pytest.raises(ConfigurationError, match="another process is working"):
+    with first._locked(), pytest.raises(ConfigurationError, match="another process is working"):
         Migration(plan(legacy, store.url)).run(spark)
     assert len(legacy.ids(ENDPOINT)) == 5
 
@@ -268,19 +268,19 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
         try:
             await write(journal.set_up)
             await write(partial(journal.begin, name="r", parameters={}))
-            await write(partial(journal.add_part, run="r", held=held, batches={0: 4}))
-            deliver = partial(journal.deliver, run="r", part=0, batches=[0])
+            await write(partial(journal.add_partition, run="r", held=held, batches={0: 4}))
+            deliver = partial(journal.deliver, run="r", partition=0, batches=[0])
             first, second = [(await write(deliver))[0] for _ in range(2)]
-            aside = partial(journal.put_aside, run="r", part=0, batch=0)
-            await write(partial(aside, aside={1: ("b", "no queue")}, attempt=second.number))
+            rejected = partial(journal.record_rejected, run="r", partition=0, batch=0)
+            await write(partial(rejected, rejected={1: ("b", "no queue")}, attempt=second.number))
             # When the first one goes on, before and after the batch is marked
-            late = partial(aside, aside=dict.fromkeys(range(4), ("x", "it waits already")), attempt=first.number)
+            late = partial(rejected, rejected=dict.fromkeys(range(4), ("x", "it waits already")), attempt=first.number)
             with pytest.raises(BackendUnavailable, match="another task works on batch 0"):
                 await write(late)
-            await write(partial(journal.mark, run="r", part=0, attempts={0: second.number}))
+            await write(partial(journal.mark, run="r", partition=0, attempts={0: second.number}))
             await write(late)
-            # Then what the last one has set aside stays
-            assert await source.database.read(partial(journal.set_aside, run="r", limit=9)) == [("b", "no queue")]
+            # Then the rejections of the last one are kept
+            assert await source.database.read(partial(journal.list_rejected, run="r", limit=9)) == [("b", "no queue")]
         finally:
             await source.database.close()
 
@@ -288,7 +288,7 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
 
 
 def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: Path) -> None:
-    # Given two attempts at a batch, each of which has set something aside
+    # Given two attempts at a batch, each of which has rejected a row
     source = source_at("delayline", f"sqlite:///{tmp_path / 'old.db'}")
     journal = MigrationJournal(source.dialect, source.schema)
 
@@ -299,16 +299,16 @@ def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: P
             await write(journal.set_up)
             await write(partial(journal.begin, name="r", parameters={}))
             held = HeldPartition(0, SourcePartition(ENDPOINT, "sales.timeouts"), ENDPOINT, "held", 4, 1)
-            await write(partial(journal.add_part, run="r", held=held, batches={0: 4}))
+            await write(partial(journal.add_partition, run="r", held=held, batches={0: 4}))
             for number in (1, 2):
-                begun = await write(partial(journal.deliver, run="r", part=0, batches=[0]))
-                aside = {1: (f"of {number}", "no queue")}
-                put_aside = partial(journal.put_aside, run="r", part=0, batch=0, aside=aside)
-                await write(partial(put_aside, attempt=begun[0].number))
+                begun = await write(partial(journal.deliver, run="r", partition=0, batches=[0]))
+                rejected = {1: (f"of {number}", "no queue")}
+                record_rejected = partial(journal.record_rejected, run="r", partition=0, batch=0, rejected=rejected)
+                await write(partial(record_rejected, attempt=begun[0].number))
             # When both are marked, the first one first
             for number in (1, 2):
-                await write(partial(journal.mark, run="r", part=0, attempts={0: number}))
-            return await source.database.read(partial(journal.set_aside, run="r", limit=9))
+                await write(partial(journal.mark, run="r", partition=0, attempts={0: number}))
+            return await source.database.read(partial(journal.list_rejected, run="r", limit=9))
         finally:
             await source.database.close()
 
@@ -339,15 +339,15 @@ def test_a_driver_that_has_lost_its_turn_neither_goes_on_nor_ends_a_run_that_is_
 
 def test_a_table_that_holds_something_is_not_dropped(legacy: Legacy) -> None:
     source = legacy.source
-    legacy.change(lambda connection: make_room(connection, source, "delayline_held_x"))
-    legacy.change(lambda connection: connection.execute(insert(source.held("delayline_held_x")).values(
+    legacy.change(lambda connection: create_holding_table(connection, source, "delayline_holding_x"))
+    legacy.change(lambda connection: connection.execute(insert(source.held("delayline_holding_x")).values(
         {BATCH: 0, NUMBER: 0}
     )))  # fmt: skip
-    legacy.change(lambda connection: remove_room(connection, source, "delayline_held_x"))
-    assert "delayline_held_x" in legacy.everything()
-    legacy.change(lambda connection: connection.execute(delete(source.held("delayline_held_x"))))
-    legacy.change(lambda connection: remove_room(connection, source, "delayline_held_x"))
-    assert "delayline_held_x" not in legacy.everything()
+    legacy.change(lambda connection: drop_holding_table(connection, source, "delayline_holding_x"))
+    assert "delayline_holding_x" in legacy.everything()
+    legacy.change(lambda connection: connection.execute(delete(source.held("delayline_holding_x"))))
+    legacy.change(lambda connection: drop_holding_table(connection, source, "delayline_holding_x"))
+    assert "delayline_holding_x" not in legacy.everything()
 
 
 @pytest.mark.sample(1, group="Spark kills")

@@ -17,7 +17,7 @@ from tests.spark.legacy import Legacy, Timeout, some
 from delayline import Endpoint, Message, MessageContext
 from delayline.errors import DelaylineError
 from delayline.migration import Migration, Plan, preview, target_at
-from delayline.migration.targets.rabbitmq_levels import LevelsWave, RabbitmqLevelsTarget
+from delayline.migration.targets.rabbitmq_levels import LevelsRound, RabbitmqLevelsTarget
 from delayline.migration.verify import verify
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, parse
@@ -130,7 +130,7 @@ def test_a_batch_in_doubt_is_given_back_by_an_abort_and_named(
     with_levels(rabbitmq_url, V2)
     legacy.add(ENDPOINT, *some(6))
 
-    class Failing(LevelsWave):
+    class Failing(LevelsRound):
         async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
             session = await super().session(stack)
             deliver = session.deliver
@@ -168,7 +168,7 @@ def test_an_executor_that_is_killed_is_replaced(
     legacy.add(ENDPOINT, *some(40))
     flag = str(tmp_path / "killed")
 
-    class Dying(LevelsWave):
+    class Dying(LevelsRound):
         async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
             session = await super().session(stack)
             deliver = session.deliver
@@ -207,12 +207,12 @@ def test_a_broker_that_dies_stops_the_run_which_goes_on_with_it(
     with_levels(url, V2)
     crashing_rabbitmq.settle()
     legacy.add(ENDPOINT, *some(20))
-    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 10)
-    begin, waves = RabbitmqLevelsTarget.begin, []
+    monkeypatch.setattr("delayline.migration.run.ROUND_ROWS", 10)
+    begin, rounds = RabbitmqLevelsTarget.begin, []
 
-    def stop_at_second(self: RabbitmqLevelsTarget, endpoint: str) -> LevelsWave:
-        waves.append(endpoint)
-        if len(waves) == 2:
+    def stop_at_second(self: RabbitmqLevelsTarget, endpoint: str) -> LevelsRound:
+        rounds.append(endpoint)
+        if len(rounds) == 2:
             crashing_rabbitmq.stop()
         return begin(self, endpoint)
 

@@ -1,4 +1,4 @@
-"""What is too much to be taken aside at once is cut into slices, the earliest due first."""
+"""A large partition is cut into slices, the earliest due first."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def legacy(request: pytest.FixtureRequest) -> Legacy:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[HeldPartition]:
-    """Have slices of 2, 8 and then 9 rows, and return what is taken aside."""
+    """Have slices of 2, 8 and then 9 rows, and return the held partitions."""
     monkeypatch.setattr("delayline.migration.slices.FIRST_ROWS", 2)
     monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 9)
-    take, parts = Migration._take_aside, []
+    take, partitions = Migration._hold_slice, []
 
     def noted(self: Migration, *arguments: Any) -> HeldPartition:  # noqa: ANN401 - as they are
-        parts.append(take(self, *arguments))
-        return parts[-1]
+        partitions.append(take(self, *arguments))
+        return partitions[-1]
 
     monkeypatch.setattr(Migration, "_take_aside", noted)
-    return parts
+    return partitions
 
 
 def plan(legacy: Legacy, url: str) -> Plan:
@@ -52,11 +52,11 @@ def plan(legacy: Legacy, url: str) -> Plan:
 def test_what_is_not_taken_aside_yet_is_where_it_was(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    # Given more rows than are taken aside at once, some due at the same time, and a driver that dies in between
+    # Given more rows than one slice has, some due at the same time, and a driver that dies in between
     monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
     rows = [replace(one, time=LATER + timedelta(seconds=one.number // 3)) for one in some(10)]
     legacy.add(ENDPOINT, *rows)
-    ids, take, calls = legacy.ids(ENDPOINT), Migration._take_aside, []
+    ids, take, calls = legacy.ids(ENDPOINT), Migration._hold_slice, []
 
     def die_at_third(self: Migration, *arguments: Any) -> HeldPartition:  # noqa: ANN401 - as they are
         calls.append(arguments)
@@ -91,7 +91,7 @@ def test_the_first_slice_is_small_and_the_others_grow(
     # When they move
     assert Migration(plan(legacy, store.url)).run(spark).complete
     # Then what is due first is taken first, four times as much after it, and no more than a slice has
-    assert [(part.rows, part.batches) for part in taken] == [(2, 1), (8, 2), (9, 3), (1, 1)]
+    assert [(partition.rows, partition.batches) for partition in taken] == [(2, 1), (8, 2), (9, 3), (1, 1)]
     assert (store.ids(), legacy.ids(ENDPOINT)) == (ids, [])
 
 
@@ -103,13 +103,13 @@ def test_what_is_due_first_is_in_the_first_slice_however_much_it_is(
     legacy.add(ENDPOINT, *(replace(one, time=LATER + timedelta(seconds=max(first, one.number))) for one in some(20)))
     # When they move, then they are in it all the same
     assert Migration(plan(legacy, store.url)).run(spark).complete
-    assert ([part.rows for part in taken], len(store.ids())) == (slices, 20)
+    assert ([partition.rows for partition in taken], len(store.ids())) == (slices, 20)
 
 
 def test_a_file_is_written_to_by_one_at_a_time(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given a store in a file with more messages than are taken aside at once
+    # Given a store in a file with more messages than one slice has
     monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
     old, new = (StoreAt(f"sqlite:///{tmp_path / name}.db") for name in ("old", "new"))
     ids = [f"m{number}" for number in range(10)]
@@ -156,4 +156,4 @@ def test_a_slice_that_fails_leaves_a_run_to_resume(
     resumed = Migration(plan(legacy, store.url), progress=lambda *numbers: told.append(numbers))
     assert resumed.resume(spark).complete
     assert (len(store.ids()), told[-1]) == (10, (10, 10))
-    assert len([name for name in legacy.everything() if name.startswith("delayline_held")]) == 3
+    assert len([name for name in legacy.everything() if name.startswith("delayline_holding")]) == 3

@@ -53,8 +53,8 @@ def test_endpoints_that_share_a_table_move_one_by_one(
     assert [(one.destination, one.due, one.message.headers) for one in store.messages()] == 2 * [
         ("billing", LATER, {"Größe": "🚀"})
     ]
-    left = blocking(source.database.look(source.parts))
-    assert [part.endpoint for part in left] == ["crm"]
+    left = blocking(source.database.look(source.partitions))
+    assert [partition.endpoint for partition in left] == ["crm"]
 
 
 @pytest.mark.parametrize("product", ["postgresql", "mariadb"])
@@ -68,20 +68,20 @@ def test_rows_that_name_no_endpoint_are_counted_and_named(
     plan = Plan(source, target_at(store.url))
     # When all endpoints are looked at, then that row is reported by itself
     looked = preview(plan, spark)
-    assert [(one.endpoint, one.rows, one.not_taken) for one in looked] == [(ENDPOINT, 1, 0), ("(no endpoint)", 0, 1)]
+    assert [(one.endpoint, one.rows, one.skipped) for one in looked] == [(ENDPOINT, 1, 0), ("(no endpoint)", 0, 1)]
     [(reason, number, name)] = looked[-1].unmovable
     assert (reason, number) == (source.ownerless, 1)
     assert name is not None
     assert name.endswith("0")
-    assert Migration(Plan(source, None)).run(spark).not_taken == 1
+    assert Migration(Plan(source, None)).run(spark).skipped == 1
     # When all are moved, then it stays, and the outcome and the verification say so
     outcome = Migration(plan).run(spark)
     assert not outcome.complete
-    assert (outcome.not_taken, outcome.reasons) == (1, [(source.ownerless, 1)])
+    assert (outcome.skipped, outcome.reasons) == (1, [(source.ownerless, 1)])
     assert outcome.examples == [(name, source.ownerless)]
     target = target_at(store.url)
     assert target is not None
-    assert verify(source, target, spark).not_taken == 1
+    assert verify(source, target, spark).skipped == 1
     assert len(store.messages()) == 1
 
 

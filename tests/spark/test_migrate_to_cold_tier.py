@@ -21,7 +21,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration import Migration, Plan, preview, target_at
 from delayline.migration.journal import MigrationJournal
-from delayline.migration.targets.cold_tier import TiersWave
+from delayline.migration.targets.cold_tier import TiersRound
 from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore
 
@@ -61,7 +61,7 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
         Timeout(3, time=LATER), Timeout(4, time=FAR, state=None), Timeout(5, time=LATER + timedelta(hours=2)),
         Timeout(6, time=LATER), Timeout(7, "gone"), Timeout(8, None),
     )  # fmt: skip
-    monkeypatch.setattr("delayline.migration.run.WAVE_ROWS", 3)
+    monkeypatch.setattr("delayline.migration.run.ROUND_ROWS", 3)
     plan = Plan(legacy.source, target, [ENDPOINT], batch_size=3)
     asyncio.run(SqlTransport(store.url).setup_infrastructure(["billing"]))
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
@@ -113,8 +113,8 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
 @pytest.mark.parametrize(
     ("where", "step", "after"),
     [
-        (TiersWave, "commit", False),
-        (TiersWave, "commit", True),
+        (TiersRound, "commit", False),
+        (TiersRound, "commit", True),
         (MigrationJournal, "mark", False),
         (Migration, "_end", False),
     ],
@@ -160,7 +160,7 @@ def test_what_tasks_that_died_have_left_counts_nothing(
     assert verify(legacy.source, cold(tiers), spark).ok
 
 
-def test_files_of_a_wave_that_fails_hold_nothing(
+def test_files_of_a_round_that_fails_hold_nothing(
     spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     legacy.add(ENDPOINT, *(Timeout(number) for number in range(1, 4)))
@@ -170,7 +170,7 @@ def test_files_of_a_wave_that_fails_hold_nothing(
         raise BackendUnavailable("on purpose")
 
     with monkeypatch.context() as patched:
-        patched.setattr(TiersWave, "_register", fail)
+        patched.setattr(TiersRound, "_register", fail)
         with pytest.raises(BackendUnavailable):
             Migration(plan).run(spark)
     assert (len(tiers.files()), tiers.ids()) == (1, [])
@@ -178,19 +178,19 @@ def test_files_of_a_wave_that_fails_hold_nothing(
     assert tiers.ids() == [Timeout(number).id for number in range(1, 4)]
 
 
-def test_a_wave_whose_batches_were_closed_commits_nothing(
+def test_a_round_whose_batches_were_closed_commits_nothing(
     spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a driver that somebody's abort overtakes
     legacy.add(ENDPOINT, *(Timeout(number) for number in range(1, 4)))
-    ids, plan, commit = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT]), TiersWave.commit
+    ids, plan, commit = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT]), TiersRound.commit
 
-    def close_and_commit(self: TiersWave, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+    def close_and_commit(self: TiersRound, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         cold(tiers).close(ENDPOINT, list(attempts))
         commit(self, staged, attempts)
 
     with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="abort of this migration has begun"):
-        patched.setattr(TiersWave, "commit", close_and_commit)
+        patched.setattr(TiersRound, "commit", close_and_commit)
         Migration(plan).run(spark)
     # Then nothing is in either tier, and the abort gives everything back
     assert tiers.ids() == []

@@ -23,7 +23,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.migration import Migration, Plan, target_at
 from delayline.migration.rows import record_batch
 from delayline.migration.target import Attempted
-from delayline.migration.targets.plain_store import PlainSession, PlainStore, PlainWave
+from delayline.migration.targets.plain_store import PlainRound, PlainSession, PlainStore
 from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore
 
@@ -147,7 +147,7 @@ def test_a_message_that_the_store_refuses_keeps_no_other_from_it(tmp_path: Path)
     async def deliver() -> Delivered:
         folding = Folding(store.url)
         await folding.initialize(ENDPOINT, TransactionMode.RECEIVE_ONLY)
-        session = PlainSession(PlainWave(PlainStore(store.url), ENDPOINT), folding)
+        session = PlainSession(PlainRound(PlainStore(store.url), ENDPOINT), folding)
         try:
             messages = record_batch((one, "billing", LATER, None, b"") for one in ("a", "A", "b"))
             return await session.deliver(messages, Attempted("batch", 1, nothing))

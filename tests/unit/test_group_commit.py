@@ -58,10 +58,10 @@ async def together(
     driver = connection.connection.driver_connection
     assert driver is not None
     driver.set_trace_callback(statements.append)
-    await database.lane.enter()
+    await database.semaphore.enter()
     tasks = [asyncio.ensure_future(database.write(write)) for write in writes]
     await asyncio.sleep(0)
-    database.lane.leave()
+    database.semaphore.leave()
     results: list[object] = list(await asyncio.gather(*tasks, return_exceptions=True))
     driver.set_trace_callback(None)
     return results, statements
@@ -111,24 +111,24 @@ async def test_a_turn_that_cannot_begin_fails_everybody(database: FileDatabase, 
 
 
 async def test_cancelled_before_its_turn_a_write_has_no_effect(database: FileDatabase) -> None:
-    await database.lane.enter()
+    await database.semaphore.enter()
     write = asyncio.ensure_future(database.write(keep("a")))
     await asyncio.sleep(0)
     write.cancel()
     with pytest.raises(asyncio.CancelledError):
         await write
-    database.lane.leave()
+    database.semaphore.leave()
     await database.write(keep("b"))
     assert await kept(database) == ["b"]
 
 
 async def test_cancelled_while_somebody_else_writes_it_the_effect_is_certain_first(database: FileDatabase) -> None:
     # Given two writes in one group, the first of them doing the writing
-    await database.lane.enter()
+    await database.semaphore.enter()
     first = asyncio.ensure_future(database.write(keep("a")))
     second = asyncio.ensure_future(database.write(keep("b")))
     await asyncio.sleep(0)
-    database.lane.leave()
+    database.semaphore.leave()
     while database._group._waiting:  # noqa: ASYNC110 - until the first has taken both
         await asyncio.sleep(0)
     # When the second is cancelled meanwhile

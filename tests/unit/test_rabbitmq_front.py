@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from delayline import Message
-from delayline.rabbitmq.overflow_store import held, released
+from delayline.rabbitmq.overflow_store import parked, released
 from delayline.transport import TransportOperation
 
 MESSAGE = Message("id", {}, b"")
@@ -16,7 +16,7 @@ MESSAGE = Message("id", {}, b"")
 def test_what_is_held_is_released_as_it_was() -> None:
     """Given an operation for the levels, when released, then its destination and due time are back."""
     operation, due = TransportOperation(MESSAGE, "sales|eu"), datetime(2040, 1, 1, tzinfo=UTC)
-    assert released(held(operation, due)) == (operation, due)
+    assert released(parked(operation, due)) == (operation, due)
 
 
 @pytest.mark.parametrize("destination", ["sales", "2035-01-01 00:80:00:000000 Z|x", "2035-13-01 00:00:00:000000 Z|x"])

@@ -165,9 +165,9 @@ def _intent(headers: Mapping[str, str]) -> int:
 def _shortened(message: Message, size: int) -> str:
     """Cut the stack trace until the message fits, then leave out one header after the other."""
     trace = message.headers.get(Headers.EXCEPTION_STACK_TRACE, "")
-    room = len(trace) - (size - LARGEST_TEXT)  # each character takes more than one byte of text
-    if room > SHORTEST_TRACE:
-        text = _text(message.with_headers({Headers.EXCEPTION_STACK_TRACE: "..." + trace[-(room - 3) :]}))
+    length = len(trace) - (size - LARGEST_TEXT)  # each character takes more than one byte of text
+    if length > SHORTEST_TRACE:
+        text = _text(message.with_headers({Headers.EXCEPTION_STACK_TRACE: "..." + trace[-(length - 3) :]}))
         if len(text) <= LARGEST_TEXT:
             return text
     without: tuple[str, ...] = ()

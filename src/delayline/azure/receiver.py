@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST_PAGE: Final = 32
-#: How often a message that is held is hidden anew, in the time that it is hidden for.
+#: Renewals of a message's invisibility within the time for which it is hidden.
 RENEWALS: Final = 3
 SHORTEST_WAIT: Final = 0.05
 #: Errors for a message that is gone, or was delivered to another receiver meanwhile.
@@ -86,24 +86,24 @@ class AzureReceiver:
 
     async def acknowledge(self, received: ReceivedMessage, transaction: object = None) -> bool:
         """Delete the message; False if it was gone, or had been delivered to another receiver."""
-        held = self._held.get(_number(received))
-        if held is None:
+        entry = self._held.get(_number(received))
+        if entry is None:
             return False
-        async with held.lock, self._asking():
-            deleted = await deleted_with(self._client, held.id, held.receipt)
+        async with entry.lock, self._asking():
+            deleted = await deleted_with(self._client, entry.id, entry.receipt)
         self._let_go(received)
         return deleted
 
     async def release(self, received: ReceivedMessage) -> None:
         """Make the message visible again at once; a message whose release fails is visible when its time is over."""
-        held = self._held.get(_number(received))
+        entry = self._held.get(_number(received))
         self._let_go(received)
-        if held is None:
+        if entry is None:
             return
-        async with held.lock:
+        async with entry.lock:
             with contextlib.suppress(BackendUnavailable, BackendUnusable):
                 async with self._asking():
-                    await shown(self._client, held.id, held.receipt)
+                    await shown(self._client, entry.id, entry.receipt)
         self._news.set()
 
     async def stop(self) -> None:
@@ -131,22 +131,22 @@ class AzureReceiver:
         """Renew the invisibility of delivered messages until there are none."""
         while self._held:
             await asyncio.sleep(self._hidden_for / RENEWALS)
-            await asyncio.gather(*(self._hide_longer(number, held) for number, held in list(self._held.items())))
+            await asyncio.gather(*(self._hide_longer(number, entry) for number, entry in list(self._held.items())))
         self._renewing = None
 
-    async def _hide_longer(self, number: int, held: InvisibleMessage) -> None:
-        async with held.lock:
+    async def _hide_longer(self, number: int, entry: InvisibleMessage) -> None:
+        async with entry.lock:
             if number not in self._held:
                 return
             try:
                 async with self._asking():
                     renewed = await self._client.update_message(
-                        held.id, held.receipt, visibility_timeout=self._hidden_for
+                        entry.id, entry.receipt, visibility_timeout=self._hidden_for
                     )
-                    held.receipt = receipt_of(renewed)
+                    entry.receipt = receipt_of(renewed)
             except Exception as error:  # of this message: the others are kept hidden all the same
                 text = "Could not keep message %s of queue %s hidden while it is handled: %s"
-                emit(logger, logging.WARNING, Event.RECEIVE_LOST, text, held.id, self._queue, error)
+                emit(logger, logging.WARNING, Event.RECEIVE_LOST, text, entry.id, self._queue, error)
 
     def _let_go(self, received: ReceivedMessage) -> None:
         self._held.pop(_number(received), None)

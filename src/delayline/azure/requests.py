@@ -55,19 +55,19 @@ class Requests:
 
     @contextlib.asynccontextmanager
     async def ask(
-        self, doing: str, *, at_most: float | None = None, room: asyncio.Semaphore | None = None
+        self, doing: str, *, at_most: float | None = None, semaphore: asyncio.Semaphore | None = None
     ) -> AsyncIterator[None]:
         """Run one request inside: translates its errors, and raises BackendUnavailable without an answer.
 
         Args:
             doing: The operation, for the error text, as in "send to queue 'sales'".
             at_most: Seconds, if less than the usual limit is left.
-            room: Limits concurrent requests; waiting for it ends when no request was answered for as long as the limit.
+            semaphore: Limits concurrent requests; waiting for it ends when no request was answered within the limit.
         """
         async with contextlib.AsyncExitStack() as stack:
-            if room is not None:
-                await self._enter(doing, room)
-                stack.callback(room.release)
+            if semaphore is not None:
+                await self._enter(doing, semaphore)
+                stack.callback(semaphore.release)
             limit = self._limit_now() if at_most is None else max(min(at_most, self._limit_now()), 0.0)
             with azure_errors(doing):
                 try:
@@ -81,14 +81,14 @@ class Requests:
                     raise _silent(doing, limit) from error
             self._answered = asyncio.get_running_loop().time()
 
-    async def _enter(self, doing: str, room: asyncio.Semaphore) -> None:
+    async def _enter(self, doing: str, semaphore: asyncio.Semaphore) -> None:
         loop = asyncio.get_running_loop()
         since = loop.time()
         while True:
             limit = self._limit_now()
             try:
                 async with asyncio.timeout_at(since + limit):
-                    await room.acquire()
+                    await semaphore.acquire()
                     return
             except TimeoutError as error:
                 if self._answered <= since:

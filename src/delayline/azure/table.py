@@ -1,4 +1,4 @@
-"""A table of Azure Storage, as this room uses it: many entities in few requests, answers for each of them."""
+"""A table of Azure Storage: many entities in few requests, with an answer for each of them."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ class Table:
                     raise
             yield entity
 
-    def _asking(self, doing: str, room: asyncio.Semaphore | None = None) -> AbstractAsyncContextManager[None]:
-        return self._requests.ask(f"{doing} table {self.name!r}", room=room)
+    def _asking(self, doing: str, semaphore: asyncio.Semaphore | None = None) -> AbstractAsyncContextManager[None]:
+        return self._requests.ask(f"{doing} table {self.name!r}", semaphore=semaphore)
 
     def _must_exist(self, error: HttpResponseError) -> None:
         if "TableNotFound" in str(error) or getattr(error, "error_code", None) == "TableNotFound":

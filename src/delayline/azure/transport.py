@@ -341,8 +341,8 @@ class AzureStorageQueueTransport:
         return name
 
     @contextlib.asynccontextmanager
-    async def _asking(self, doing: str, queue: str, room: asyncio.Semaphore | None = None) -> AsyncIterator[None]:
-        async with self._requests.ask(f"{doing} queue {queue!r}", room=room):
+    async def _asking(self, doing: str, queue: str, semaphore: asyncio.Semaphore | None = None) -> AsyncIterator[None]:
+        async with self._requests.ask(f"{doing} queue {queue!r}", semaphore=semaphore):
             try:
                 yield
             except ResourceNotFoundError as error:

@@ -53,7 +53,7 @@ class ColdFile(NamedTuple):
     min_due: int
     max_due: int
     destinations: Mapping[str, int]
-    """How many go where; not filled in by `held`."""
+    """Number of messages by destination; not filled in by `list_files`."""
 
 
 class ColdTables:
@@ -119,7 +119,7 @@ class ColdFiles:
         self.tables = cold_tables(store.schema)
 
     def exist(self, connection: Connection) -> bool:
-        """Tell whether anything was ever held in this schema."""
+        """Return whether the catalog's tables exist in this schema."""
         return inspect(connection).has_table(self.tables.files.name, schema=self.tables.files.schema)
 
     def create(self, connection: Connection) -> str:
@@ -155,7 +155,7 @@ class ColdFiles:
             connection.execute(insert(self.tables.files).values(changed=self._dialect.in_seconds(0)), rows)
             connection.execute(insert(self.tables.counts), counts)
 
-    def held(self, connection: Connection, *, until: int | None = None) -> list[ColdFile]:
+    def list_files(self, connection: Connection, *, until: int | None = None) -> list[ColdFile]:
         """Return the files with messages due not after `until`, all where None; earliest first."""
         columns = self.tables.files.c
         query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
@@ -176,7 +176,7 @@ class ColdFiles:
         return dict(found)
 
     def lock(self, connection: Connection, names: Iterable[str]) -> set[str]:
-        """Wait for others who change these files, keep them from it, and return those that are still held."""
+        """Lock the files against changes by other processes, and return those that still are in the tier."""
         columns = self.tables.files.c
         locked: set[str] = set()
         for some in _parts(sorted(names)):  # in one order in all processes, so that they cannot deadlock
@@ -194,7 +194,7 @@ class ColdFiles:
             connection.execute(delete(tables.tombstones).where(tables.tombstones.c.file.in_(some)))
 
     def bury(self, connection: Connection, dead: Mapping[str, Mapping[str, str]]) -> bool:
-        """Cancel messages, by file the destination by id; False where their files are held no more, or they are dead.
+        """Cancel messages, by file the destination by id; False if files have left the tier, or are cancelled.
 
         Who promotes the files waits, and then leaves them out.
         """

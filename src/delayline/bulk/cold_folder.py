@@ -213,7 +213,7 @@ class ColdFolder:
             yield
         except FileNotFoundError as error:
             raise BackendUnusable(
-                f"cannot {what}: {error}. Is cold_tier={without_secrets(self.path)!r} where it was held?"
+                f"cannot {what}: {error}. Does cold_tier={without_secrets(self.path)!r} name the tier's folder?"
             ) from error
         except (OSError, ArrowException) as error:
             raise BackendUnusable(

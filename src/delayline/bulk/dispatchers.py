@@ -32,7 +32,7 @@ class ShardMetrics:
     """Progress of one task of a dispatcher in its generation; lateness in seconds, None if unknown."""
 
     shard: int
-    wave: int
+    generation: int
     place: str
     """The machine and the process."""
     dispatched: int
@@ -63,7 +63,7 @@ class DispatcherTables:
             metadata,
             Column("name", text(MAXIMUM_NAME_LENGTH), primary_key=True),
             Column("owner", text(MAXIMUM_NAME_LENGTH), nullable=False),
-            Column("wave", BigInteger, nullable=False),
+            Column("wave", BigInteger, nullable=False, key="generation"),
             Column("stopping", Integer, nullable=False),
             Column("until", DUE, nullable=False),
         )
@@ -72,7 +72,7 @@ class DispatcherTables:
             metadata,
             Column("dispatcher", text(MAXIMUM_NAME_LENGTH), primary_key=True),
             Column("shard", Integer, primary_key=True, autoincrement=False),
-            Column("wave", BigInteger, nullable=False),
+            Column("wave", BigInteger, nullable=False, key="generation"),
             Column("place", text(MAXIMUM_NAME_LENGTH), nullable=False),
             Column("dispatched", BigInteger, nullable=False),
             Column("retried", BigInteger, nullable=False),
@@ -115,17 +115,19 @@ class DispatcherControl:
         """Take the dispatcher over: its former owner ends the generation and starts no other."""
         self._write(partial(self._begin, name=name, owner=owner))
 
-    def next_wave(self, name: str, owner: str, lease: timedelta) -> Generation | None:
-        """Begin the next wave, which lasts as long as the lease; None when told to stop, or taken over."""
-        wave: Generation | None = self._write(partial(self._next_wave, name=name, owner=owner, lease=lease))
-        return wave
+    def next_generation(self, name: str, owner: str, lease: timedelta) -> Generation | None:
+        """Begin the next generation, which lasts as long as the lease; None once stopped or taken over."""
+        generation: Generation | None = self._write(partial(self._next_generation, name=name, owner=owner, lease=lease))
+        return generation
 
-    def goes_on(self, wave: Generation) -> bool:
-        """Tell whether the wave's tasks are to go on."""
+    def goes_on(self, generation: Generation) -> bool:
+        """Return whether the generation's tasks are to continue."""
         columns = self._tables.dispatchers.c
-        query = select(columns.stopping, columns.wave, columns.owner, columns.until > self._dialect.in_seconds(0))
-        row = self._read(lambda connection: connection.execute(query.where(columns.name == wave.dispatcher)).first())
-        return row is not None and bool(row[3]) and tuple(row[:3]) == (0, wave.number, wave.owner)
+        query = select(columns.stopping, columns.generation, columns.owner, columns.until > self._dialect.in_seconds(0))
+        row = self._read(
+            lambda connection: connection.execute(query.where(columns.name == generation.dispatcher)).first()
+        )
+        return row is not None and bool(row[3]) and tuple(row[:3]) == (0, generation.number, generation.owner)
 
     def stop(self, name: str) -> bool:
         """Ask the dispatcher to finish messages in flight and to stop; False if there is none of that name."""
@@ -137,15 +139,15 @@ class DispatcherControl:
         self._write(lambda connection: connection.execute(change))
         return self._read(lambda connection: connection.execute(known).first()) is not None
 
-    def tell(self, dispatcher: str, metrics: ShardMetrics) -> None:
+    def record_metrics(self, dispatcher: str, metrics: ShardMetrics) -> None:
         """Record a task's progress."""
-        self._write(partial(self._tell, dispatcher=dispatcher, metrics=metrics))
+        self._write(partial(self._record_metrics, dispatcher=dispatcher, metrics=metrics))
 
     def shards(self, name: str) -> list[ShardMetrics]:
         """Return the last progress of each task, by shard."""
         self._must_be_there()
         columns = self._tables.shards.c
-        query = select(*(column for column in columns if column.name != "dispatcher"))
+        query = select(*(column.label(column.key) for column in columns if column.name != "dispatcher"))
         query = query.where(columns.dispatcher == name).order_by(columns.shard)
         rows = self._read(lambda connection: connection.execute(query).all())
         moment = self._dialect.from_due
@@ -153,21 +155,25 @@ class DispatcherControl:
 
     def _begin(self, connection: Connection, *, name: str, owner: str) -> None:
         table, now = self._tables.dispatchers, self._dialect.in_seconds(0)
-        nothing = {"name": name, "owner": owner, "wave": 0, "stopping": 0, "until": now}
+        nothing = {"name": name, "owner": owner, "generation": 0, "stopping": 0, "until": now}
         connection.execute(self._dialect.insert_new(table, "name").values(nothing))
         connection.execute(update(table).where(table.c.name == name).values(owner=owner, stopping=0))
 
-    def _next_wave(self, connection: Connection, *, name: str, owner: str, lease: timedelta) -> Generation | None:
+    def _next_generation(self, connection: Connection, *, name: str, owner: str, lease: timedelta) -> Generation | None:
         table, seconds = self._tables.dispatchers, -(-lease // ONE_SECOND)
-        query = select(table.c.wave, table.c.owner, table.c.stopping).where(table.c.name == name).with_for_update()
+        query = (
+            select(table.c.generation.label("number"), table.c.owner, table.c.stopping)
+            .where(table.c.name == name)
+            .with_for_update()
+        )
         row = connection.execute(query).first()
         if row is None or row.owner != owner or row.stopping:
             return None
         until = self._dialect.in_seconds(seconds)
-        connection.execute(update(table).where(table.c.name == name).values(wave=row.wave + 1, until=until))
-        return Generation(name, owner, row.wave + 1)
+        connection.execute(update(table).where(table.c.name == name).values(generation=row.number + 1, until=until))
+        return Generation(name, owner, row.number + 1)
 
-    def _tell(self, connection: Connection, *, dispatcher: str, metrics: ShardMetrics) -> None:
+    def _record_metrics(self, connection: Connection, *, dispatcher: str, metrics: ShardMetrics) -> None:
         table, now = self._tables.shards, self._dialect.in_seconds(0)
         values = {name: getattr(metrics, name) for name in ShardMetrics.__slots__ if name != "seen"}
         connection.execute(delete(table).where(table.c.dispatcher == dispatcher, table.c.shard == metrics.shard))

@@ -78,10 +78,10 @@ class TwoTierStore(SqlDelayedMessageStore):
     ) -> Sequence[DelayedMessage]:
         """Return pending messages, earliest due first; of the files only the first ones are read."""
         number = limit + offset
-        held = (
-            await self._held()
+        snapshot = (
+            await self._snapshot()
         )  # before the store: a message promoted meanwhile is seen twice instead of being missed
-        cold = await asyncio.to_thread(self._first, held, destination, number)
+        cold = await asyncio.to_thread(self._first, snapshot, destination, number)
         hot = await super().pending(destination=destination, limit=number)
         both = heapq.merge(hot, cold, key=lambda message: message.due)
         return list({message.id: message for message in both}.values())[offset:number]
@@ -111,13 +111,13 @@ class TwoTierStore(SqlDelayedMessageStore):
 
     @long_work
     async def _count_rows(self, width: int) -> Mapping[tuple[int, str], int]:
-        held = await self._held()
+        snapshot = await self._snapshot()
 
         def count() -> Mapping[tuple[int, str], int]:
             counts: dict[tuple[int, str], int] = defaultdict(int)
-            for file in held.files:
+            for file in snapshot.files:
                 for batch in self._folder.batches(
-                    file, held.dead.get(file.name, ()), columns=("id", "destination", "due")
+                    file, snapshot.dead.get(file.name, ()), columns=("id", "destination", "due")
                 ):
                     columns = batch.column("due").to_pylist(), batch.column("destination").to_pylist()
                     for due, destination in zip(*columns, strict=True):
@@ -131,14 +131,14 @@ class TwoTierStore(SqlDelayedMessageStore):
     ) -> Outcome:
         """Change the message in the store, or else take it out of the files and, given a due time, store it."""
         while True:
-            held = (
-                await self._held()
+            snapshot = (
+                await self._snapshot()
             )  # before the store: a message in neither of them now was promoted, or never existed
             outcome = await in_the_store(message_id)
-            if outcome is not Outcome.NOT_PENDING or not held.files:
+            if outcome is not Outcome.NOT_PENDING or not snapshot.files:
                 return outcome
-            found = await asyncio.to_thread(self._folder.find, held.files, message_id)
-            found = {name: row for name, row in found.items() if message_id not in held.dead.get(name, ())}
+            found = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
+            found = {name: row for name, row in found.items() if message_id not in snapshot.dead.get(name, ())}
             if not found:
                 return Outcome.NOT_PENDING
             if await self._take_out(found, due):
@@ -166,17 +166,17 @@ class TwoTierStore(SqlDelayedMessageStore):
         """Write in the journal, where one is kept."""
         return await self._database.write(note, transaction) if self._kept_journal.kept else None
 
-    def _first(self, held: CatalogSnapshot, destination: str | None, number: int) -> list[DelayedMessage]:
-        rows = self._folder.rows(held.files, held.dead, destination)
+    def _first(self, snapshot: CatalogSnapshot, destination: str | None, number: int) -> list[DelayedMessage]:
+        rows = self._folder.rows(snapshot.files, snapshot.dead, destination)
         return [_message_of(row) for row in islice(rows, number)]
 
-    async def _held(self) -> CatalogSnapshot:
+    async def _snapshot(self) -> CatalogSnapshot:
         catalog = self._catalog
 
         def read(connection: Connection) -> CatalogSnapshot:
             if not catalog.exist(connection):
                 return CatalogSnapshot([], {})
-            files = catalog.held(connection)
+            files = catalog.list_files(connection)
             buried = catalog.buried(connection, [one.name for one in files])
             return CatalogSnapshot(files, {name: list(dead) for name, dead in buried.items()})
 

@@ -85,7 +85,7 @@ def run(screen: Screen, plan: Plan, report: Path | None) -> None:
     """Move all messages. Rejected ones go back to the source, with their reason in the journal.
 
     Stop the endpoints first. With --target noop everything is read and nothing moved or marked. Exit code 1 when
-    something was set aside.
+    a row was rejected.
     """
     with _shown(screen) as progress:
         outcome = _migration(plan, progress).run(_spark())
@@ -130,7 +130,7 @@ def abort(screen: Screen, plan: Plan) -> None:
         if outcome.run
         else "no migration had begun, and collected messages are back"
     )
-    screen.echo(f"{aborted}: {restored} given back, {moved} had moved", "green")
+    screen.echo(f"{aborted}: {restored} returned to the source, {moved} had moved", "green")
     screen.document({"run": outcome.run, "restored": restored, "moved": moved, "left": outcome.left})
     _tell_left(screen, plan, outcome)
 
@@ -149,19 +149,19 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
     from delayline.migration.verify import details, left_in, run_named
 
     found = run_named(source, name)
-    progress, reasons, aside = details(source, found, SHOWN)
+    progress, reasons, rejected = details(source, found, SHOWN)
     left = left_in(source, found)
     reasons = [*reasons, *((one.reason, one.rows) for one in left)]
-    aside = [*aside, *((name, one.reason) for one in left for name in one.names)][:SHOWN]
+    rejected = [*rejected, *((name, one.reason) for one in left for name in one.names)][:SHOWN]
     counts = {
         "rows": progress.rows, "moved": progress.moved, "on_their_way": progress.delivered,
-        "to_go": progress.staged, "given_back": progress.restored, "set_aside": progress.aside,
-        "not_taken": sum(one.rows for one in left),
+        "to_go": progress.staged, "restored": progress.restored, "rejected": progress.rejected,
+        "skipped": sum(one.rows for one in left),
     }  # fmt: skip
     screen.echo(f"migration {found.name} to {found.parameters['target']}: {found.state}")
     screen.table(("count", "of rows"), [(number, one.replace("_", " ")) for one, number in counts.items()])
     if reasons:
-        _tell_reasons(screen, reasons, aside)
+        _tell_reasons(screen, reasons, rejected)
     screen.document({**_run_document(found), **counts, "reasons": dict(reasons)})
 
 
@@ -185,7 +185,7 @@ def history(screen: Screen, source: TableSource) -> None:
     if rows:
         screen.table(("run", "state", "endpoints", "target", "started (UTC)"), rows)
     else:
-        screen.echo(f"nothing was ever moved from {source}")
+        screen.echo(f"no migration has run from {source}")
     screen.document({"runs": [_run_document(one) for one in runs]})
 
 
@@ -197,9 +197,9 @@ def history(screen: Screen, source: TableSource) -> None:
 @click.option("--run", "name", metavar="NAME", help="Which migration; the last one if left out.")
 @json_option
 def verify(screen: Screen, source: TableSource, target: Target | None, name: str | None) -> None:
-    """Hold source, target and journal against each other, message by message; changes nothing.
+    """Compare source, target and journal, message by message; changes nothing.
 
-    Messages that may have been delivered twice are named by their ids. Exit code 1 when anything does not add up.
+    Messages that may have been delivered twice are named by their ids. Exit code 1 if they differ.
     """
     from delayline.migration.verify import verify as compare
 
@@ -238,12 +238,12 @@ class _shown:  # noqa: N801 - read as a verb
 def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
     for one in found:
         if one.unseen:
-            screen.echo(f"{one.unseen} of the messages were only counted: the following figures are about the others")
+            screen.echo(f"{one.unseen} of the messages were only counted; the following figures cover the others")
         times = "" if one.first is None or one.last is None else f", due {one.first:%Y-%m-%d %H:%M:%S} to "
         last = "" if one.last is None else f"{one.last:%Y-%m-%d %H:%M:%S} UTC"
         screen.echo(f"{one.endpoint}: {one.rows} messages{times}{last}, {one.overdue} overdue", "bold")
         if one.before_cutoff:
-            screen.echo(f"  {one.before_cutoff} are due before the cutoff and stay")
+            screen.echo(f"  {one.before_cutoff} are due before the cutoff and stay in the source")
         for problem in one.problems:
             screen.echo(f"  ✗ {problem}", "red")
         screen.table(
@@ -251,11 +251,11 @@ def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
         )
         if one.unmovable:
             screen.table(
-                ("count", "cannot move because", "for example"),
+                ("count", "rejected because", "for example"),
                 [(number, reason, example or "") for reason, number, example in one.unmovable[:SHOWN]],
             )
     if not found:
-        screen.echo("there is nothing to move")
+        screen.echo("no messages to move")
 
 
 def _described(one: EndpointPreview) -> Mapping[str, object]:
@@ -275,20 +275,20 @@ def _run_document(run: MigrationRun) -> dict[str, object]:
 
 def _tell(screen: Screen, plan: Plan, outcome: MigrationResult, report: Path | None) -> None:
     progress = outcome.progress
-    rows, aside = (0, 0) if progress is None else (progress.rows, progress.aside)
+    rows, rejected = (0, 0) if progress is None else (progress.rows, progress.rejected)
     moved = 0 if progress is None or plan.target is None else progress.moved
     if outcome.reasons:
         _tell_reasons(screen, outcome.reasons, outcome.examples)
-    stays = f", {outcome.not_taken} not taken" if outcome.not_taken else ""
+    stays = f", {outcome.skipped} skipped" if outcome.skipped else ""
     if plan.target is None:
-        screen.echo(f"{rows - aside} would move, {aside} would be set aside{stays}; nothing was changed")
+        screen.echo(f"{rows - rejected} would move, {rejected} would be rejected{stays}; nothing was changed")
     else:
         rate = f" in {outcome.seconds:.1f} s, {moved / outcome.seconds:.0f}/s" if outcome.seconds else ""
-        text = f"{moved} moved to {plan.target}{rate}, {aside} set aside{stays}"
+        text = f"{moved} moved to {plan.target}{rate}, {rejected} rejected{stays}"
         screen.echo(f"{text} (migration {outcome.run})" if outcome.run else text, "red" if outcome.reasons else "green")
     screen.document(
-        {"run": outcome.run, "state": str(outcome.state), "rows": rows, "moved": moved, "set_aside": aside,
-         "seconds": outcome.seconds, "left": outcome.left, "not_taken": outcome.not_taken,
+        {"run": outcome.run, "state": str(outcome.state), "rows": rows, "moved": moved, "rejected": rejected,
+         "seconds": outcome.seconds, "left": outcome.left, "skipped": outcome.skipped,
          "reasons": dict(outcome.reasons),
          "examples": [{"id": key, "reason": why} for key, why in outcome.examples]}
     )  # fmt: skip
@@ -304,44 +304,49 @@ def _tell(screen: Screen, plan: Plan, outcome: MigrationResult, report: Path | N
 
 
 def _tell_reasons(screen: Screen, reasons: Sequence[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> None:
-    screen.table(("count", "not moved because"), [(number, why) for why, number in reasons[:SHOWN]])
+    screen.table(("count", "rejected because"), [(number, why) for why, number in reasons[:SHOWN]])
     if examples:
         screen.table(("id", "reason"), examples[:SHOWN])
 
 
 def _tell_left(screen: Screen, plan: Plan, outcome: MigrationResult) -> None:
     if outcome.left:
-        screen.echo(f"✗ {outcome.left} could not go back to {plan.source}: abort again when it is well", "red")
+        screen.echo(f"✗ {outcome.left} could not be returned to {plan.source}: abort again once it is available", "red")
         click.get_current_context().exit(FAILED)
 
 
 def _tell_verified(screen: Screen, found: Verified) -> None:
     rows: list[tuple[int, str]] = [
-        (found.rows, "were taken aside"),
-        (found.moved, "moved, says the journal"),
-        (found.aside, "were set aside and went back"),
-        (found.restored, "were given back by an abort"),
-        (found.unfinished, "are not done"),
+        (found.rows, "found in the source when the run began"),
+        (found.moved, "moved, by the journal"),
+        (found.rejected, "rejected and returned to the source"),
+        (found.restored, "returned to the source by an abort"),
+        (found.unfinished, "not finished"),
     ]
     if found.waiting is not None:
-        rows += [(found.waiting, "wait at the target as they were sent"), (found.gone, "were due and have left it")]
-        rows += [(len(found.missing), "should wait there and do not"), (len(found.changed), "wait there otherwise")]
+        rows += [(found.waiting, "pending at the target, unchanged"), (found.gone, "due, and no longer at the target")]
+        rows += [
+            (len(found.missing), "missing at the target"),
+            (len(found.changed), "pending there with another due time or destination"),
+        ]
     else:
-        screen.echo("the target cannot list its messages: each of these was confirmed by it")
-    if found.not_taken:
-        rows += [(found.not_taken, "stay in the source: no run takes them, as status says")]
-    rows += [(len(found.doubled), "moved and are in the source too")]
-    rows += [(len(found.repeatable), "may have been delivered more often than once")]
+        screen.echo("the target cannot list its messages; it has confirmed each of the moved ones")
+    if found.skipped:
+        rows += [(found.skipped, "skipped: rows without a readable due time stay in the source; see status")]
+    rows += [(len(found.doubled), "moved, and in the source too")]
+    rows += [(len(found.repeatable), "possibly delivered more than once")]
     screen.table(("count", f"messages of migration {found.run.name}"), rows)
     for title, ids in (("missing", found.missing), ("changed", found.changed), ("in both", found.doubled)):
         for one in ids[:SHOWN]:
             screen.echo(f"{title}: {one}", "red")
     for one in found.repeatable[:SHOWN]:
-        screen.echo(f"perhaps twice: {one}")
-    screen.echo("✓ everything adds up" if found.ok else "✗ it does not add up", "green" if found.ok else "red")
+        screen.echo(f"possibly twice: {one}")
+    screen.echo(
+        "✓ nothing is missing" if found.ok else "✗ source, journal and target differ", "green" if found.ok else "red"
+    )
     screen.document(
-        {"run": found.run.name, "ok": found.ok, "rows": found.rows, "moved": found.moved, "set_aside": found.aside,
-         "given_back": found.restored, "not_taken": found.not_taken, "unfinished": found.unfinished,
+        {"run": found.run.name, "ok": found.ok, "rows": found.rows, "moved": found.moved, "rejected": found.rejected,
+         "restored": found.restored, "skipped": found.skipped, "unfinished": found.unfinished,
          "waiting": found.waiting, "gone": found.gone,
          "missing": found.missing, "changed": found.changed, "in_both": found.doubled,
          "possible_duplicates": found.repeatable}

@@ -93,7 +93,7 @@ def to_a_target(command: Command) -> Command:
     where = (
         f"Where messages go: an amqp: or azure: URL, a database with delayline's stores, or noop. [{TARGET_VARIABLE}]"
     )
-    far = f"With --cold-tier: messages due later wait there: {DELAYS}."
+    far = f"With --cold-tier: messages due later go to its files: {DELAYS}."
     options = (
         click.option("--target", "target_url", required=True, metavar="URL", help=where, envvar=TARGET_VARIABLE),
         click.option("--target-schema", metavar="NAME", help="Where the target's tables are."),
@@ -107,7 +107,7 @@ def to_a_target(command: Command) -> Command:
 
 
 def planned(command: Command) -> Command:
-    """Give a command `plan`: source, target, whose rows, which, and how many at a time."""
+    """Add the options of a plan to a command, and pass it `plan`."""
 
     @functools.wraps(command)
     def with_plan(
@@ -123,7 +123,9 @@ def planned(command: Command) -> Command:
         from delayline.migration import Plan
 
         if every == bool(endpoints):
-            raise ConfigurationError("say whose messages: --endpoint NAME, once or more often, or --all-endpoints")
+            raise ConfigurationError(
+                "name the endpoints whose messages are to move: --endpoint NAME, repeatable, or --all-endpoints"
+            )
         chosen = None if every else tuple(endpoints)
         return command(*args, plan=Plan(source, target, chosen, cutoff, batch_size), **arguments)
 

@@ -199,58 +199,60 @@ def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run:
             screen.echo(f"{move.report.moved} moved before it stopped; run it again for the rest")
             raise
     _tell(screen, move.report, dry_run=dry_run)
-    if move.report.apart or (move.report.held_up is not None and move.report.held_up.places):
+    if move.report.poison or (move.report.blocked is not None and move.report.blocked.places):
         click.get_current_context().exit(FAILED)
 
 
 def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
     used = [one for one in report.levels if one.found]
     if used:
-        rows = [(f"{one.level:02}", one.found, one.moved, one.apart) for one in used]
-        screen.table(("level", "messages", "moved", "apart"), rows)
+        rows = [(f"{one.level:02}", one.found, one.moved, one.poison) for one in used]
+        screen.table(("level", "messages", "moved", "poison"), rows)
     if report.destinations:
         screen.table(("destination", "count"), report.destinations.most_common())
     if report.reasons:
-        screen.table(("count", "kept apart because"), [(n, why) for why, n in report.reasons.most_common(SHOWN)])
+        screen.table(("count", "not moved because"), [(n, why) for why, n in report.reasons.most_common(SHOWN)])
     would = "would be " if dry_run else ""
     screen.echo(
-        f"{report.moved} {would}moved, {report.apart} {would}kept apart"
-        + (f" in {report.apart_in}" if report.apart else ""),
-        "red" if report.apart else "green",
+        f"{report.moved} {would}moved, {report.poison} not"
+        + (f": {would}put into {report.poison_queue}" if report.poison else ""),
+        "red" if report.poison else "green",
     )
-    if report.again:
-        screen.echo(f"{report.again} of them had been kept apart before")
+    if report.recovered:
+        screen.echo(f"{report.recovered} of them came from the poison queue of an earlier run")
     if report.stale:
-        screen.echo(f"{report.stale} {would}placed by their level alone: their headers are of an earlier attempt")
-    if report.held_up is not None:
-        _tell_held_up(screen, report.held_up)
+        screen.echo(
+            f"{report.stale} {would}moved by the due time of their level: their headers are of an earlier attempt"
+        )
+    if report.blocked is not None:
+        _print_blocked(screen, report.blocked)
     screen.document(
         {
             "dry_run": dry_run,
             "moved": report.moved,
-            "apart": report.apart,
-            "apart_in": report.apart_in if report.apart else None,
-            "again": report.again,
+            "poison": report.poison,
+            "poison_queue": report.poison_queue if report.poison else None,
+            "recovered": report.recovered,
             "stale": report.stale,
             "levels": [
-                {"level": one.level, "found": one.found, "moved": one.moved, "apart": one.apart} for one in used
+                {"level": one.level, "found": one.found, "moved": one.moved, "poison": one.poison} for one in used
             ],
             "destinations": dict(report.destinations),
             "reasons": dict(report.reasons),
-            **_document(report.held_up),
+            **_blocked_document(report.blocked),
         }
     )
 
 
-def _tell_held_up(screen: Screen, held_up: BlockedMessages) -> None:
-    if held_up.places:
-        screen.echo(f"✗ {held_up}", "red")
-    if held_up.unseen is not None:
-        screen.echo(held_up.unseen, "yellow")
+def _print_blocked(screen: Screen, blocked: BlockedMessages) -> None:
+    if blocked.places:
+        screen.echo(f"✗ {blocked}", "red")
+    if blocked.unseen is not None:
+        screen.echo(blocked.unseen, "yellow")
 
 
-def _document(held_up: BlockedMessages | None) -> Mapping[str, object]:
-    return {} if held_up is None else {"held_up": dict(held_up.places), "unseen": held_up.unseen}
+def _blocked_document(blocked: BlockedMessages | None) -> Mapping[str, object]:
+    return {} if blocked is None else {"blocked": dict(blocked.places), "unseen": blocked.unseen}
 
 
 @rabbitmq.command(epilog=examples("delayline rabbitmq pending", "delayline rabbitmq pending --delays v1 --json"))
@@ -265,7 +267,7 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
     from delayline.rabbitmq.admin import operations
 
     counts = asyncio.run(operations.pending(address, levels))
-    held_up = asyncio.run(operations.overdue(address, levels))
+    blocked = asyncio.run(operations.overdue(address, levels))
     windows = operations.windows(counts)
     total, largest = sum(counts), max(counts)
     used = [(level, number) for level, number in enumerate(counts) if number]
@@ -276,7 +278,7 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
         )
         screen.table(("due within", "surely", "probably"), [_row(window, total) for window in windows])
     screen.echo(f"{total} pending {'message' if total == 1 else 'messages'} in {levels.prefix}.* at {address}")
-    _tell_held_up(screen, held_up)
+    _print_blocked(screen, blocked)
     screen.document(
         {
             "total": total,
@@ -284,10 +286,10 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
             "windows": [
                 {"seconds": one.seconds, "at_least": one.at_least, "estimate": one.estimate} for one in windows
             ],
-            **_document(held_up),
+            **_blocked_document(blocked),
         }
     )
-    if held_up.places:
+    if blocked.places:
         click.get_current_context().exit(FAILED)
 
 

@@ -193,7 +193,7 @@ def dispatch(
 
 
 def _show_shards(screen: Screen, shards: Sequence[dict[str, Any]]) -> None:
-    columns = ("shard", "wave", "place", "dispatched", "retried", "failed", "p50", "p99", "longest", "seen")
+    columns = ("shard", "generation", "place", "dispatched", "retried", "failed", "p50", "p99", "longest", "seen")
     screen.table(columns, [["" if one[name] is None else one[name] for name in columns] for one in shards])
     screen.document({"shards": list(shards)})
 

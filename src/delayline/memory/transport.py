@@ -95,29 +95,29 @@ class MemoryTransport:
 
     async def count(self, queue: str) -> int:
         """Return how many messages are in the queue, hidden ones included."""
-        held = self._queue(queue)
-        return len(held.visible) + len(held.hidden)
+        stored = self._queue(queue)
+        return len(stored.visible) + len(stored.hidden)
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
         """Return messages, oldest first, hidden ones included."""
-        held = self._queue(queue)
-        entries = sorted([*held.visible, *held.hidden.items()], key=itemgetter(0))
+        stored = self._queue(queue)
+        entries = sorted([*stored.visible, *stored.hidden.items()], key=itemgetter(0))
         return [message for _, message in entries[offset : offset + limit]]
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest visible copy of the message."""
-        held = self._queue(queue)
-        found = next((entry for entry in held.visible if entry[1].id == message_id), None)
+        stored = self._queue(queue)
+        found = next((entry for entry in stored.visible if entry[1].id == message_id), None)
         if found is None:
             return False
         sequence, message = found
-        held.visible.remove(found)
-        held.hidden[sequence] = message
+        stored.visible.remove(found)
+        stored.hidden[sequence] = message
         if transaction is None:
-            held.drop(sequence)
+            stored.drop(sequence)
         else:
-            in_memory(transaction).on_commit(partial(held.drop, sequence))
-            in_memory(transaction).on_rollback(partial(held.give_back, sequence))
+            in_memory(transaction).on_commit(partial(stored.drop, sequence))
+            in_memory(transaction).on_rollback(partial(stored.give_back, sequence))
         return True
 
     async def purge(self, queue: str) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KEY: Final = 200
 ENDPOINT: Final = 250
-#: Of a message that has left its place, and of one that may be there as well.
+#: State of a message that has left its source, and of one that the source may have as well.
 SURE: Final = 1
 IN_DOUBT: Final = 0
 #: Messages, with their bodies, that are in memory at once.
@@ -42,10 +42,10 @@ PAGE: Final = 200
 
 @dataclass(frozen=True)
 class CollectedMessage:
-    """A message as it is kept beside the journal."""
+    """A message in the table beside the journal."""
 
     key: str
-    """Its key in its place."""
+    """Its key in the source."""
     endpoint: str
     id: str | None
     destination: str | None
@@ -53,13 +53,13 @@ class CollectedMessage:
     headers: str | None
     body: bytes | None
     why: str | None = None
-    """Why it can be no message, where its place says so."""
+    """Why it cannot become a message, if the source has found that."""
     original: bytes | None = None
-    """The original record, which its place needs to restore it."""
+    """The original record, which the source needs to restore it."""
     state: int = SURE
 
     def __post_init__(self) -> None:
-        """Have names that every database takes: half a character, or none at all, becomes a question mark."""
+        """Replace characters that not every database can store, such as a lone surrogate, with a question mark."""
         for name in ("key", "endpoint", "id", "destination", "why"):
             value = getattr(self, name)
             if value is not None and not value.isascii():
@@ -71,12 +71,12 @@ class Selection(NamedTuple):
     """The selection of messages to collect."""
 
     endpoints: Sequence[str] | None
-    """As the user calls them, None for all."""
+    """As the user names them; None for all."""
     cutoff: datetime | None
     """Only messages due at this time or later."""
 
     def names(self, endpoint: str) -> bool:
-        """Tell whether the endpoint is one of them."""
+        """Return whether the endpoint is selected."""
         return self.endpoints is None or endpoint.casefold() in {one.casefold() for one in self.endpoints}
 
     def includes(self, due: datetime | None) -> bool:
@@ -90,7 +90,7 @@ class CollectedSource(TableSource):
     Migrations of it run one at a time.
     """
 
-    key: ClassVar[str] = "taken"
+    key: ClassVar[str] = "source_key"
     due: ClassVar[str] = "due"
     body: ClassVar[str] = "body"
     owner: ClassVar[str | None] = "endpoint"
@@ -104,38 +104,38 @@ class CollectedSource(TableSource):
         """Return the source's kind and address, without secrets."""
 
     @abstractmethod
-    async def take(self, which: Selection, spark: SparkSession) -> None:
-        """Take everything that is asked for, each message kept before it leaves its place. The journal is open.
+    async def drain(self, which: Selection, spark: SparkSession) -> None:
+        """Collect the selected messages, each committed before it leaves the source. The journal is open.
 
-        Called again after whatever stopped it, it goes on.
+        Called again after an interruption, it continues.
         """
 
     @abstractmethod
-    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
-        """Put messages back to their place; return why some could not go, by their keys."""
+    async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
+        """Return messages to the source; return the reasons of those that it refused, by key."""
 
     @abstractmethod
     def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
         """Return the messages that a run would collect; changes nothing."""
 
-    def take_in(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
+    def collect(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
         """Collect the selected messages from the source."""
 
         async def run() -> None:
             await self.database.write(RequiredTables(self.dialect, self.schema, others=[self.kept]).set_up)
-            await self.take(Selection(endpoints, cutoff), spark)
+            await self.drain(Selection(endpoints, cutoff), spark)
 
         self._opened(run)
 
     def put_back(self) -> int:
-        """Put everything that did not move back to its place; return how many could not, and stay where they are."""
-        if not blocking(self.database.look(self.there)):
+        """Return all unmoved messages to the source; return the number that it refused, which stay collected."""
+        if not blocking(self.database.look(self.exists)):
             return 0
         failed: int = self._opened(self._put_back)
         return failed
 
     def must_exist(self) -> None:
-        """Do nothing: the journal's tables are made where they are missing."""
+        """No-op: the journal's tables are created if they are missing."""
 
     def columns(self) -> list[Column[Any]]:
         """Return the columns of a collected message."""
@@ -150,34 +150,34 @@ class CollectedSource(TableSource):
 
     @property
     def kept(self) -> Table:
-        """The table beside the journal: one for each place."""
+        """The table of collected messages beside the journal: one for each source."""
         digest = hashlib.sha1(str(self).encode(), usedforsecurity=False).hexdigest()[:12]
-        return self.table(f"delayline_taken_{digest}")
+        return self.table(f"delayline_collected_{digest}")
 
-    def there(self, connection: Connection) -> bool:
-        """Tell whether anything was ever taken."""
+    def exists(self, connection: Connection) -> bool:
+        """Return whether any message was ever collected."""
         return inspect(connection).has_table(self.kept.name, schema=self.schema)
 
-    def parts(self, connection: Connection) -> list[SourcePartition]:
-        """Return a part for each endpoint whose messages were taken."""
-        if not self.there(connection):
+    def partitions(self, connection: Connection) -> list[SourcePartition]:
+        """Return a partition for each endpoint whose messages were collected."""
+        if not self.exists(connection):
             return []
         endpoint = self.kept.c.endpoint
         names = connection.execute(select(endpoint).distinct()).scalars()
         return [SourcePartition(name, self.kept.name, name) for name in sorted(names)]
 
     def check_columns(self, connection: Connection, name: str) -> None:
-        """Do nothing: the table is delayline's own."""
+        """No-op: the table is delayline's own."""
 
-    def movable(self, part: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
-        """Return the part's rows, those without a time too: they are named with their reason, and go back."""
+    def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
+        """Return the condition on the partition's rows, those without a due time included: they are rejected."""
         due = self.kept.c.due
         later = and_(True) if cutoff is None else or_(due.is_(None), due >= self.kept_due(cutoff))
-        return and_(self.owned(part), later)
+        return and_(self.owned(partition), later)
 
-    def unmovable(self, part: SourcePartition) -> ColumnElement[bool]:
-        """Return that there are none."""
-        del part
+    def unmovable(self, partition: SourcePartition) -> ColumnElement[bool]:
+        """Return a condition that is false."""
+        del partition
         return false()
 
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
@@ -195,7 +195,7 @@ class CollectedSource(TableSource):
         return columns.id, columns.destination, columns.due, columns.headers, body, columns.why
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-        """Return the messages as they were taken."""
+        """Return the messages as they were collected."""
         read = self.read_due
         return record_batch(
             (_text(row[0]), _text(row[1]), None if row[2] is None else read(row[2]), _text(row[3]), row[4],
@@ -204,17 +204,17 @@ class CollectedSource(TableSource):
         )  # fmt: skip
 
     def keep(self, connection: Connection, rows: Sequence[CollectedMessage]) -> None:
-        """Keep messages; one whose key is kept already stays as it is."""
+        """Insert messages; one whose key exists already is unchanged."""
         if rows:
             connection.execute(self.dialect.insert_new(self.kept, self.key), [self._row(one) for one in rows])
 
     def forget(self, connection: Connection, keys: Sequence[str]) -> None:
-        """Delete messages that are back where they were."""
+        """Delete messages that the source has again."""
         for some in chunks(keys):
             connection.execute(delete(self.kept).where(self.kept.c[self.key].in_(some)))
 
     def set_state(self, connection: Connection, keys: Sequence[str], state: int) -> None:
-        """Say whether messages have left their place for good."""
+        """Set the state of messages: SURE or IN_DOUBT."""
         for some in chunks(keys):
             connection.execute(update(self.kept).where(self.kept.c[self.key].in_(some)).values(state=state))
 
@@ -228,7 +228,7 @@ class CollectedSource(TableSource):
         }
 
     def doubtful(self, connection: Connection, name: str) -> list[str]:
-        """Return the ids of rows in a held table of which their place may have kept, or sent on, a copy."""
+        """Return the ids of rows in a holding table of which the source may have kept, or sent on, a copy."""
         columns = self.held(name).c
         found = connection.execute(select(columns.id, columns[self.key]).where(columns.state == IN_DOUBT))
         return [_text(one) or key for one, key in found]
@@ -242,8 +242,8 @@ class CollectedSource(TableSource):
         return _text(kept) or ""
 
     def number_kept(self, connection: Connection) -> int:
-        """Return how many messages are kept, and neither back nor on their way."""
-        if not self.there(connection):
+        """Return the number of collected messages that have neither moved nor been returned."""
+        if not self.exists(connection):
             return 0
         return int(connection.execute(select(func.count()).select_from(self.kept)).scalar_one())
 
@@ -251,7 +251,7 @@ class CollectedSource(TableSource):
         last, failed = "", 0
         while rows := await self.database.read(partial(self._kept_rows, after=last)):
             last = rows[-1].key
-            refused = await self.take_back(rows)
+            refused = await self.restore(rows)
             failed += len(refused)
             gone = [one.key for one in rows if one.key not in refused]
             await self.database.write(partial(self.forget, keys=gone))
@@ -260,7 +260,7 @@ class CollectedSource(TableSource):
     def _kept_rows(self, connection: Connection, after: str) -> list[CollectedMessage]:
         columns = self.kept.c
         query = select(self.kept).where(columns[self.key] > after).order_by(columns[self.key]).limit(PAGE)
-        return [self._taken(tuple(row)) for row in connection.execute(query)]
+        return [self._from_row(tuple(row)) for row in connection.execute(query)]
 
     def _row(self, one: CollectedMessage) -> dict[str, Any]:
         due = None if one.due is None else self.kept_due(one.due)
@@ -270,7 +270,7 @@ class CollectedSource(TableSource):
             "state": one.state, **contents,
         }  # fmt: skip
 
-    def _taken(self, row: tuple[Any, ...]) -> CollectedMessage:
+    def _from_row(self, row: tuple[Any, ...]) -> CollectedMessage:
         key, endpoint, *texts = row
         one, destination, due, headers, body, why, original, state = texts
         return CollectedMessage(

@@ -1,4 +1,4 @@
-"""Taking rows aside in the source, so that its endpoints leave them alone, and giving them back as they were."""
+"""Holding tables: rows leave the source's tables, so that its endpoints ignore them, and return on an abort."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 BATCH_BYTES: Final = 16 * 1024 * 1024
 
 
-def make_room(connection: Connection, source: TableSource, name: str) -> None:
-    """Create the table that rows are held in."""
+def create_holding_table(connection: Connection, source: TableSource, name: str) -> None:
+    """Create the holding table."""
     RequiredTables(source.dialect, source.schema, others=[source.held(name)]).set_up(connection)
 
 
-def remove_room(connection: Connection, source: TableSource, name: str) -> None:
-    """Drop the table if it is there and holds nothing."""
+def drop_holding_table(connection: Connection, source: TableSource, name: str) -> None:
+    """Drop the table if it exists and is empty."""
     if not inspect(connection).has_table(name, schema=source.schema):
         return
     held = source.held(name)
@@ -58,7 +58,7 @@ def hold(
         BackendUnavailable: The table changed meanwhile; the caller rolls back.
     """
     movable = some.of(source, cutoff)
-    table, held = source.table(some.part.table), source.held(name)
+    table, held = source.table(some.partition.table), source.held(name)
     source.dialect.plan_for_scans(connection)
     source.dialect.lock_table(connection, table)
     connection.execute(_into_batches(source, held, some, movable, size))
@@ -67,7 +67,7 @@ def hold(
     if left != there:
         raise BackendUnavailable(
             f"table {table.name} changed during the move ({there} rows, then {left}). None of them was moved: stop the "
-            f"endpoint {some.part.endpoint!r} and run the migration again, or resume it"
+            f"endpoint {some.partition.endpoint!r} and run the migration again, or resume it"
         )
     return batches
 
@@ -75,10 +75,9 @@ def hold(
 def _into_batches(source: TableSource, held: Table, some: Slice, movable: ColumnElement[bool], size: int) -> Insert:
     """Return the statement that numbers a slice's rows and writes them: the first slice's in the order of due times.
 
-    Those of the others in any order: the slice is due later than all that came before, and sorting it takes as long as
-    writing it.
+    Later slices are not sorted: all their rows are due later than those before, and sorting takes as long as writing.
     """
-    rows = source.table(some.part.table)
+    rows = source.table(some.partition.table)
     sorted_ = some.since is None or source.dialect.numbers_in_order
     order = [rows.c[source.due], rows.c[source.key]] if sorted_ else None
     lengths = func.coalesce(source.size(rows), literal_column("0"))
@@ -97,35 +96,35 @@ def _rows_of_batches(connection: Connection, held: Table) -> dict[int, int]:
 
 
 def give_back(
-    connection: Connection, source: TableSource, journal: MigrationJournal, run: str, held_part: HeldPartition
+    connection: Connection, source: TableSource, journal: MigrationJournal, run: str, partition: HeldPartition
 ) -> int:
     """Move undelivered and rejected rows back to the source's table; return the number of rows.
 
     Rejected rows are deleted from the holding table, unless `verify` needs them to find rows that were delivered all
     the same.
     """
-    held = source.held(held_part.held)
+    held = source.held(partition.held)
     number, batch = held.c[NUMBER], held.c[BATCH]
-    open_batches = select(journal.batches.c.batch).where(journal.batches_in(run, held_part.number, UNFINISHED))
-    marked = select(journal.batches.c.batch).where(journal.batches_in(run, held_part.number, [BatchState.MARKED.value]))
-    aside = select(journal.aside.c.number).where(journal.asides_of(run, held_part.number))
-    conditions = (batch.in_(open_batches), and_(batch.in_(marked), number.in_(aside)))
+    open_batches = select(journal.batches.c.batch).where(journal.batches_in(run, partition.number, UNFINISHED))
+    marked = select(journal.batches.c.batch).where(journal.batches_in(run, partition.number, [BatchState.MARKED.value]))
+    rejected = select(journal.rejected.c.number).where(journal.rejected_in(run, partition.number))
+    conditions = (batch.in_(open_batches), and_(batch.in_(marked), number.in_(rejected)))
     source.dialect.plan_for_scans(connection)
-    rows = sum(_put_back(connection, source, held_part, held, condition) for condition in conditions)
-    if not source.doubtful(connection, held_part.held):
-        once = select(journal.batches.c.batch).where(journal.attempted_once(run, held_part.number))
-        connection.execute(delete(held).where(batch.in_(once), number.in_(aside)))
+    rows = sum(_put_back(connection, source, partition, held, condition) for condition in conditions)
+    if not source.doubtful(connection, partition.held):
+        once = select(journal.batches.c.batch).where(journal.attempted_once(run, partition.number))
+        connection.execute(delete(held).where(batch.in_(once), number.in_(rejected)))
     return rows
 
 
 def _put_back(
-    connection: Connection, source: TableSource, held_part: HeldPartition, held: Table, condition: ColumnElement[bool]
+    connection: Connection, source: TableSource, partition: HeldPartition, held: Table, condition: ColumnElement[bool]
 ) -> int:
     columns = [one.name for one in source.columns()]
     rows: Any = select(*(held.c[one] for one in columns)).where(condition)
     count: int = connection.execute(select(func.count()).select_from(held).where(condition)).scalar_one()
     if count:
-        connection.execute(insert(source.table(held_part.part.table)).from_select(columns, rows))
+        connection.execute(insert(source.table(partition.source.table)).from_select(columns, rows))
     return count
 
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 RUN: Final = 40
 NAME: Final = 250
 REASON: Final = 1000
-#: Lock of the process that works on the migrations of one database.
-TURN: Final = "delayline_migrations"
+#: The table of runs, and the lock of the process that works on them.
+MIGRATIONS_TABLE: Final = "delayline_migrations"
 
 
 class RunState(StrEnum):
@@ -91,11 +91,11 @@ class HeldPartition:
     """One endpoint's rows of a run."""
 
     number: int
-    part: SourcePartition
+    source: SourcePartition
     target: str
     """The endpoint's name at the target."""
     held: str
-    """The table that they are held in."""
+    """The name of the holding table."""
     rows: int
     batches: int
 
@@ -116,19 +116,19 @@ class Progress:
     delivered: int
     marked: int
     restored: int
-    aside: int
+    rejected: int
     moved: int = 0
     """Marked rows that were not rejected: those that the target has."""
 
 
 class MigrationTables:
-    """Runs, their parts and batches, and the rows that were set aside."""
+    """Runs, their partitions and batches, and the rejected rows."""
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
         run = ("run", text(RUN))
         self.runs = Table(
-            TURN,
+            MIGRATIONS_TABLE,
             metadata,
             Column(*run, primary_key=True),
             Column("state", text(RUN), nullable=False),
@@ -136,7 +136,7 @@ class MigrationTables:
             Column("started", DUE, nullable=False),
             Column("finished", DUE),
         )
-        self.parts = Table(
+        self.partitions = Table(
             "delayline_migration_parts",
             metadata,
             Column(*run, primary_key=True),
@@ -156,7 +156,7 @@ class MigrationTables:
             Column("state", text(RUN), nullable=False),
             Column("attempts", BigInteger, nullable=False),
         )
-        self.aside = Table(
+        self.rejected = Table(
             "delayline_migration_aside",
             metadata,
             Column(*run, primary_key=True),
@@ -171,7 +171,7 @@ class MigrationTables:
     @property
     def all(self) -> list[Table]:
         """All of them; the runs last, so that the others exist where they do."""
-        return [self.parts, self.batches, self.aside, self.runs]
+        return [self.partitions, self.batches, self.rejected, self.runs]
 
 
 @lru_cache(maxsize=64)
@@ -188,11 +188,16 @@ class MigrationJournal:
 
     def __init__(self, dialect: Dialect, schema: str | None) -> None:
         tables = migration_tables(schema)
-        self.runs, self.parts, self.batches, self.aside = tables.runs, tables.parts, tables.batches, tables.aside
+        self.runs, self.partitions, self.batches, self.rejected = (
+            tables.runs,
+            tables.partitions,
+            tables.batches,
+            tables.rejected,
+        )
         self._dialect = dialect
 
-    def there(self, connection: Connection) -> bool:
-        """Tell whether there has been any migration."""
+    def exists(self, connection: Connection) -> bool:
+        """Return whether the tables exist, as they do since the first migration."""
         return inspect(connection).has_table(self.runs.name, schema=self.runs.schema)
 
     def set_up(self, connection: Connection) -> None:
@@ -201,7 +206,7 @@ class MigrationJournal:
 
     def list_runs(self, connection: Connection) -> list[MigrationRun]:
         """Return all runs, the last one first."""
-        if not self.there(connection):
+        if not self.exists(connection):
             return []
         columns = self.runs.c
         rows = connection.execute(select(self.runs).order_by(desc(columns.started), desc(columns.run)))
@@ -212,13 +217,13 @@ class MigrationJournal:
         ]  # fmt: skip
 
     def begin(self, connection: Connection, name: str, parameters: Mapping[str, str]) -> None:
-        """Write down a new run, which holds nothing yet."""
+        """Record a new run."""
         kept = json.dumps(dict(parameters)).encode()
         row = {"run": name, "state": RunState.PREPARING.value, "parameters": kept, "started": self._now()}
         connection.execute(insert(self.runs).values(row))
 
     def set_state(self, connection: Connection, name: str, state: RunState) -> None:
-        """Go on to a state; the last two are the end."""
+        """Record the run's state; COMPLETED and ABORTED end it."""
         finished = self._now() if state in (RunState.COMPLETED, RunState.ABORTED) else None
         changed = update(self.runs).where(self.runs.c.run == name).values(state=state.value, finished=finished)
         connection.execute(changed)
@@ -229,14 +234,14 @@ class MigrationJournal:
         if state not in (RunState.PREPARING, RunState.RUNNING):
             raise BackendUnavailable(f"migration {name} was {state} by another process: this one stops")
 
-    def add_part(self, connection: Connection, run: str, held: HeldPartition, batches: Mapping[int, int]) -> None:
+    def add_partition(self, connection: Connection, run: str, held: HeldPartition, batches: Mapping[int, int]) -> None:
         """Record the held rows of one endpoint, and the sizes of its batches."""
         row = {
-            "run": run, "part": held.number, "endpoint": held.part.endpoint, "source_table": held.part.table,
-            "owner": held.part.owner, "target": held.target, "held": held.held, "rows": held.rows,
+            "run": run, "part": held.number, "endpoint": held.source.endpoint, "source_table": held.source.table,
+            "owner": held.source.owner, "target": held.target, "held": held.held, "rows": held.rows,
             "batches": held.batches,
         }  # fmt: skip
-        connection.execute(insert(self.parts).values(row))
+        connection.execute(insert(self.partitions).values(row))
         for some in chunks(list(batches.items())):
             staged = [
                 {"run": run, "part": held.number, "batch": batch, "rows": rows, "state": BatchState.STAGED.value,
@@ -245,9 +250,11 @@ class MigrationJournal:
             ]  # fmt: skip
             connection.execute(insert(self.batches), staged)
 
-    def list_parts(self, connection: Connection, run: str) -> list[HeldPartition]:
-        """Return the parts of a run."""
-        rows = connection.execute(select(self.parts).where(self.parts.c.run == run).order_by(self.parts.c.part))
+    def list_partitions(self, connection: Connection, run: str) -> list[HeldPartition]:
+        """Return the partitions of a run."""
+        rows = connection.execute(
+            select(self.partitions).where(self.partitions.c.run == run).order_by(self.partitions.c.part)
+        )
         return [
             HeldPartition(
                 row.part,
@@ -260,19 +267,21 @@ class MigrationJournal:
             for row in rows
         ]  # fmt: skip
 
-    def unfinished(self, connection: Connection, run: str, part: int) -> list[int]:
+    def unfinished(self, connection: Connection, run: str, partition: int) -> list[int]:
         """Return the numbers of the batches that are still to go."""
         columns = self.batches.c
-        query = select(columns.batch).where(self._of(run, part), columns.state.in_(UNFINISHED))
+        query = select(columns.batch).where(self._of(run, partition), columns.state.in_(UNFINISHED))
         return list(connection.execute(query.order_by(columns.batch)).scalars())
 
-    def deliver(self, connection: Connection, run: str, part: int, batches: Sequence[int]) -> dict[int, StartedRun]:
+    def deliver(
+        self, connection: Connection, run: str, partition: int, batches: Sequence[int]
+    ) -> dict[int, StartedRun]:
         """Begin an attempt at each of the batches that is not done.
 
         Raises BackendUnavailable where the run was aborted meanwhile.
         """
         columns = self.batches.c
-        mine = and_(self._of(run, part), columns.batch.in_(batches))
+        mine = and_(self._of(run, partition), columns.batch.in_(batches))
         begun = update(self.batches).where(mine, columns.state.in_(UNFINISHED))
         connection.execute(begun.values(state=BatchState.DELIVERED.value, attempts=columns.attempts + 1))
         query = select(columns.batch, columns.state, columns.attempts, columns.rows).where(mine).order_by(columns.batch)
@@ -284,46 +293,46 @@ class MigrationJournal:
                 self._must_be_marked(row.state, run)
         return found
 
-    def put_aside(
+    def record_rejected(
         self,
         connection: Connection,
         run: str,
-        part: int,
+        partition: int,
         batch: int,
         attempt: int,
-        aside: Mapping[int, tuple[str, str]],
+        rejected: Mapping[int, tuple[str, str]],
     ) -> None:
         """Record the ids and reasons of rejected rows of an attempt, by row number.
 
         It counts if the attempt does. Nothing is written where the batch is done. Raises BackendUnavailable for an
         attempt that is not the last one.
         """
-        columns, lost = self.batches.c, self.aside.c
-        mine = and_(self._of(run, part), columns.batch == batch)
+        columns, lost = self.batches.c, self.rejected.c
+        mine = and_(self._of(run, partition), columns.batch == batch)
         found = connection.execute(select(columns.state, columns.attempts).where(mine).with_for_update()).one()
         if found.state != BatchState.DELIVERED:
             self._must_be_marked(found.state, run)
             return
         if found.attempts != attempt:
             raise BackendUnavailable(f"another task works on batch {batch} now: this one's work does not count")
-        before = and_(self.asides_of(run, part), lost.batch == batch, lost.attempt == attempt)
-        connection.execute(delete(self.aside).where(before))
+        before = and_(self.rejected_in(run, partition), lost.batch == batch, lost.attempt == attempt)
+        connection.execute(delete(self.rejected).where(before))
         rows = [
-            {"run": run, "part": part, "batch": batch, "attempt": attempt, "number": number,
+            {"run": run, "part": partition, "batch": batch, "attempt": attempt, "number": number,
              "id": key.encode("utf-8", "replace"), "reason": reason[:REASON]}
-            for number, (key, reason) in aside.items()
+            for number, (key, reason) in rejected.items()
         ]  # fmt: skip
         if rows:
-            connection.execute(insert(self.aside), rows)
+            connection.execute(insert(self.rejected), rows)
 
-    def mark(self, connection: Connection, run: str, part: int, attempts: Mapping[int, int]) -> None:
-        """Mark batches that the target has for good, by the attempts that count; of others nothing was set aside.
+    def mark(self, connection: Connection, run: str, partition: int, attempts: Mapping[int, int]) -> None:
+        """Mark committed batches, with the attempts that count; rejections of other attempts are deleted.
 
         A batch that is marked stays as it is. Raises BackendUnavailable where the run was aborted meanwhile.
         """
-        columns, lost = self.batches.c, self.aside.c
+        columns, lost = self.batches.c, self.rejected.c
         for some in chunks(list(attempts)):
-            query = select(columns.batch, columns.state).where(self._of(run, part), columns.batch.in_(some))
+            query = select(columns.batch, columns.state).where(self._of(run, partition), columns.batch.in_(some))
             mine: dict[int, list[int]] = {}
             for batch, state in connection.execute(query.with_for_update()):
                 if state in UNFINISHED:
@@ -331,20 +340,20 @@ class MigrationJournal:
                 else:
                     self._must_be_marked(state, run)
             for attempt, batches in mine.items():
-                done = update(self.batches).where(self._of(run, part), columns.batch.in_(batches))
+                done = update(self.batches).where(self._of(run, partition), columns.batch.in_(batches))
                 connection.execute(done.values(state=BatchState.MARKED.value))
-                others = and_(self.asides_of(run, part), lost.batch.in_(batches), lost.attempt != attempt)
-                connection.execute(delete(self.aside).where(others))
+                others = and_(self.rejected_in(run, partition), lost.batch.in_(batches), lost.attempt != attempt)
+                connection.execute(delete(self.rejected).where(others))
 
-    def expected(self, connection: Connection, run: str, part: int, attempts: Mapping[int, int]) -> int:
-        """Return how many rows of these batches go to the target: all but those that these attempts have set aside."""
-        columns, lost = self.batches.c, self.aside.c
+    def expected(self, connection: Connection, run: str, partition: int, attempts: Mapping[int, int]) -> int:
+        """Return how many rows of these batches go to the target: all but those that these attempts have rejected."""
+        columns, lost = self.batches.c, self.rejected.c
         rows = 0
         for some in chunks(list(attempts)):
-            there = select(func.sum(columns.rows)).where(self._of(run, part), columns.batch.in_(some))
+            there = select(func.sum(columns.rows)).where(self._of(run, partition), columns.batch.in_(some))
             rows += int(connection.execute(there).scalar() or 0)
             by_attempt = select(lost.batch, lost.attempt, func.count()).where(
-                self.asides_of(run, part), lost.batch.in_(some)
+                self.rejected_in(run, partition), lost.batch.in_(some)
             )
             found = connection.execute(by_attempt.group_by(lost.batch, lost.attempt))
             rows -= sum(int(number) for batch, attempt, number in found if attempts[batch] == attempt)
@@ -357,59 +366,61 @@ class MigrationJournal:
         connection.execute(back.values(state=BatchState.RESTORED.value))
 
     def progress(self, connection: Connection, run: str) -> Progress:
-        """Return how many rows are how far."""
+        """Return the number of rows in each state."""
         columns = self.batches.c
         query = select(columns.state, func.sum(columns.rows)).where(columns.run == run).group_by(columns.state)
         rows = {state: int(number) for state, number in connection.execute(query)}
         done = case((columns.state == BatchState.MARKED.value, 1))
-        aside = select(func.count(), func.count(done)).select_from(self._counted).where(self.aside.c.run == run)
-        number, of_marked = map(int, connection.execute(aside).one())
+        rejected = select(func.count(), func.count(done)).select_from(self._counted).where(self.rejected.c.run == run)
+        number, of_marked = map(int, connection.execute(rejected).one())
         staged, delivered, marked, restored = (rows.get(one.value, 0) for one in BatchState)
         return Progress(sum(rows.values()), staged, delivered, marked, restored, number, marked - of_marked)
 
     def reasons(self, connection: Connection, run: str) -> list[tuple[str, int]]:
-        """Return why rows were set aside, the most frequent reason first."""
-        reason = self.aside.c.reason
-        query = select(reason, func.count()).select_from(self._counted).where(self.aside.c.run == run).group_by(reason)
+        """Return the reasons for rejections, the most frequent first."""
+        reason = self.rejected.c.reason
+        query = (
+            select(reason, func.count()).select_from(self._counted).where(self.rejected.c.run == run).group_by(reason)
+        )
         return sorted(((why, int(number)) for why, number in connection.execute(query)), key=lambda one: -one[1])
 
-    def set_aside(self, connection: Connection, run: str, limit: int) -> list[tuple[str, str]]:
-        """Return ids of rows that were set aside, and why."""
-        columns = self.aside.c
+    def list_rejected(self, connection: Connection, run: str, limit: int) -> list[tuple[str, str]]:
+        """Return ids of rejected rows, with their reasons."""
+        columns = self.rejected.c
         query = select(columns.id, columns.reason).select_from(self._counted).where(columns.run == run)
         rows = connection.execute(query.order_by(columns.part, columns.batch, columns.number).limit(limit))
         return [(bytes(key).decode(), reason) for key, reason in rows]
 
-    def attempted_once(self, run: str, part: int) -> ColumnElement[bool]:
-        """Return the condition on the rows of `batches` that they are the part's, done by their first attempt."""
-        return and_(self.batches_in(run, part, [BatchState.MARKED.value]), self.batches.c.attempts == 1)
+    def attempted_once(self, run: str, partition: int) -> ColumnElement[bool]:
+        """Return the condition on the rows of `batches` that they are the partition's, done by their first attempt."""
+        return and_(self.batches_in(run, partition, [BatchState.MARKED.value]), self.batches.c.attempts == 1)
 
-    def repeated(self, connection: Connection, run: str, part: int) -> list[int]:
-        """Return the batches that may have reached the target more often than once, or there and back."""
+    def repeated(self, connection: Connection, run: str, partition: int) -> list[int]:
+        """Return the batches that the target may have more than once, or that were returned after an attempt."""
         columns = self.batches.c
         again = and_(columns.state == BatchState.MARKED.value, columns.attempts > 1)
         back = and_(columns.state == BatchState.RESTORED.value, columns.attempts > 0)
-        query = select(columns.batch).where(self._of(run, part), or_(again, back))
+        query = select(columns.batch).where(self._of(run, partition), or_(again, back))
         return list(connection.execute(query.order_by(columns.batch)).scalars())
 
-    def asides_of(self, run: str, part: int) -> ColumnElement[bool]:
-        """Return the condition on the rows of `aside` that they are the part's."""
-        return and_(self.aside.c.run == run, self.aside.c.part == part)
+    def rejected_in(self, run: str, partition: int) -> ColumnElement[bool]:
+        """Return the condition on the rows of `rejected` that they are the partition's."""
+        return and_(self.rejected.c.run == run, self.rejected.c.part == partition)
 
-    def batches_in(self, run: str, part: int, states: Iterable[str]) -> ColumnElement[bool]:
-        """Return the condition on the rows of `batches` that they are the part's, in one of these states."""
-        return and_(self._of(run, part), self.batches.c.state.in_(list(states)))
+    def batches_in(self, run: str, partition: int, states: Iterable[str]) -> ColumnElement[bool]:
+        """Return the condition on the rows of `batches` that they are the partition's, in one of these states."""
+        return and_(self._of(run, partition), self.batches.c.state.in_(list(states)))
 
-    def _of(self, run: str, part: int) -> ColumnElement[bool]:
-        return and_(self.batches.c.run == run, self.batches.c.part == part)
+    def _of(self, run: str, partition: int) -> ColumnElement[bool]:
+        return and_(self.batches.c.run == run, self.batches.c.part == partition)
 
     @property
     def _counted(self) -> FromClause:
         """Return the rows rejected by the counting attempts, or by the last attempt while none counts."""
-        batches, aside = self.batches.c, self.aside.c
-        same = and_(batches.run == aside.run, batches.part == aside.part, batches.batch == aside.batch)
-        last = or_(batches.state == BatchState.MARKED.value, batches.attempts == aside.attempt)
-        return self.aside.join(self.batches, and_(same, last))
+        batches, rejected = self.batches.c, self.rejected.c
+        same = and_(batches.run == rejected.run, batches.part == rejected.part, batches.batch == rejected.batch)
+        last = or_(batches.state == BatchState.MARKED.value, batches.attempts == rejected.attempt)
+        return self.rejected.join(self.batches, and_(same, last))
 
     def _must_be_marked(self, state: str, run: str) -> None:
         if state != BatchState.MARKED:
@@ -422,12 +433,12 @@ class MigrationJournal:
         return self._dialect.from_due(kept)
 
 
-def batch_name(run: str, part: int, batch: int) -> str:
+def batch_name(run: str, partition: int, batch: int) -> str:
     """Return the batch's name in the target's ledger."""
-    return f"migration {run} {part} {batch}"
+    return f"migration {run} {partition} {batch}"
 
 
 def chunks(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Yield the names, as many at a time as a statement takes."""
+    """Yield the names in lists that fit into a statement's parameters."""
     for first in range(0, len(names), NAMES_IN_STATEMENT):
         yield names[first : first + NAMES_IN_STATEMENT]

@@ -15,7 +15,7 @@ from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
 from delayline.migration.collected import CollectedSource, Selection
-from delayline.migration.source import LATEST, NO_ENDPOINT, chosen, not_taken
+from delayline.migration.source import LATEST, NO_ENDPOINT, chosen, skipped_rows
 from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
 from delayline.migration.work import LOOKED, PreviewWork
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from delayline.migration.target import Target
 
 BATCH_ROWS: Final = 1000
-#: The same for a target that takes each batch once: nothing is double after a crash then.
+#: The same for a target that commits each batch once: a crash cannot duplicate messages there.
 BATCH_ROWS_ONCE: Final = 10_000
 #: Rows that go together, about, as one job of Spark's.
-WAVE_ROWS: Final = 500_000
+ROUND_ROWS: Final = 500_000
 ALL: Final = "*"
 ANY_SIZE: Final = 1 << 40
 TOO_FAR: Final = "it is due later than {} can hold it"
@@ -117,8 +117,8 @@ class EndpointPreview:
     """Why none of it could move."""
     unmovable: list[tuple[str, int, str | None]] = field(default_factory=list)
     """Why some rows could not, how many, and the id of one."""
-    not_taken: int = 0
-    """How many more there are that no run takes, as they have no due time that can be read."""
+    skipped: int = 0
+    """Number of further rows without a readable due time, which no run moves."""
     unseen: int = 0
     """Number of rows that were only counted; not included in the other figures."""
 
@@ -145,10 +145,10 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
     if isinstance(plan.source, CollectedSource):
         return preview_taken(plan, plan.source, spark, bodies=bodies)
     plan.source.must_exist()
-    parts = parts_of(plan)
-    found = [_preview(plan, part, spark, bodies=bodies) for part in parts]
+    partitions = partitions_of(plan)
+    found = [_preview(plan, partition, spark, bodies=bodies) for partition in partitions]
     if plan.endpoints is None:
-        left = blocking(plan.source.database.look(partial(not_taken, source=plan.source, endpoints=None)))
+        left = blocking(plan.source.database.look(partial(skipped_rows, source=plan.source, endpoints=None)))
         found += [_of_no_endpoint(one) for one in left if one.reason == plan.source.ownerless]
     return found
 
@@ -175,7 +175,7 @@ def preview_taken(plan: Plan, source: CollectedSource, spark: SparkSession, *, b
     return found
 
 
-def parts_of(plan: Plan, *, each: bool = True) -> list[SourcePartition]:
+def partitions_of(plan: Plan, *, each: bool = True) -> list[SourcePartition]:
     """Return the selected messages, by partition.
 
     Args:
@@ -189,34 +189,36 @@ def parts_of(plan: Plan, *, each: bool = True) -> list[SourcePartition]:
     source = plan.source
 
     def look(connection: Connection) -> list[SourcePartition]:
-        parts = chosen(source, source.parts(connection), plan.endpoints, each=each)
-        for part in parts:
-            source.check_columns(connection, part.table)
-        return parts
+        partitions = chosen(source, source.partitions(connection), plan.endpoints, each=each)
+        for partition in partitions:
+            source.check_columns(connection, partition.table)
+        return partitions
 
     return blocking(source.database.look(look))
 
 
-def waits(plan: Plan, part: SourcePartition) -> bool:
-    """Tell whether the part has a row to move."""
-    some = select(plan.source.table(part.table).c[plan.source.key]).where(plan.source.movable(part, plan.cutoff))
+def waits(plan: Plan, partition: SourcePartition) -> bool:
+    """Return whether the partition has a row to move."""
+    some = select(plan.source.table(partition.table).c[plan.source.key]).where(
+        plan.source.movable(partition, plan.cutoff)
+    )
     return bool(blocking(plan.source.database.look(lambda connection: connection.execute(some.limit(1)).first())))
 
 
 def looked_through(
     plan: Plan,
-    part: SourcePartition,
+    partition: SourcePartition,
     spark: SparkSession,
     *,
     bodies: bool,
     first: datetime | None,
     last: datetime | None,
 ) -> tuple[int, list[tuple[str, int, str | None]]]:
-    """Read every row of the part; return how many are sound, and the reason, number and an id of the others."""
+    """Read all rows of the partition; return the number of valid ones, and reason, number and an id of the others."""
     number = max(1, SPANS * parallelism(spark)) if first != last else 1
     cuts = [] if first is None or last is None else [first + (last - first) / number * one for one in range(1, number)]
     largest = ANY_SIZE if plan.target is None else plan.target.largest_message
-    look = PreviewWork(plan.source, part, plan.cutoff, cuts, bodies, largest)
+    look = PreviewWork(plan.source, partition, plan.cutoff, cuts, bodies, largest)
     with translated_errors():
         spans = spark.range(0, len(cuts) + 1, 1, len(cuts) + 1)
         found = spans.mapInArrow(look.through, LOOKED).toArrow().to_pylist()
@@ -231,69 +233,69 @@ def looked_through(
 
 def _of_no_endpoint(left: SkippedMessage) -> EndpointPreview:
     unmovable: list[tuple[str, int, str | None]] = [(left.reason, left.rows, next(iter(left.names), None))]
-    return EndpointPreview(NO_ENDPOINT, 0, None, None, 0, 0, [], unmovable=unmovable, not_taken=left.rows)
+    return EndpointPreview(NO_ENDPOINT, 0, None, None, 0, 0, [], unmovable=unmovable, skipped=left.rows)
 
 
-def _preview(plan: Plan, part: SourcePartition, spark: SparkSession, *, bodies: bool) -> EndpointPreview:
-    found = blocking(plan.source.database.look(lambda connection: _counted(connection, plan, part)))
+def _preview(plan: Plan, partition: SourcePartition, spark: SparkSession, *, bodies: bool) -> EndpointPreview:
+    found = blocking(plan.source.database.look(lambda connection: _counted(connection, plan, partition)))
     shown, too_far = found
-    table, name = plan.source.table(part.table), partial(_name_of_one, plan, part)
-    if shown.not_taken:
-        shown.unmovable.append((plan.source.outside, shown.not_taken, name(plan.source.unmovable(part))))
+    table, name = plan.source.table(partition.table), partial(_name_of_one, plan, partition)
+    if shown.skipped:
+        shown.unmovable.append((plan.source.outside, shown.skipped, name(plan.source.unmovable(partition))))
     if plan.target is not None:
         _ask_the_target(plan.target, shown, lambda one: name(table.c[plan.source.destination or ""] == one))
         if too_far:
             latest = table.c[plan.source.due] > plan.source.kept_due(_latest(plan, datetime.now(UTC)))
             shown.unmovable.append((TOO_FAR.format(plan.target), too_far, name(latest)))
     if shown.rows:
-        _, reasons = looked_through(plan, part, spark, bodies=bodies, first=shown.first, last=shown.last)
+        _, reasons = looked_through(plan, partition, spark, bodies=bodies, first=shown.first, last=shown.last)
         shown.unmovable += reasons
     return shown
 
 
 def _latest(plan: Plan, now: datetime) -> datetime:
-    """Return the last due time that the target takes."""
+    """Return the last due time that the target accepts."""
     longest = None if plan.target is None else plan.target.longest
     return LATEST if longest is None or longest > LATEST - now else now + longest
 
 
-def _name_of_one(plan: Plan, part: SourcePartition, condition: ColumnElement[bool]) -> str | None:
-    """Return the name of one of the part's rows for which the condition holds, None for none."""
+def _name_of_one(plan: Plan, partition: SourcePartition, condition: ColumnElement[bool]) -> str | None:
+    """Return the name of one of the partition's rows for which the condition is true; None for none."""
     source = plan.source
-    table = source.table(part.table)
-    query = select(source.name_column(table)).where(source.owned(part), condition).limit(1)
+    table = source.table(partition.table)
+    query = select(source.name_column(table)).where(source.owned(partition), condition).limit(1)
     found = blocking(source.database.look(lambda connection: connection.execute(query).first()))
     return None if found is None else source.shown_name(found[0])
 
 
-def _counted(connection: Connection, plan: Plan, part: SourcePartition) -> tuple[EndpointPreview, int]:
+def _counted(connection: Connection, plan: Plan, partition: SourcePartition) -> tuple[EndpointPreview, int]:
     """Return the counts of a partition, and the number of rows that the target cannot hold so long."""
     source, now = plan.source, datetime.now(UTC)
-    table = source.table(part.table)
-    due, movable = table.c[source.due], source.movable(part, plan.cutoff)
+    table = source.table(partition.table)
+    due, movable = table.c[source.due], source.movable(partition, plan.cutoff)
     latest = _latest(plan, now)
     group = null() if source.destination is None else table.c[source.destination]
     query = select(
-        group, func.count(), _number(source.movable(part, None)), _number(movable),
+        group, func.count(), _number(source.movable(partition, None)), _number(movable),
         _number(and_(movable, due < source.kept_due(now))), _number(and_(movable, due > source.kept_due(latest))),
         func.min(case((movable, due))), func.max(case((movable, due))),
     )  # fmt: skip
     grouped = [] if source.destination is None else [group]
     source.dialect.begin_scan(connection)
     source.dialect.plan_for_scans(connection)
-    found = connection.execute(query.select_from(table).where(source.owned(part)).group_by(*grouped)).fetchall()
+    found = connection.execute(query.select_from(table).where(source.owned(partition)).group_by(*grouped)).fetchall()
     mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in found) for place in range(1, 6))
     first, last = ([source.read_due(row[place]) for row in found if row[place] is not None] for place in (6, 7))
     destinations = sorted(((row[0], int(row[3])) for row in found if row[3] and grouped), key=lambda one: -one[1])
     shown = EndpointPreview(
-        part.endpoint,
+        partition.endpoint,
         rows,
         min(first, default=None),
         max(last, default=None),
         overdue,
         everything - rows,
         destinations,
-        not_taken=mine - everything,
+        skipped=mine - everything,
     )
     return shown, too_far
 

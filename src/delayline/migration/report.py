@@ -1,4 +1,4 @@
-"""One page about a migration, for those who were not there."""
+"""The HTML report of a migration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE: Final = """<!doctype html>
 table {{ border-collapse: collapse; margin: 1rem 0 }} td, th {{ padding: .2rem .8rem .2rem 0; text-align: left }}
 td.number {{ text-align: right; font-variant-numeric: tabular-nums }}</style></head>
 <body><h1>{verdict}</h1><p>Migration {run}, {state}, written {now:%Y-%m-%d %H:%M:%S} UTC.</p>
-<h2>Messages</h2>{counts}<h2>Moved messages</h2>{parameters}{aside}</body></html>
+<h2>Messages</h2>{counts}<h2>Parameters</h2>{parameters}{rejected}</body></html>
 """
 
 
@@ -28,12 +28,12 @@ def page(plan: Plan, outcome: MigrationResult) -> str:
     counts: list[tuple[str, str]] = []
     if progress is not None:
         moved = 0 if plan.target is None else progress.moved
-        counts = [("found", str(progress.rows)), ("moved", str(moved)), ("set aside", str(progress.aside))]
+        counts = [("found", str(progress.rows)), ("moved", str(moved)), ("rejected", str(progress.rejected))]
     if outcome.seconds:
         counts.append(("seconds", f"{outcome.seconds:.1f}"))
-    if outcome.not_taken:
-        counts.append(("not taken", str(outcome.not_taken)))
-    aside = [(reason, str(number)) for reason, number in outcome.reasons]
+    if outcome.skipped:
+        counts.append(("skipped", str(outcome.skipped)))
+    rejected = [(reason, str(number)) for reason, number in outcome.reasons]
     verdict = "Everything has moved" if outcome.complete and plan.target is not None else "Not everything has moved"
     return PAGE.format(
         run=escape(outcome.run or "(dry run)"),
@@ -42,7 +42,7 @@ def page(plan: Plan, outcome: MigrationResult) -> str:
         now=datetime.now(UTC),
         counts=_table(counts),
         parameters=_table(sorted(plan.parameters.items())),
-        aside="<h2>Not moved, and why</h2>" + _table(aside) + _table(outcome.examples) if aside else "",
+        rejected="<h2>Not moved, and why</h2>" + _table(rejected) + _table(outcome.examples) if rejected else "",
     )
 
 

@@ -30,12 +30,12 @@ WHY: Final = pa.field("why", pa.string())
 
 
 def record_batch(rows: Iterable[tuple[Any, ...]]) -> pa.RecordBatch:
-    """Return the rows as the columns of messages: a tuple each, with why it can be none behind it if there is one."""
+    """Return rows as the columns of messages. A row may end with the reason why it cannot become a message."""
     return from_columns(list(zip(*rows, strict=True)) or [()] * len(MESSAGE))
 
 
 def from_columns(columns: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-    """Return the columns of messages, and why each can be none where there is one column more."""
+    """Return the columns of messages. An additional column has the reasons of those that cannot become messages."""
     schema = MESSAGE if len(columns) == len(MESSAGE) else MESSAGE.append(WHY)
     arrays = []
     for values, column in zip(columns, schema, strict=True):
@@ -62,7 +62,7 @@ def sound(messages: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
 
 
 def _text(headers: Any) -> str | None:  # noqa: ANN401 - what the driver gives
-    """Return the headers as text that Arrow takes; half a character becomes a question mark."""
+    """Return the headers as text for Arrow; a lone surrogate becomes a question mark."""
     return None if headers is None else str(headers).encode("utf-8", "replace").decode()
 
 

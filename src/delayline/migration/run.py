@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.collected import CollectedSource
-from delayline.migration.holding_table import give_back, hold, make_room, remove_room
+from delayline.migration.holding_table import create_holding_table, drop_holding_table, give_back, hold
 from delayline.migration.journal import (
-    TURN,
+    MIGRATIONS_TABLE,
     HeldPartition,
     MigrationJournal,
     MigrationRun,
@@ -25,9 +25,9 @@ from delayline.migration.journal import (
     RunState,
     batch_name,
 )
-from delayline.migration.plan import WAVE_ROWS, parts_of, preview, waits
+from delayline.migration.plan import ROUND_ROWS, partitions_of, preview, waits
 from delayline.migration.slices import slices_of
-from delayline.migration.source import not_taken
+from delayline.migration.source import skipped_rows
 from delayline.migration.target import Staged
 from delayline.migration.work import DONE, BatchDelivery
 from delayline.spark.errors import translated_errors
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 #: Id of the row that a migrating process locks.
-THE_TURN: Final = 1
-#: Rows whose ids an outcome has.
+LOCK_KEY: Final = 1
+#: Ids of rejected rows in a result.
 EXAMPLES: Final = 10
 #: Seconds between two looks at how far a run is.
-TOLD_EVERY: Final = 0.5
+PROGRESS_INTERVAL: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class MigrationResult:
     """Reasons of rejected rows, with their numbers."""
     seconds: float = 0.0
     left: int = 0
-    """Messages drained from a queue or file that could not be returned; kept in `delayline_taken_*`."""
+    """Messages drained from a queue or file that could not be returned; kept in `delayline_collected_*`."""
     examples: Sequence[tuple[str, str]] = ()
     """Ids of the first rejected rows, with the reasons."""
-    not_taken: int = 0
+    skipped: int = 0
     """Rows without a readable due time, which no run moves; included in `reasons`."""
 
     @property
@@ -102,29 +102,29 @@ class Migration:
         target = self.plan.target
         if target is None:
             return self._read_only(spark)
-        for endpoint in self._endpoints_to_move():  # before there is a journal, even
+        for endpoint in self._endpoints_to_move():  # even before a journal exists
             target.endpoint_named(endpoint)
-        with self._turn():
+        with self._locked():
             self._nothing_else_open()
-            self._source.take_in(self.plan.endpoints, self.plan.cutoff, spark)
+            self._source.collect(self.plan.endpoints, self.plan.cutoff, spark)
             run = MigrationRun(_new_name(), RunState.PREPARING, self.plan.parameters, datetime.now(UTC), None)
             try:
                 slices = self._slices(target)
                 if not slices:
                     self._source.put_back()
                     nothing = MigrationResult("", RunState.COMPLETED, Progress(0, 0, 0, 0, 0, 0), [])
-                    return self._with_not_taken(nothing)
+                    return self._with_skipped(nothing)
                 self._write(lambda connection: self._journal.begin(connection, run.name, run.parameters))
                 return self._move(run, target, slices, spark)
             except DelaylineError:
                 with contextlib.suppress(DelaylineError):  # then the next run does so
-                    if not self._parts(run):
+                    if not self._partitions(run):
                         self._give_up(run)
                 raise
 
     def resume(self, spark: SparkSession) -> MigrationResult:
         """Go on with the run that is not finished. Raises ConfigurationError for none, or for other parameters."""
-        with self._turn():
+        with self._locked():
             run = self._open_run()
             self.plan.must_match(run.parameters)
             if self.plan.target is None:
@@ -137,7 +137,7 @@ class Migration:
 
     def abort(self) -> MigrationResult:
         """Return undelivered rows to the source unchanged. Raises ConfigurationError if there is no run."""
-        with self._turn():
+        with self._locked():
             try:
                 run = self._open_run()
             except ConfigurationError:
@@ -147,24 +147,24 @@ class Migration:
             self.plan.must_match(run.parameters)
             if run.state is RunState.PREPARING:
                 return self._give_up(run)
-            for part in self._parts(run):
-                self._settle(run, part, close=True)
+            for partition in self._partitions(run):
+                self._settle(run, partition, close=True)
             return self._ended(run, RunState.ABORTED)
 
     def _endpoints_to_move(self) -> Sequence[str]:
         if isinstance(self._source, CollectedSource):  # which is emptied before its endpoints are known
             return self.plan.endpoints or ()
-        return [part.endpoint for part in parts_of(self.plan) if waits(self.plan, part)]
+        return [partition.endpoint for partition in partitions_of(self.plan) if waits(self.plan, partition)]
 
     def _slices(self, target: Target, *, each: bool = True) -> list[tuple[Slice, str]]:
         """Return the slices to move, each with the target's name for its endpoint. each: as in `parts_of`."""
         found: list[tuple[Slice, str]] = []
-        for part in parts_of(self.plan, each=each):
-            look = partial(slices_of, source=self._source, part=part, cutoff=self.plan.cutoff)
+        for partition in partitions_of(self.plan, each=each):
+            look = partial(slices_of, source=self._source, partition=partition, cutoff=self.plan.cutoff)
             slices, rows = self._write(look)
             self._rows += rows
             if slices:
-                name = target.endpoint_named(part.endpoint)
+                name = target.endpoint_named(partition.endpoint)
                 found += [(one, name) for one in slices]
         return found
 
@@ -172,132 +172,138 @@ class Migration:
         self, run: MigrationRun, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession
     ) -> MigrationResult:
         """Deliver held rows, and each slice while the next one is being held, if the source supports both at once."""
-        began, parts, waiting = datetime.now(UTC), self._parts(run), iter(slices)
-        self._rows += sum(part.rows for part in parts)
-        numbers = count(len(parts))
-        with ThreadPoolExecutor(1, "delayline migrate") as ahead, self._telling(run):
+        began, partitions, waiting = datetime.now(UTC), self._partitions(run), iter(slices)
+        self._rows += sum(partition.rows for partition in partitions)
+        numbers = count(len(partitions))
+        with ThreadPoolExecutor(1, "delayline migrate") as ahead, self._reporting(run):
 
-            def take_next() -> Future[HeldPartition] | None:
+            def hold_next() -> Future[HeldPartition] | None:
                 some = next(waiting, None)
-                return None if some is None else ahead.submit(self._take_aside, run, next(numbers), *some)
+                return None if some is None else ahead.submit(self._hold_slice, run, next(numbers), *some)
 
             together = self._database.locks_rows
-            taken = take_next() if together else None
-            for part in parts:
-                self._settle(run, part)
-                self._deliver_part(run, target, part, spark)
-            while taken := taken or take_next():
-                part, taken = taken.result(), take_next() if together else None
-                self._deliver_part(run, target, part, spark)
+            held = hold_next() if together else None
+            for partition in partitions:
+                self._settle(run, partition)
+                self._deliver_partition(run, target, partition, spark)
+            while held := held or hold_next():
+                partition, held = held.result(), hold_next() if together else None
+                self._deliver_partition(run, target, partition, spark)
         return self._ended(run, RunState.COMPLETED, (datetime.now(UTC) - began).total_seconds())
 
-    def _deliver_part(self, run: MigrationRun, target: Target, part: HeldPartition, spark: SparkSession) -> None:
-        at_once = max(1, WAVE_ROWS // self.plan.batch_rows)
-        unfinished = self._unfinished(run, part)
+    def _deliver_partition(
+        self, run: MigrationRun, target: Target, partition: HeldPartition, spark: SparkSession
+    ) -> None:
+        at_once = max(1, ROUND_ROWS // self.plan.batch_rows)
+        unfinished = self._unfinished(run, partition)
         for first in range(0, len(unfinished), at_once):
-            self._deliver(run, target, part, unfinished[first : first + at_once], spark)
+            self._deliver(run, target, partition, unfinished[first : first + at_once], spark)
 
-    def _parts(self, run: MigrationRun) -> list[HeldPartition]:
-        return self._read(partial(self._journal.list_parts, run=run.name))
+    def _partitions(self, run: MigrationRun) -> list[HeldPartition]:
+        return self._read(partial(self._journal.list_partitions, run=run.name))
 
-    def _unfinished(self, run: MigrationRun, part: HeldPartition) -> list[int]:
-        return self._read(partial(self._journal.unfinished, run=run.name, part=part.number))
+    def _unfinished(self, run: MigrationRun, partition: HeldPartition) -> list[int]:
+        return self._read(partial(self._journal.unfinished, run=run.name, partition=partition.number))
 
-    def _settle(self, run: MigrationRun, part: HeldPartition, *, close: bool = False) -> None:
+    def _settle(self, run: MigrationRun, partition: HeldPartition, *, close: bool = False) -> None:
         """Mark batches that the target has committed and the source has not recorded yet.
 
         Args:
             run: the run to bring up to date.
-            part: the held partition whose batches to compare.
+            partition: the held partition whose batches to compare.
             close: also prevent later commits, for example by a task that outlived its driver.
         """
-        names = {batch_name(run.name, part.number, batch): batch for batch in self._unfinished(run, part)}
+        names = {batch_name(run.name, partition.number, batch): batch for batch in self._unfinished(run, partition)}
         target = self.plan.target
         if target is None or not names:
             return
         if close:
-            target.close(part.target, list(names))
-        there = target.committed(part.target, list(names))
+            target.close(partition.target, list(names))
+        there = target.committed(partition.target, list(names))
         if there:
             attempts = {names[name]: attempt for name, attempt in there.items()}
-            self._write(partial(self._journal.mark, run=run.name, part=part.number, attempts=attempts))
+            self._write(partial(self._journal.mark, run=run.name, partition=partition.number, attempts=attempts))
 
     def _deliver(
-        self, run: MigrationRun, target: Target, part: HeldPartition, batches: Sequence[int], spark: SparkSession
+        self, run: MigrationRun, target: Target, partition: HeldPartition, batches: Sequence[int], spark: SparkSession
     ) -> None:
-        wave = target.begin(part.target)
-        delivery = BatchDelivery(self._source, wave, run.name, part, target.exactly_once)
+        delivery_round = target.begin(partition.target)
+        delivery = BatchDelivery(self._source, delivery_round, run.name, partition, target.exactly_once)
         try:
             with translated_errors():
-                partitions = min(len(batches), parallelism(spark))
-                numbers = _numbers(spark, batches, partitions)
+                tasks = min(len(batches), parallelism(spark))
+                numbers = _numbers(spark, batches, tasks)
                 done = numbers.mapInArrow(delivery.deliver, DONE).toArrow().to_pylist()
-            if not wave.confirms:
+            if not delivery_round.confirms:
                 staged = [Staged.of(one["staged"]) for one in done if one["staged"] is not None]
                 attempts = {one["batch"]: one["attempt"] for one in done if one["batch"] is not None}
-                self._must_add_up(run, part, attempts, staged)
-                named = {batch_name(run.name, part.number, batch): attempt for batch, attempt in attempts.items()}
-                wave.commit(staged, named)
-                self._write(partial(self._journal.mark, run=run.name, part=part.number, attempts=attempts))
+                self._must_add_up(run, partition, attempts, staged)
+                named = {batch_name(run.name, partition.number, batch): attempt for batch, attempt in attempts.items()}
+                delivery_round.commit(staged, named)
+                self._write(partial(self._journal.mark, run=run.name, partition=partition.number, attempts=attempts))
         except BaseException:
             with contextlib.suppress(Exception):
-                wave.discard()
+                delivery_round.discard()
             raise
 
     def _must_add_up(
-        self, run: MigrationRun, part: HeldPartition, attempts: Mapping[int, int], staged: Sequence[Staged]
+        self, run: MigrationRun, partition: HeldPartition, attempts: Mapping[int, int], staged: Sequence[Staged]
     ) -> None:
-        expected = self._read(partial(self._journal.expected, run=run.name, part=part.number, attempts=attempts))
+        expected = self._read(
+            partial(self._journal.expected, run=run.name, partition=partition.number, attempts=attempts)
+        )
         rows = sum(one.rows for one in staged)
         if rows != expected:
             raise BackendUnavailable(
-                f"staged {rows} of {expected} rows for {part.part.endpoint}. None of them was committed; run "
+                f"staged {rows} of {expected} rows for {partition.source.endpoint}. None of them was committed; run "
                 "delayline migrate resume"
             )
 
-    def _take_aside(self, run: MigrationRun, number: int, some: Slice, target: str) -> HeldPartition:
-        room = f"{_rooms(run)}{number}_{secrets.token_hex(3)}"
-        self._write(partial(make_room, source=self._source, name=room))
-        return self._write(partial(self._hold, run=run, number=number, some=some, target=target, room=room))
+    def _hold_slice(self, run: MigrationRun, number: int, some: Slice, target: str) -> HeldPartition:
+        holding_table = f"{_holding_prefix(run)}{number}_{secrets.token_hex(3)}"
+        self._write(partial(create_holding_table, source=self._source, name=holding_table))
+        return self._write(
+            partial(self._hold, run=run, number=number, some=some, target=target, holding_table=holding_table)
+        )
 
     def _hold(
-        self, connection: Connection, run: MigrationRun, number: int, some: Slice, target: str, room: str
+        self, connection: Connection, run: MigrationRun, number: int, some: Slice, target: str, holding_table: str
     ) -> HeldPartition:
-        """Take the rows of a slice aside, and write down that they are, in one transaction."""
+        """Move the rows of a slice to the holding table and record it in the journal, in one transaction."""
         self._journal.must_be_open(connection, run.name)
         plan = self.plan
-        batches = hold(connection, self._source, some, room, cutoff=plan.cutoff, size=plan.batch_rows)
-        part = HeldPartition(number, some.part, target, room, sum(batches.values()), len(batches))
-        self._journal.add_part(connection, run.name, part, batches)
+        batches = hold(connection, self._source, some, holding_table, cutoff=plan.cutoff, size=plan.batch_rows)
+        partition = HeldPartition(number, some.partition, target, holding_table, sum(batches.values()), len(batches))
+        self._journal.add_partition(connection, run.name, partition, batches)
         self._journal.set_state(connection, run.name, RunState.RUNNING)
-        return part
+        return partition
 
     def _ended(self, run: MigrationRun, state: RunState, seconds: float = 0.0) -> MigrationResult:
         self._write(lambda connection: self._end(connection, run, state))
-        self._remove_rooms(run)
+        self._drop_holding_tables(run)
         ended = self._outcome(run.name, state, seconds, left=self._source.put_back())
-        return self._with_not_taken(ended) if state is RunState.COMPLETED else ended
+        return self._with_skipped(ended) if state is RunState.COMPLETED else ended
 
     def _end(self, connection: Connection, run: MigrationRun, state: RunState) -> None:
         """Return unmoved rows and record the end of the run, in one transaction."""
         self._journal.must_be_open(connection, run.name)
-        for part in self._journal.list_parts(connection, run.name):
-            give_back(connection, self._source, self._journal, run.name, part)
+        for partition in self._journal.list_partitions(connection, run.name):
+            give_back(connection, self._source, self._journal, run.name, partition)
         if state is RunState.ABORTED:
             self._journal.restore(connection, run.name)
         self._journal.set_state(connection, run.name, state)
 
     def _give_up(self, run: MigrationRun) -> MigrationResult:
-        """End a run that died before it held anything."""
-        self._remove_rooms(run)
+        """End a run that died before it moved a row."""
+        self._drop_holding_tables(run)
         self._write(partial(self._journal.set_state, name=run.name, state=RunState.ABORTED))
         return self._outcome(run.name, RunState.ABORTED, left=self._source.put_back())
 
-    def _remove_rooms(self, run: MigrationRun) -> None:
-        """Drop the tables that were made to hold something and hold nothing, or nothing any more."""
-        for room in self._read(self._source.table_names):
-            if room.startswith(_rooms(run)):
-                self._write(partial(remove_room, source=self._source, name=room))
+    def _drop_holding_tables(self, run: MigrationRun) -> None:
+        """Drop the run's empty holding tables."""
+        for holding_table in self._read(self._source.table_names):
+            if holding_table.startswith(_holding_prefix(run)):
+                self._write(partial(drop_holding_table, source=self._source, name=holding_table))
 
     def _nothing_else_open(self) -> None:
         for run in self._read(self._journal.list_runs):
@@ -315,32 +321,30 @@ class Migration:
         raise ConfigurationError(f"there is no unfinished migration in {self._source}")
 
     def _read_only(self, spark: SparkSession) -> MigrationResult:
-        """Read everything as a run would, and leave everything as it is."""
+        """Read all rows as a run would, and change nothing."""
         looked = preview(self.plan, spark, bodies=True)
         reasons = [(reason, number) for shown in looked for reason, number, _ in shown.unmovable]
         examples = [(key, why) for shown in looked for why, _, key in shown.unmovable if key is not None]
-        not_taken = sum(shown.not_taken for shown in looked)
-        rows, aside = sum(shown.rows for shown in looked), sum(number for _, number in reasons) - not_taken
-        progress = Progress(rows, 0, 0, 0, 0, aside)
-        return MigrationResult(
-            "", RunState.COMPLETED, progress, reasons, examples=examples[:EXAMPLES], not_taken=not_taken
-        )
+        skipped = sum(shown.skipped for shown in looked)
+        rows, rejected = sum(shown.rows for shown in looked), sum(number for _, number in reasons) - skipped
+        progress = Progress(rows, 0, 0, 0, 0, rejected)
+        return MigrationResult("", RunState.COMPLETED, progress, reasons, examples=examples[:EXAMPLES], skipped=skipped)
 
-    def _with_not_taken(self, outcome: MigrationResult) -> MigrationResult:
-        """Return the outcome, with the rows that the run left in the source, and the reasons."""
-        left = self._read(partial(not_taken, source=self._source, endpoints=self.plan.endpoints))
+    def _with_skipped(self, outcome: MigrationResult) -> MigrationResult:
+        """Return the result, with the rows that the run left in the source, and the reasons."""
+        left = self._read(partial(skipped_rows, source=self._source, endpoints=self.plan.endpoints))
         reasons = [*outcome.reasons, *((one.reason, one.rows) for one in left)]
         examples = [*outcome.examples, *((name, one.reason) for one in left for name in one.names)][:EXAMPLES]
-        return replace(outcome, reasons=reasons, examples=examples, not_taken=sum(one.rows for one in left))
+        return replace(outcome, reasons=reasons, examples=examples, skipped=sum(one.rows for one in left))
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Be the only one that works on the migrations of this source; it ends with the process."""
+    def _locked(self) -> Iterator[None]:
+        """Lock the migrations of this source; the lock ends with the process."""
         self._source.must_exist()
         blocking(self._database.open())
         try:
-            claims = self._database.claims(TURN)
-            if not claims.take([THE_TURN], 1):
+            claims = self._database.claims(MIGRATIONS_TABLE)
+            if not claims.take([LOCK_KEY], 1):
                 raise ConfigurationError(
                     f"another process is working on a migration of {self._source}: wait until it has ended"
                 )
@@ -348,7 +352,7 @@ class Migration:
                 self._write(self._journal.set_up)
                 yield
             finally:
-                claims.release([THE_TURN])
+                claims.release([LOCK_KEY])
                 claims.flush()
         finally:
             blocking(self._database.close())
@@ -356,34 +360,34 @@ class Migration:
     def _outcome(self, run: str, state: RunState, seconds: float = 0.0, left: int = 0) -> MigrationResult:
         progress = self._read(partial(self._journal.progress, run=run))
         reasons = self._read(partial(self._journal.reasons, run=run))
-        examples = self._read(partial(self._journal.set_aside, run=run, limit=EXAMPLES))
+        examples = self._read(partial(self._journal.list_rejected, run=run, limit=EXAMPLES))
         return MigrationResult(run, state, progress, reasons, seconds, left, examples)
 
     @contextlib.contextmanager
-    def _telling(self, run: MigrationRun) -> Iterator[None]:
-        """Tell now and then, and at the end, how far the run is."""
-        told, over = self._progress, threading.Event()
-        if told is None:
+    def _reporting(self, run: MigrationRun) -> Iterator[None]:
+        """Report progress every PROGRESS_INTERVAL seconds, and at the end."""
+        report, over = self._progress, threading.Event()
+        if report is None:
             yield
             return
 
-        def tell() -> None:
+        def report_now() -> None:
             progress = self._read(partial(self._journal.progress, run=run.name))
-            told(progress.marked, max(progress.rows, self._rows))
+            report(progress.marked, max(progress.rows, self._rows))
 
-        def go_on() -> None:
-            while not over.wait(TOLD_EVERY):
+        def repeat() -> None:
+            while not over.wait(PROGRESS_INTERVAL):
                 with contextlib.suppress(DelaylineError):  # the user of the database reports the error
-                    tell()
+                    report_now()
 
-        thread = threading.Thread(target=go_on, name="delayline migrate progress")
+        thread = threading.Thread(target=repeat, name="delayline migrate progress")
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
-        tell()
+        report_now()
 
     def _read(self, work: Callable[[Connection], Result]) -> Result:
         return blocking(self._database.read(work))
@@ -392,20 +396,20 @@ class Migration:
         return blocking(self._database.write(work))
 
 
-def _rooms(run: MigrationRun) -> str:
+def _holding_prefix(run: MigrationRun) -> str:
     """Return the prefix of the names of the holding tables."""
-    return f"delayline_held_{run.name}_"
+    return f"delayline_holding_{run.name}_"
 
 
 def _new_name() -> str:
     return f"{datetime.now(UTC):%Y%m%d%H%M%S}_{secrets.token_hex(3)}"
 
 
-def _numbers(spark: SparkSession, batches: Sequence[int], partitions: int) -> Any:  # noqa: ANN401 - a DataFrame
-    """Return the numbers of the batches, in as many pieces as tasks can work on at once."""
+def _numbers(spark: SparkSession, batches: Sequence[int], tasks: int) -> Any:  # noqa: ANN401 - a DataFrame
+    """Return the numbers of the batches, in one partition for each task."""
     import pyarrow as pa
 
     first, last = batches[0], batches[-1]
     if last - first + 1 == len(batches):
-        return spark.range(first, last + 1, 1, partitions)
-    return spark.createDataFrame(pa.table({"id": pa.array(batches, pa.int64())})).repartition(partitions)
+        return spark.range(first, last + 1, 1, tasks)
+    return spark.createDataFrame(pa.table({"id": pa.array(batches, pa.int64())})).repartition(tasks)

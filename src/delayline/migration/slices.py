@@ -1,4 +1,4 @@
-"""A large part is taken aside slice by slice: its table is locked for a moment each, and moving begins at once."""
+"""Slices of a large partition: each locks the table only briefly, and the first messages are delivered early."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 #: Approximate rows of the first slice; small, so that the earliest messages are held and delivered soon.
 FIRST_ROWS: Final = 25_000
-#: How often a slice has the rows of the one before, at most.
+#: The most rows of a slice, as a multiple of the one before.
 GROWTH: Final = 4
-#: Rows of a slice that has grown, at least, about.
+#: Approximate rows of the largest slices, unless there would be more than MOST of them.
 SLICE_ROWS: Final = 250_000
 #: The most slices of that size in a partition: each has its own holding table.
 MOST: Final = 50
@@ -27,16 +27,16 @@ MOST: Final = 50
 class Slice(NamedTuple):
     """The rows of a partition that are due in a span; rows without a due time are in the first slice."""
 
-    part: SourcePartition
+    partition: SourcePartition
     since: Any = None
     """The due column's value for the first instant; None for no bound."""
     until: Any = None
     """The same of the first instant after it."""
 
     def of(self, source: TableSource, cutoff: datetime | None) -> ColumnElement[bool]:
-        """Return which rows of the table are to move with it."""
-        due = source.table(self.part.table).c[source.due]
-        bounds = [source.movable(self.part, cutoff)]
+        """Return the condition on the table's rows that they are the slice's."""
+        due = source.table(self.partition.table).c[source.due]
+        bounds = [source.movable(self.partition, cutoff)]
         if self.since is not None:
             bounds.append(due >= self.since)
         if self.until is not None:
@@ -45,10 +45,10 @@ class Slice(NamedTuple):
 
 
 def slices_of(
-    connection: Connection, source: TableSource, part: SourcePartition, cutoff: datetime | None
+    connection: Connection, source: TableSource, partition: SourcePartition, cutoff: datetime | None
 ) -> tuple[list[Slice], int]:
-    """Return the slices of the part, the earliest due first, and how many rows there are."""
-    table, movable = source.table(part.table), source.movable(part, cutoff)
+    """Return the slices of the partition, the earliest due first, and the number of rows."""
+    table, movable = source.table(partition.table), source.movable(partition, cutoff)
     due = table.c[source.due]
     source.dialect.plan_for_scans(connection)
     rows: int = connection.execute(select(func.count()).select_from(table).where(movable)).scalar_one()
@@ -60,11 +60,11 @@ def slices_of(
         found = select(numbered.due).where(numbered.number.in_([0, *places])).order_by(numbered.number)
         cuts = list(dict.fromkeys(connection.execute(found).scalars()))[1:]  # nothing is due before the first
     edges = [None, *cuts, None]
-    return [Slice(part, *edges[place : place + 2]) for place in range(len(edges) - 1)] if rows else [], rows
+    return [Slice(partition, *edges[place : place + 2]) for place in range(len(edges) - 1)] if rows else [], rows
 
 
 def _places(rows: int) -> Iterator[int]:
-    """Yield behind how many of the rows a slice ends."""
+    """Yield the number of rows before the end of each slice but the last."""
     largest = max(SLICE_ROWS, -(-rows // MOST))
     size = place = min(FIRST_ROWS, largest)
     while place < rows:

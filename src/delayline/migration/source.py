@@ -1,4 +1,4 @@
-"""Where messages come from: tables of a database, one part an endpoint, in which they wait for their time."""
+"""Sources that are database tables, with one partition for each endpoint."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class TableSource(ABC):
     body: ClassVar[str]
     """The column with most of a row's bytes."""
     destination: ClassVar[str | None] = None
-    """The column with the destination, where there is one."""
+    """The column with the destination, if the table has one."""
     owner: ClassVar[str | None] = None
-    """The column that says whose a row is, where endpoints share the table."""
+    """The column with the endpoint's name, if endpoints share the table."""
     outside: ClassVar[str] = "it has no due time, or one beyond the years 1753 to 9999"
-    """Why rows that are an endpoint's are never taken aside."""
+    """Why some rows of an endpoint are never moved."""
     ownerless: ClassVar[str] = "it names no endpoint, so no --endpoint has it: write one into its row, or delete it"
-    """Why rows of a shared table that are no endpoint's are never taken aside."""
+    """Why rows of a shared table without an endpoint are never moved."""
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self.url = url
@@ -89,7 +89,7 @@ class TableSource(ABC):
         """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
         self.dialect.must_exist()
 
-    def take_in(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
+    def collect(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
         """No-op: rows of a table need no collecting."""
         del endpoints, cutoff, spark
 
@@ -110,7 +110,7 @@ class TableSource(ABC):
         return str(kept)
 
     def number_kept(self, connection: Connection) -> int:
-        """Return how many messages were taken from where they were and did not move yet: none of a table's."""
+        """Return the number of messages collected from elsewhere that have not moved; 0 for tables."""
         del connection
         return 0
 
@@ -127,7 +127,7 @@ class TableSource(ABC):
         """Return new columns, all that such a table has, in their order."""
 
     @abstractmethod
-    def parts(self, connection: Connection) -> list[SourcePartition]:
+    def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return the partitions, ordered by name; raises BackendUnusable for tables of an unknown shape."""
 
     @abstractmethod
@@ -146,9 +146,9 @@ class TableSource(ABC):
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return id, destination, due, headers and body of each row, null where it has none."""
 
-    def names(self, part: SourcePartition, endpoint: str) -> bool:
+    def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Return whether the user's name denotes this partition."""
-        return part.endpoint.casefold() == endpoint.casefold()
+        return partition.endpoint.casefold() == endpoint.casefold()
 
     def table(self, name: str) -> Table:
         """Return the source's table of that name, the same each time."""
@@ -165,32 +165,32 @@ class TableSource(ABC):
         batch, number = (Column(one, BigInteger, primary_key=True, autoincrement=False) for one in (BATCH, NUMBER))
         return self._made(name, [batch, number, *own])
 
-    def movable(self, part: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
-        """Return which rows of the part are due at the cutoff or later, all of them without one."""
-        columns = self.table(part.table).c
+    def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
+        """Return the condition on the partition's rows due at the cutoff or later; on all its rows for None."""
+        columns = self.table(partition.table).c
         first = EARLIEST if cutoff is None else max(cutoff, EARLIEST)
         times = and_(columns[self.due] >= self.kept_due(first), columns[self.due] <= self.kept_due(LATEST))
-        return and_(times, self.owned(part))
+        return and_(times, self.owned(partition))
 
-    def unmovable(self, part: SourcePartition) -> ColumnElement[bool]:
-        """Return which rows of the part no run takes, whatever its cutoff: `outside` says why."""
-        if self.belongs_to_none(part):
-            return self.owned(part)
-        return and_(self.owned(part), case((self.movable(part, None), 1), else_=0) == 0)
+    def unmovable(self, partition: SourcePartition) -> ColumnElement[bool]:
+        """Return the condition on the partition's rows that no run moves; `outside` has the reason."""
+        if self.belongs_to_none(partition):
+            return self.owned(partition)
+        return and_(self.owned(partition), case((self.movable(partition, None), 1), else_=0) == 0)
 
-    def belongs_to_none(self, part: SourcePartition) -> bool:
-        """Tell whether the part is the rows of a shared table that name no endpoint."""
-        return self.owner is not None and part.owner is None
+    def belongs_to_none(self, partition: SourcePartition) -> bool:
+        """Return whether the partition has the rows of a shared table that name no endpoint."""
+        return self.owner is not None and partition.owner is None
 
     def without_endpoint(self, connection: Connection) -> SourcePartition | None:
-        """Return the rows of a shared table that name no endpoint as a part; None where there can be none."""
+        """Return the partition of a shared table's rows that name no endpoint; None if there cannot be any."""
         del connection
         return None
 
-    def owned(self, part: SourcePartition) -> ColumnElement[bool]:
-        """Return which rows of the table are the part's."""
-        table = self.table(part.table)
-        return and_(True, *([] if self.owner is None else [table.c[self.owner] == part.owner]))  # IS NULL for None
+    def owned(self, partition: SourcePartition) -> ColumnElement[bool]:
+        """Return the condition on the table's rows that they are the partition's."""
+        table = self.table(partition.table)
+        return and_(True, *([] if self.owner is None else [table.c[self.owner] == partition.owner]))  # IS NULL for None
 
     def check_columns(self, connection: Connection, name: str) -> None:
         """Raise BackendUnusable for a table with other columns than this kind's."""
@@ -202,7 +202,7 @@ class TableSource(ABC):
             raise BackendUnusable(self._unknown(name, f"its column {other!r} is none that {self.kind} has"))
 
     def table_names(self, connection: Connection) -> list[str]:
-        """Return the names of the tables there, sorted."""
+        """Return the names of the schema's tables, sorted."""
         return sorted(inspect(connection).get_table_names(schema=self.schema))
 
     def _unknown(self, name: str, why: str) -> str:
@@ -226,13 +226,13 @@ class TableSource(ABC):
 
 
 def chosen(
-    source: TableSource, parts: Sequence[SourcePartition], endpoints: Sequence[str] | None, *, each: bool = True
+    source: TableSource, partitions: Sequence[SourcePartition], endpoints: Sequence[str] | None, *, each: bool = True
 ) -> list[SourcePartition]:
-    """Return the parts of these endpoints, called as the user calls them; all parts for None.
+    """Return the partitions of these endpoints, named as the user names them; all partitions for None.
 
     Args:
         source: names the endpoint of each partition.
-        parts: all partitions of the source.
+        partitions: all partitions of the source.
         endpoints: as the user gave them; all if None.
         each: whether an endpoint without messages is an error.
 
@@ -240,19 +240,19 @@ def chosen(
         ConfigurationError: With `each`, naming an endpoint that has none.
     """
     if endpoints is None:
-        return list(parts)
+        return list(partitions)
     found: list[SourcePartition] = []
     for endpoint in dict.fromkeys(endpoints):
-        mine = [part for part in parts if source.names(part, endpoint)]
+        mine = [partition for partition in partitions if source.names(partition, endpoint)]
         if each and not mine:
-            known = ", ".join(repr(part.endpoint) for part in parts) or "none at all"
+            known = ", ".join(repr(partition.endpoint) for partition in partitions) or "none at all"
             raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source}; there are: {known}")
-        found += [SourcePartition(endpoint, part.table, part.owner) for part in mine]
+        found += [SourcePartition(endpoint, partition.table, partition.owner) for partition in mine]
     return found
 
 
 class SkippedMessage(NamedTuple):
-    """Rows that no run takes, for one reason."""
+    """Rows that no run moves, for one reason."""
 
     reason: str
     rows: int
@@ -260,15 +260,15 @@ class SkippedMessage(NamedTuple):
     """Of some of them."""
 
 
-def not_taken(connection: Connection, source: TableSource, endpoints: Sequence[str] | None) -> list[SkippedMessage]:
-    """Return the rows of these endpoints that no run takes, by reason; for None of all, and those of none."""
-    parts = chosen(source, source.parts(connection), endpoints, each=False)
+def skipped_rows(connection: Connection, source: TableSource, endpoints: Sequence[str] | None) -> list[SkippedMessage]:
+    """Return the rows of these endpoints that no run moves, by reason; for None, of all rows."""
+    partitions = chosen(source, source.partitions(connection), endpoints, each=False)
     ownerless = source.without_endpoint(connection) if endpoints is None else None
     found: list[SkippedMessage] = []
-    for reason, those in ((source.outside, parts), (source.ownerless, [] if ownerless is None else [ownerless])):
+    for reason, those in ((source.outside, partitions), (source.ownerless, [] if ownerless is None else [ownerless])):
         rows, names = 0, list[str]()
-        for part in those:
-            table, mine = source.table(part.table), source.unmovable(part)
+        for partition in those:
+            table, mine = source.table(partition.table), source.unmovable(partition)
             rows += int(connection.execute(select(func.count()).select_from(table).where(mine)).scalar_one())
             some = connection.execute(select(source.name_column(table)).where(mine).limit(SHOWN)).scalars()
             names += [source.shown_name(one) for one in some]

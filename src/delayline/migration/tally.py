@@ -24,7 +24,7 @@ class Bounds:
 
     now: datetime
     latest: datetime | None
-    """The last due time that the target takes, None where it takes any."""
+    """The last due time that the target accepts; None for no limit."""
     largest: int
     """Bytes that headers and body may have together."""
     bodies: bool
@@ -45,7 +45,7 @@ class Counts:
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str | None] = field(default_factory=dict)
     unseen: int = 0
-    """How many more there are, that were not looked at."""
+    """Number of further messages, which were not checked."""
 
     def span(self, first: datetime | None, last: datetime | None) -> None:
         """Take note of due times."""

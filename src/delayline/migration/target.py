@@ -24,7 +24,7 @@ class Staged(NamedTuple):
     attempt: Attempt
     files: Sequence[ColdFile] = ()
     noted: Sequence[Attempt] = ()
-    """The messages in the files, for the store's journal."""
+    """Entries for the store's journal about the messages in the files."""
 
     @property
     def rows(self) -> int:
@@ -33,7 +33,7 @@ class Staged(NamedTuple):
 
     @property
     def text(self) -> str:
-        """It as text, for a column."""
+        """The deliveries as text, for a column."""
         return json.dumps(self)
 
     @classmethod
@@ -49,21 +49,21 @@ class Attempted(NamedTuple):
     name: str
     """The batch's, for a target that keeps a ledger."""
     number: int
-    foretell: Callable[[Mapping[int, str]], Awaitable[None]]
-    """Writes down why some messages are not taken, by position: to be awaited before the others count for good."""
+    record_refusals: Callable[[Mapping[int, str]], Awaitable[None]]
+    """Records the reasons of refused messages, by position. Await it before the other messages are committed."""
 
 
 class Delivered(NamedTuple):
     """The result of a batch."""
 
     attempt: int
-    """The one that counts: this one, or one before of which nobody had heard."""
+    """The attempt that counts: this one, or an earlier one whose commit was not confirmed."""
     refused: Mapping[int, str] = MappingProxyType({})
-    """Why some messages were not taken, by position, as far as that was not foretold."""
+    """Reasons of refused messages, by position, unless `record_refusals` has recorded them."""
 
 
 class DeliverySession(Protocol):
-    """One task's way to the target."""
+    """One task's connection to the target."""
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Hand over the messages; any failure but those of single messages is raised."""
@@ -102,7 +102,7 @@ class Target(Protocol):
     exactly_once: ClassVar[bool]
     """Whether a batch that is delivered again leaves no second copy."""
     longest: ClassVar[timedelta | None]
-    """How long a message may wait there at most; None for as long as it likes."""
+    """The longest delay of a pending message; None for no limit."""
     grain: ClassVar[timedelta]
     """The resolution to which the target rounds due times up."""
 
@@ -120,7 +120,7 @@ class Target(Protocol):
         ...
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
-        """Return why messages for some of these could not go there."""
+        """Return the reasons why the target cannot have messages for some of these destinations."""
         ...
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame | None:
@@ -128,7 +128,7 @@ class Target(Protocol):
         ...
 
     def begin(self, endpoint: str) -> DeliveryRound:
-        """Return a new wave for that endpoint, under the target's name for it."""
+        """Return a new round for the endpoint, given its name at the target."""
         ...
 
     def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
@@ -136,12 +136,12 @@ class Target(Protocol):
         ...
 
     def close(self, endpoint: str, names: Sequence[str]) -> None:
-        """Let no task commit these batches from now on, if that can be; those that are committed are."""
+        """Prevent later commits of these batches, if the target can; committed ones are unaffected."""
         ...
 
 
 class WithoutLedger:
-    """A target that knows messages and no batches: these are marked one by one as it has them."""
+    """A target without a ledger of batches: each is marked once the target has confirmed its messages."""
 
     def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
         """Return nothing."""
@@ -153,20 +153,20 @@ class WithoutLedger:
 
 
 class ConfirmingRound:
-    """Batches that are at the target for good when a session has delivered them."""
+    """Batches that the target has committed when a session has delivered them."""
 
     confirms = True
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Do nothing: it is all there."""
+        """No-op: the target has committed its deliveries."""
 
     def discard(self) -> None:
         """No-op: the target has committed its deliveries."""
 
 
 class ConfirmingSession:
-    """One task's way to such a target."""
+    """One task's connection to such a target."""
 
     async def end(self) -> Sequence[Staged]:
-        """Return nothing for a driver to commit: it is all there."""
+        """Return nothing: the target has committed its deliveries."""
         return ()

@@ -18,7 +18,7 @@ from delayline.migration.holding_table import read_batch
 from delayline.migration.journal import BatchState, HeldPartition, MigrationJournal, MigrationRun
 from delayline.migration.plan import ALL
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.source import BATCH, NUMBER, SkippedMessage, not_taken
+from delayline.migration.source import BATCH, NUMBER, SkippedMessage, skipped_rows
 from delayline.spark.errors import translated_errors
 from delayline.sql.store import MICROSECOND
 
@@ -42,31 +42,31 @@ class Verified:
 
     run: MigrationRun
     rows: int
-    """Taken aside when it began."""
+    """Rows in the source when the run began."""
     moved: int
     """Of which the journal says that the target has them."""
-    aside: int
+    rejected: int
     unfinished: int
     restored: int
     waiting: int | None
     """How many of the moved messages are pending at the target unchanged; None if the target cannot list them."""
     gone: int
-    """How many are due and no longer there: on their way, or delivered."""
+    """Number of messages that were due and have left the target: dispatched, or delivered."""
     missing: Sequence[str]
-    """Ids, a hundred at most, that should wait there and do not: lost, or cancelled by somebody."""
+    """Ids, a hundred at most, of messages that are neither pending nor due: lost, or cancelled by a user."""
     changed: Sequence[str]
-    """Ids that wait there for another time or destination than they were sent with."""
+    """Ids of messages with another due time or destination than they were sent with."""
     doubled: Sequence[str]
     """Ids, a hundred at most, that were moved and are in the source as well."""
-    not_taken: int
-    """Rows of the run's endpoints in the source now that no run takes, as they have no due time that can be read."""
+    skipped: int
+    """Rows of the run's endpoints in the source without a readable due time, which no run moves."""
     repeatable: Sequence[str]
     """Every id that may have been delivered more often than once."""
 
     @property
     def ok(self) -> bool:
-        """Whether everything adds up."""
-        counted = self.moved + self.aside + self.unfinished + self.restored
+        """Whether source, journal and target agree."""
+        counted = self.moved + self.rejected + self.unfinished + self.restored
         return counted == self.rows and not (self.missing or self.changed or self.doubled)
 
 
@@ -76,7 +76,7 @@ class DeliveredBatches:
 
     source: TableSource
     run: str
-    part: HeldPartition
+    partition: HeldPartition
 
     def rows(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield id, destination and due time of the messages in these batches, without rejected rows."""
@@ -86,11 +86,11 @@ class DeliveredBatches:
                 yield blocking(self.source.database.look(partial(self._of, journal=journal, batch=batch)))
 
     def _of(self, connection: Connection, journal: MigrationJournal, batch: int) -> pa.RecordBatch:
-        aside = select(journal.aside.c.number).where(
-            journal.asides_of(self.run, self.part.number), journal.aside.c.batch == batch
+        rejected = select(journal.rejected.c.number).where(
+            journal.rejected_in(self.run, self.partition.number), journal.rejected.c.batch == batch
         )
-        left = set(connection.execute(aside).scalars())
-        found = read_batch(connection, self.source, self.part.held, batch)
+        left = set(connection.execute(rejected).scalars())
+        found = read_batch(connection, self.source, self.partition.held, batch)
         messages = self.source.messages([row[1:] for row in found if row[0] not in left])
         return messages.select(WAITING_SCHEMA.names)
 
@@ -125,7 +125,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
             f"migration {found.name} went to {found.parameters.get('target')}, not to {target}: give that target"
         )
     journal = MigrationJournal(source.dialect, source.schema)
-    parts = blocking(source.database.look(partial(journal.list_parts, run=found.name)))
+    partitions = blocking(source.database.look(partial(journal.list_partitions, run=found.name)))
     progress = blocking(source.database.look(partial(journal.progress, run=found.name)))
     waiting, gone = None, 0
     missing: list[str] = []
@@ -133,19 +133,21 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
     doubled: list[str] = []
     repeatable: list[str] = []
     there = set(blocking(source.database.look(source.table_names)))
-    holding = [part for part in parts if part.held in there]  # of the others, every row was set aside and went back
-    for part in holding:
-        look = partial(_in_source, source=source, journal=journal, run=found, part=part)
+    holding = [
+        partition for partition in partitions if partition.held in there
+    ]  # in other batches, every row was rejected and returned
+    for partition in holding:
+        look = partial(_in_source, source=source, journal=journal, run=found, partition=partition)
         doubled += blocking(source.database.look(look))
-        repeatable += blocking(source.database.look(partial(source.doubtful, name=part.held)))
+        repeatable += blocking(source.database.look(partial(source.doubtful, name=partition.held)))
         if not target.exactly_once:
-            repeatable += _ids(source, journal, found, part)
-    for endpoint in dict.fromkeys(part.target for part in holding if part.rows):
+            repeatable += _ids(source, journal, found, partition)
+    for endpoint in dict.fromkeys(partition.target for partition in holding if partition.rows):
         waits = target.waiting(endpoint, spark)
         if waits is not None:
-            mine = [part for part in holding if part.rows and part.target == endpoint]
+            mine = [partition for partition in holding if partition.rows and partition.target == endpoint]
             with translated_errors():
-                sent = [_sent(source, found, part, spark, journal) for part in mine]
+                sent = [_sent(source, found, partition, spark, journal) for partition in mine]
                 counted = _compared(reduce(DataFrame.unionAll, sent), waits, target.grain)
             waiting = (waiting or 0) + counted[0]
             gone += counted[1]
@@ -159,15 +161,15 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
 
 
 def _sent(
-    source: TableSource, run: MigrationRun, part: HeldPartition, spark: SparkSession, journal: MigrationJournal
+    source: TableSource, run: MigrationRun, partition: HeldPartition, spark: SparkSession, journal: MigrationJournal
 ) -> DataFrame:
     column = journal.batches.c.batch
-    query = select(column).where(journal.batches_in(run.name, part.number, [BatchState.MARKED.value]))
+    query = select(column).where(journal.batches_in(run.name, partition.number, [BatchState.MARKED.value]))
     marked = blocking(source.database.look(lambda connection: list(connection.execute(query).scalars())))
     table = pa.table({"id": pa.array(marked, pa.int64())})
     pieces = max(1, -(-len(marked) // BATCHES_A_TASK))
     numbers = spark.createDataFrame(table).repartition(pieces) if marked else spark.range(0)
-    return numbers.mapInArrow(DeliveredBatches(source, run.name, part).rows, WAITING)
+    return numbers.mapInArrow(DeliveredBatches(source, run.name, partition).rows, WAITING)
 
 
 def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
@@ -201,24 +203,31 @@ def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int,
 
 
 def _in_source(
-    connection: Connection, *, source: TableSource, journal: MigrationJournal, run: MigrationRun, part: HeldPartition
+    connection: Connection,
+    *,
+    source: TableSource,
+    journal: MigrationJournal,
+    run: MigrationRun,
+    partition: HeldPartition,
 ) -> list[str]:
     """Return ids that were moved, and are in the source's table as well."""
-    held, table = source.held(part.held), source.table(part.part.table)
-    marked = select(journal.batches.c.batch).where(journal.batches_in(run.name, part.number, [BatchState.MARKED.value]))
-    aside = select(journal.aside.c.number).where(journal.asides_of(run.name, part.number))
+    held, table = source.held(partition.held), source.table(partition.source.table)
+    marked = select(journal.batches.c.batch).where(
+        journal.batches_in(run.name, partition.number, [BatchState.MARKED.value])
+    )
+    rejected = select(journal.rejected.c.number).where(journal.rejected_in(run.name, partition.number))
     query = select(source.name_column(held)).join(table, held.c[source.key] == table.c[source.key])
-    query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(aside)).limit(SHOWN)
+    query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)).limit(SHOWN)
     return [source.shown_name(one) for one in connection.execute(query).scalars()]
 
 
-def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, part: HeldPartition) -> list[str]:
+def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, partition: HeldPartition) -> list[str]:
     """Return the ids of batches that may have reached the target more often than once."""
-    held = source.held(part.held)
+    held = source.held(partition.held)
 
     def look(connection: Connection) -> list[str]:
         found: list[str] = []
-        for batch in journal.repeated(connection, run.name, part.number):
+        for batch in journal.repeated(connection, run.name, partition.number):
             query = select(source.name_column(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
             found += [source.shown_name(one) for one in connection.execute(query).scalars()]
         return found
@@ -227,22 +236,22 @@ def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, part
 
 
 def left_in(source: TableSource, run: MigrationRun) -> list[SkippedMessage]:
-    """Return the rows of the run's endpoints that no run takes."""
+    """Return the rows of the run's endpoints that no run moves."""
     endpoints = run.parameters.get("endpoints", ALL)
     chosen = None if endpoints == ALL else endpoints.split(", ")
-    return blocking(source.database.look(partial(not_taken, source=source, endpoints=chosen)))
+    return blocking(source.database.look(partial(skipped_rows, source=source, endpoints=chosen)))
 
 
 def details(
     source: TableSource, run: MigrationRun, limit: int
 ) -> tuple[Progress, Sequence[tuple[str, int]], Sequence[tuple[str, str]]]:
-    """Return how far a run is, why rows were set aside, and ids of such rows with their reasons."""
+    """Return the progress of a run, the reasons for rejections, and ids of rejected rows with their reasons."""
     journal = MigrationJournal(source.dialect, source.schema)
 
     def look(
         connection: Connection,
     ) -> tuple[Progress, Sequence[tuple[str, int]], Sequence[tuple[str, str]]]:
         reasons = journal.reasons(connection, run.name)
-        return journal.progress(connection, run.name), reasons, journal.set_aside(connection, run.name, limit)
+        return journal.progress(connection, run.name), reasons, journal.list_rejected(connection, run.name, limit)
 
     return blocking(source.database.look(look))

@@ -51,12 +51,12 @@ def rows_only() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BatchDelivery:
-    """The batches of one part that a job delivers; pickled to its tasks."""
+    """The batches of one partition that a job delivers; pickled to its tasks."""
 
     source: TableSource
-    wave: DeliveryRound
+    delivery_round: DeliveryRound
     run: str
-    part: HeldPartition
+    partition: HeldPartition
     once: bool
     """Whether a batch that is delivered again leaves no second copy at the target."""
 
@@ -75,7 +75,7 @@ class BatchDelivery:
         await database.open()
         try:
             async with contextlib.AsyncExitStack() as stack:
-                session = await self.wave.session(stack)
+                session = await self.delivery_round.session(stack)
                 attempts: dict[int, int] = {}
                 at_once = BATCHES_AT_ONCE if self.once else 1
                 for first in range(0, len(batches), at_once):
@@ -88,14 +88,14 @@ class BatchDelivery:
         self, journal: MigrationJournal, session: DeliverySession, batches: Sequence[int]
     ) -> Mapping[int, int]:
         """Deliver batches and return the attempts that count; those that are done are left out."""
-        write, run, part = self.source.database.write, self.run, self.part.number
-        begun = await write(partial(journal.deliver, run=run, part=part, batches=batches))
+        write, run, partition = self.source.database.write, self.run, self.partition.number
+        begun = await write(partial(journal.deliver, run=run, partition=partition, batches=batches))
         attempts: dict[int, int] = {}
         async with contextlib.aclosing(self._read_ahead(begun)) as found:
             async for batch, numbers, messages in found:
                 attempts[batch] = await self._one(journal, session, batch, begun[batch].number, numbers, messages)
-        if self.wave.confirms:
-            await write(partial(journal.mark, run=run, part=part, attempts=attempts))
+        if self.delivery_round.confirms:
+            await write(partial(journal.mark, run=run, partition=partition, attempts=attempts))
         return attempts
 
     async def _one(
@@ -108,24 +108,24 @@ class BatchDelivery:
         messages: pa.RecordBatch,
     ) -> int:
         """Deliver a batch and return the attempt that counts."""
-        write, run, part = self.source.database.write, self.run, self.part.number
-        reasons = reasons_of(messages, largest=self.wave.largest_message)
+        write, run, partition = self.source.database.write, self.run, self.partition.number
+        reasons = reasons_of(messages, largest=self.delivery_round.largest_message)
         known = {place: reason for place, reason in enumerate(reasons.to_pylist()) if reason is not None}
         places = [place for place in range(messages.num_rows) if place not in known]
-        put_aside = partial(journal.put_aside, run=run, part=part, batch=batch, attempt=number)
+        record_rejected = partial(journal.record_rejected, run=run, partition=partition, batch=batch, attempt=number)
 
-        async def foretell(refused: Mapping[int, str]) -> None:
+        async def record_refusals(refused: Mapping[int, str]) -> None:
             if not known and not refused:
                 return
             ids, every = messages.column("id"), known | {places[at]: reason for at, reason in refused.items()}
-            aside = {numbers[place]: (ids[place].as_py() or "", reason) for place, reason in every.items()}
-            await write(partial(put_aside, aside=aside))
+            rejected = {numbers[place]: (ids[place].as_py() or "", reason) for place, reason in every.items()}
+            await write(partial(record_rejected, rejected=rejected))
 
-        attempt = Attempted(batch_name(run, part, batch), number, foretell)
-        await foretell({})
+        attempt = Attempted(batch_name(run, partition, batch), number, record_refusals)
+        await record_refusals({})
         counts, refused = await session.deliver(sound(messages, reasons), attempt)
         if refused:
-            await foretell(refused)
+            await record_refusals(refused)
         return counts
 
     async def _read_ahead(
@@ -146,11 +146,12 @@ class BatchDelivery:
                 await asyncio.wait([following])
 
     async def _read(self, batch: int, begun: StartedRun) -> Sequence[Sequence[Any]]:
-        read = partial(read_batch, source=self.source, name=self.part.held, batch=batch)
+        read = partial(read_batch, source=self.source, name=self.partition.held, batch=batch)
         found = await self.source.database.read(read)
         if len(found) != begun.rows:
             raise BackendUnavailable(
-                f"{self.part.held} has {len(found)} of {begun.rows} rows of batch {batch}: who took them?"
+                f"{self.partition.held} has {len(found)} of {begun.rows} rows of batch {batch}: another process "
+                "deleted rows"
             )
         return found
 
@@ -160,7 +161,7 @@ class PreviewWork:
     """Checks rows of the source for a preview, and counts the reasons for rejection. Pickled to tasks."""
 
     source: TableSource
-    part: SourcePartition
+    partition: SourcePartition
     cutoff: datetime | None
     cuts: Sequence[datetime]
     """Where the due times are cut into spans."""
@@ -190,8 +191,8 @@ class PreviewWork:
 
     def _rows(self, span: int) -> Iterator[Sequence[Sequence[Any]]]:
         source = self.source
-        table = source.table(self.part.table)
-        due, bounds = table.c[source.due], [source.movable(self.part, self.cutoff)]
+        table = source.table(self.partition.table)
+        due, bounds = table.c[source.due], [source.movable(self.partition, self.cutoff)]
         if span > 0:
             bounds.append(due >= source.kept_due(self.cuts[span - 1]))
         if span < len(self.cuts):

@@ -26,7 +26,7 @@ from delayline.rabbitmq.levels import (
     checked_until,
     seconds_until,
 )
-from delayline.rabbitmq.overflow_store import OverflowTransport, held
+from delayline.rabbitmq.overflow_store import OverflowTransport, parked
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class DelayLevelDelivery:
         """Keep it in the store: until it is due, or until the levels can take the rest."""
         if seconds_until(due, now) > MAXIMUM_DELAY:
             check_destination(operation.destination)
-            await stored.defer(held(operation, due), due - LONGEST + MARGIN, transaction)
+            await stored.defer(parked(operation, due), due - LONGEST + MARGIN, transaction)
         else:
             await stored.defer(operation, due, transaction)
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     Deferred = tuple[TransportOperation, datetime]
 
-#: Where a message goes that leaves the store for the levels. No queue is called so: a poller that knows nothing of
-#: levels moves it to the error queue instead of delivering it years early.
-HELD: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d:\d{6} Z)\|(.+)", re.DOTALL)
+#: The destination of a stored message that goes to the levels later. No queue has such a name: a poller that does
+#: not understand it moves the message to the error queue instead of delivering it years early.
+PARKED: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d:\d{6} Z)\|(.+)", re.DOTALL)
 
 
-def held(operation: TransportOperation, due: datetime) -> TransportOperation:
+def parked(operation: TransportOperation, due: datetime) -> TransportOperation:
     """Return the delayed message to store for an operation. Raises InvalidMessage for a name that is too long."""
     name = f"{to_wire_time(due)}|{operation.destination}"
     if len(name) > MAXIMUM_DESTINATION_LENGTH:
@@ -37,11 +37,11 @@ def held(operation: TransportOperation, due: datetime) -> TransportOperation:
 
 
 def released(operation: TransportOperation) -> Deferred | None:
-    """Return the operation as it was before `held`, and when it is due; None for another one.
+    """Return the operation as it was before `parked`, and when it is due; None for another one.
 
-    A name that looks like one of `held` and has no time in it is another one: a stranger may ask for replies there.
+    A destination in that form without a valid time is an ordinary one: an unknown sender may ask for replies there.
     """
-    found = HELD.fullmatch(operation.destination)
+    found = PARKED.fullmatch(operation.destination)
     if found is None:
         return None
     try:
@@ -112,7 +112,7 @@ class OverflowTransport:
         """Have a message on its way to the error queue name the destination that it was meant for."""
         if operation.destination != self._error_queue:
             return operation
-        deferred = HELD.fullmatch(operation.message.headers.get(Headers.FAILED_QUEUE, ""))
+        deferred = PARKED.fullmatch(operation.message.headers.get(Headers.FAILED_QUEUE, ""))
         if deferred is None:
             return operation
         return TransportOperation(

@@ -78,7 +78,7 @@ class ColdTier:
         def read(connection: Connection) -> tuple[list[ColdFile], dict[str, list[str]]]:
             if not self.catalog.exist(connection):
                 return [], {}
-            files = self.catalog.held(connection, until=until)
+            files = self.catalog.list_files(connection, until=until)
             dead = self.catalog.buried(connection, [one.name for one in files])
             return files, {name: list(ids) for name, ids in dead.items()}
 

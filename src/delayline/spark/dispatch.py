@@ -99,16 +99,25 @@ class Dispatcher:
         """
         spark = self._prepared()
         failures = 0
-        while (wave := self._control.next_wave(self.name, self._owner, self._lease)) is not None:
+        while (generation := self._control.next_generation(self.name, self._owner, self._lease)) is not None:
             try:
                 with translated_errors():
-                    _run_wave(spark, self._settings, wave, self._shards)
+                    _run_generation(spark, self._settings, generation, self._shards)
             except DelaylineError as error:
                 failures += 1
                 if failures >= MOST_FAILURES:
                     raise
-                text = "wave %d of dispatcher %s failed and will be restarted: %s"
-                emit(logger, logging.WARNING, Event.WAVE_FAILED, text, wave.number, self.name, error, exception=error)
+                text = "generation %d of dispatcher %s failed and will be restarted: %s"
+                emit(
+                    logger,
+                    logging.WARNING,
+                    Event.GENERATION_FAILED,
+                    text,
+                    generation.number,
+                    self.name,
+                    error,
+                    exception=error,
+                )
                 self._stopping.wait(min(FIRST_PAUSE * 2 ** (failures - 1), LONGEST_PAUSE))
             else:
                 failures = 0
@@ -175,8 +184,10 @@ def dispatcher_status(settings: Settings, name: str | None = None) -> Sequence[S
     return DispatcherControl(settings.resolved_store_url).shards(name or settings.named_endpoint)
 
 
-def _run_wave(spark: SparkSession, settings: Settings, wave: Generation, shards: int) -> None:
-    tasks = spark.range(0, shards, 1, shards).mapInArrow(partial(run_shards, settings=settings, wave=wave), SHARD)
+def _run_generation(spark: SparkSession, settings: Settings, generation: Generation, shards: int) -> None:
+    tasks = spark.range(0, shards, 1, shards).mapInArrow(
+        partial(run_shards, settings=settings, generation=generation), SHARD
+    )
     tasks.toArrow()
 
 
@@ -184,20 +195,20 @@ def _run_batch(
     frame: DataFrame, batch: int, *, settings: Settings, name: str, owner: str, lease: timedelta, shards: int
 ) -> None:
     del batch
-    wave = DispatcherControl(settings.resolved_store_url).next_wave(name, owner, lease)
-    if wave is None:
+    generation = DispatcherControl(settings.resolved_store_url).next_generation(name, owner, lease)
+    if generation is None:
         return
     try:
         with translated_errors():
-            _run_wave(frame.sparkSession, settings, wave, shards)
+            _run_generation(frame.sparkSession, settings, generation, shards)
     except (DelaylineError, PySparkException) as error:  # the next batch starts it again
-        text = "wave %d of dispatcher %s failed and will be restarted: %s"
-        emit(logger, logging.WARNING, Event.WAVE_FAILED, text, wave.number, name, error, exception=error)
+        text = "generation %d of dispatcher %s failed and will be restarted: %s"
+        emit(logger, logging.WARNING, Event.GENERATION_FAILED, text, generation.number, name, error, exception=error)
 
 
 SHARD: Final = "shard INT, dispatched BIGINT"
 CHECK_EVERY: Final = 1.0  # seconds
-#: Failed checks in a row after which a task ends, because its wave may be over.
+#: Failed checks in a row after which a task ends, because its generation may be over.
 MOST_FAILED_CHECKS: Final = 30
 #: The number of latest messages that the percentiles are computed from.
 RECENT: Final = 10_000
@@ -224,7 +235,7 @@ class DispatchCounter(logging.Handler):
             case Event.MOVED_TO_ERROR:
                 self.failed += 1
 
-    def metrics(self, shard: int, wave: int) -> ShardMetrics:
+    def metrics(self, shard: int, generation: int) -> ShardMetrics:
         """Return the counts, and the lateness of the last 10 000 messages that passed through this process."""
         late = sorted(self._late)
 
@@ -233,21 +244,23 @@ class DispatchCounter(logging.Handler):
 
         place = f"{socket.gethostname()[:80]} {os.getpid()}"
         counts = (self.dispatched, self.retried, self.failed)
-        return ShardMetrics(shard, wave, place, *counts, rank(0.5), rank(0.99), rank(1.0))
+        return ShardMetrics(shard, generation, place, *counts, rank(0.5), rank(0.99), rank(1.0))
 
 
-def run_shards(batches: Iterable[pa.RecordBatch], *, settings: Settings, wave: Generation) -> Iterator[pa.RecordBatch]:
+def run_shards(
+    batches: Iterable[pa.RecordBatch], *, settings: Settings, generation: Generation
+) -> Iterator[pa.RecordBatch]:
     """Run a shard for each row; the function of a task."""
     for batch in batches:
         for shard in batch.column(0).to_pylist():
-            dispatched = asyncio.run(run_shard(settings, wave, shard))
+            dispatched = asyncio.run(run_shard(settings, generation, shard))
             yield pa.RecordBatch.from_pydict(
                 {"shard": pa.array([shard], pa.int32()), "dispatched": pa.array([dispatched], pa.int64())}
             )
 
 
-async def run_shard(settings: Settings, wave: Generation, shard: int) -> int:
-    """Dispatch due messages until the wave ends.
+async def run_shard(settings: Settings, generation: Generation, shard: int) -> int:
+    """Dispatch due messages until the generation ends.
 
     Return their number. Raises BackendUnavailable after a critical error.
     """
@@ -259,10 +272,10 @@ async def run_shard(settings: Settings, wave: Generation, shard: int) -> int:
     try:
         async with endpoint_from(settings, send_only=True, setup_infrastructure=False) as endpoint:
             stopped = asyncio.ensure_future(endpoint.wait_stopped())
-            await _until_wave_ends(stopped, settings, wave, shard, counter)
+            await _until_generation_ends(stopped, settings, generation, shard, counter)
             failed = stopped.done()
             stopped.cancel()
-        await _report(settings, wave, counter.metrics(shard, wave.number))
+        await _report(settings, generation, counter.metrics(shard, generation.number))
     finally:
         logger.removeHandler(counter)
         logger.setLevel(level)
@@ -274,14 +287,16 @@ async def run_shard(settings: Settings, wave: Generation, shard: int) -> int:
     return counter.dispatched
 
 
-async def _until_wave_ends(
-    stopped: asyncio.Future[None], settings: Settings, wave: Generation, shard: int, counter: DispatchCounter
+async def _until_generation_ends(
+    stopped: asyncio.Future[None], settings: Settings, generation: Generation, shard: int, counter: DispatchCounter
 ) -> None:
     control, failed_checks = DispatcherControl(settings.resolved_store_url), 0
     while not stopped.done():
         try:
-            await asyncio.to_thread(control.tell, wave.dispatcher, counter.metrics(shard, wave.number))
-            if not await asyncio.to_thread(control.goes_on, wave):
+            await asyncio.to_thread(
+                control.record_metrics, generation.dispatcher, counter.metrics(shard, generation.number)
+            )
+            if not await asyncio.to_thread(control.goes_on, generation):
                 return
             failed_checks = 0
         except BackendUnavailable:
@@ -291,8 +306,10 @@ async def _until_wave_ends(
         await asyncio.wait([stopped], timeout=CHECK_EVERY)
 
 
-async def _report(settings: Settings, wave: Generation, metrics: ShardMetrics) -> None:
+async def _report(settings: Settings, generation: Generation, metrics: ShardMetrics) -> None:
     try:
-        await asyncio.to_thread(DispatcherControl(settings.resolved_store_url).tell, wave.dispatcher, metrics)
+        await asyncio.to_thread(
+            DispatcherControl(settings.resolved_store_url).record_metrics, generation.dispatcher, metrics
+        )
     except BackendUnavailable:
         logging.getLogger(__name__).warning("could not save the last metrics of shard %d", metrics.shard)

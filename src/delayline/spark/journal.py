@@ -171,17 +171,17 @@ def _entries(
 
 def _shares(runs: Sequence[EntryRange], partitions: int) -> list[list[EntryRange]]:
     """Return the ranges of each task: about the same number of entries, in order."""
-    pieces = [
+    ranges = [
         EntryRange(first, min(first + LONGEST_RANGE - 1, run.last))
         for run in runs
         for first in range(run.first, run.last + 1, LONGEST_RANGE)
     ]
     share, shares, size = sum(run.entries for run in runs) / partitions, [list[EntryRange]()], 0
-    for piece in pieces:
+    for entries in ranges:
         if size >= share * len(shares):
             shares.append([])
-        shares[-1].append(piece)
-        size += piece.entries
+        shares[-1].append(entries)
+        size += entries.entries
     return shares
 
 

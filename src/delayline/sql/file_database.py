@@ -1,6 +1,6 @@
 """A database in one file: reads side by side, writes one transaction at a time.
 
-Writes that wait for the same turn share one commit, the most expensive part of a short transaction.
+Concurrent writes share one commit, the most expensive part of a short transaction.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ READERS: Final = 2
 
 
 class FileDatabase(Database):
-    """An SQLite file: one writer at a time; writes that wait for the same turn share a commit."""
+    """An SQLite file: one writer at a time; concurrent writes share a commit."""
 
     locks_rows = False
 
     def __init__(self, url: URL) -> None:
         super().__init__()
         self.dialect: Sqlite = Sqlite(url)
-        self.lane = FairSemaphore()
+        self.semaphore = FairSemaphore()
         self._group = GroupCommit(self.dialect)
         self._writer: Workers | None = None
         self._readers: Workers | None = None
@@ -83,25 +83,25 @@ class FileDatabase(Database):
         return await self._readers.run(lambda: self._translated(lambda: work(self._read_connection())))
 
     async def hold(self) -> WriterCheckout:
-        """Wait for the lane."""
+        """Wait for other writers."""
         asked_at = time.monotonic()
-        await self.lane.enter()
+        await self.semaphore.enter()
         self.dialect.asked_at = asked_at
         return WriterCheckout(self)
 
     async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on the writing connection; the caller must have the write turn."""
+        """Run `work` on the writing connection; the caller must have entered the semaphore."""
         if self._writer is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return await self._writer.run(lambda: self._translated(lambda: work(self._writing_connection())))
 
     async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
-        """Commit the work with those of others that wait for the same turn; cancelled before it, it has no effect."""
+        """Commit the work with that of other waiting writers; cancelled before that, it has no effect."""
         del one_statement
         write = Write(work)
         self._group.add(write)
         try:
-            await self.lane.enter()
+            await self.semaphore.enter()
         except asyncio.CancelledError:
             if not self._group.withdraw(write):
                 await self._until_committed()
@@ -112,15 +112,15 @@ class FileDatabase(Database):
                 self.dialect.asked_at = max((one.asked_at for one in group), default=write.asked_at)
                 await self.on_writer(lambda connection: self._group.run(group, connection))
         finally:
-            self.lane.leave()
+            self.semaphore.leave()
         return write.result()
 
     async def _until_committed(self) -> None:
-        turn = asyncio.ensure_future(self.lane.enter())
-        while not turn.done():
+        entered = asyncio.ensure_future(self.semaphore.enter())
+        while not entered.done():
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([turn])
-        self.lane.leave()
+                await asyncio.wait([entered])
+        self.semaphore.leave()
 
     def _connect(self) -> None:
         if self._lost is not None:
@@ -175,7 +175,7 @@ class FileDatabase(Database):
             self._lost = [self._write_connection, *self._read_connections]  # for ever: closing them is not safe
         self.dialect.forked()
         self._commits = self._new_commit_watch()
-        self.lane = FairSemaphore()
+        self.semaphore = FairSemaphore()
         self._group = GroupCommit(self.dialect)
         self._users = 0
         self._writer = self._readers = self._write_connection = None
@@ -208,7 +208,7 @@ class FileDatabase(Database):
 
 
 class WriterCheckout:
-    """The writing connection, for as long as one is in the lane."""
+    """The writing connection, for the one that has entered the semaphore."""
 
     def __init__(self, database: FileDatabase) -> None:
         self._database = database
@@ -232,11 +232,11 @@ class WriterCheckout:
         return checked
 
     def leave(self) -> None:
-        """Leave the lane."""
-        self._database.lane.leave()
+        """Let the next writer enter."""
+        self._database.semaphore.leave()
 
     def discard(self) -> None:
-        """End the write turn; the next writer rolls back first."""
+        """Release the writing connection; the next writer rolls back first."""
         self.leave()
 
 
@@ -269,14 +269,14 @@ class Write(Generic[Result]):
 
 
 class GroupCommit:
-    """Collects writes; the first writer to get the turn runs all of them, each behind a savepoint."""
+    """Collects writes; the first writer to enter runs all of them, each behind a savepoint."""
 
     def __init__(self, dialect: Sqlite) -> None:
         self._dialect = dialect
         self._waiting: deque[Write[Any]] = deque()
 
     def add(self, write: Write[Any]) -> None:
-        """Let the write take part in the next group."""
+        """Add the write to the next group."""
         self._waiting.append(write)
 
     def withdraw(self, write: Write[Any]) -> bool:

@@ -242,16 +242,16 @@ class Session:
 
 
 class SessionCheckout:
-    """A connection for one transaction, and the transaction's place in the lane."""
+    """A connection for one transaction, and the transaction's permit of the semaphore."""
 
     def __init__(self, database: ServerDatabase) -> None:
         self._database = database
-        self._lane = database.lane
+        self._semaphore = database.semaphore
         self._session: Session | None = None
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on the connection."""
-        if self._lane is not self._database.lane:
+        if self._semaphore is not self._database.semaphore:
             raise NotStarted(f"{self._database.dialect} was closed in the middle of a transaction, which is undone")
         return await self._database.run_in_transaction(lambda: self._run(work))
 
@@ -269,7 +269,7 @@ class SessionCheckout:
 
     def _leave(self) -> None:
         self._session = None
-        self._lane.leave()
+        self._semaphore.leave()
 
     def _run(self, work: Callable[[Connection], Result]) -> Result:
         if self._session is not None:
@@ -319,14 +319,14 @@ class ServerDatabase(Database):
         """Use up to so many connections from the next `open` on, or as many as were given before if that is more."""
         self._pool_sizes.append(size)
         if self._workers is None:
-            self.lane = FairSemaphore(self.transactions)
+            self.semaphore = FairSemaphore(self.transactions)
 
     def connect_with(self, connect: Callable[[], object]) -> None:
         """Make connections by a function of the user's."""
         self.dialect.connect_with(connect)
 
     def _begin_anew(self) -> None:
-        self.lane = FairSemaphore(self.transactions)
+        self.semaphore = FairSemaphore(self.transactions)
         self._probing = threading.Lock()
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
@@ -385,7 +385,7 @@ class ServerDatabase(Database):
         """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
         try:
             async with asyncio.timeout(self.dialect.patience):
-                await self.lane.enter()
+                await self.semaphore.enter()
         except TimeoutError as error:
             raise BackendUnavailable(
                 f"all {self.transactions} transactions on {self.dialect} have been busy for "

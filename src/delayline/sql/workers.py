@@ -230,7 +230,7 @@ class FairSemaphore:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
-        """Wait for the turn. Cancelling gives it up. Raises RuntimeError for a task that would wait for itself."""
+        """Wait for a permit; cancelling gives it up. Raises RuntimeError for a task that would wait for itself."""
         task = asyncio.current_task()
         with self._lock:
             if self._free:
@@ -239,14 +239,14 @@ class FairSemaphore:
                 return
             if self._holder is not None and self._holder in {task, WAITING_TASK.get()}:
                 raise RuntimeError("this task is in a transaction on the same database: pass it on, or end it first")
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
             with self._lock:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
                     raise
             self.leave()
             raise
@@ -257,9 +257,9 @@ class FairSemaphore:
         with self._lock:
             self._holder = None
             while self._waiting:
-                turn = self._waiting.popleft()
+                waiter = self._waiting.popleft()
                 with contextlib.suppress(RuntimeError):  # that loop is closed
-                    turn.get_loop().call_soon_threadsafe(_grant, turn)
+                    waiter.get_loop().call_soon_threadsafe(_grant, waiter)
                     return
             self._free += 1
 
@@ -268,6 +268,6 @@ class FairSemaphore:
             self._holder = task
 
 
-def _grant(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+def _grant(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

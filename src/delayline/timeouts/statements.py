@@ -140,10 +140,10 @@ class TimeoutStatements:
         """Return the due timeouts without a lease, and the ids of expired leases."""
         leases, ended = self._leases(connection, at)
         requested = sum(until <= at + ACTIVE_LEASE for until in leases.values())
-        room = max(0, min(limit, MAXIMUM_REQUESTED - requested))
-        rows = self._first.rows(connection, room + len(leases) + 1)
+        number = max(0, min(limit, MAXIMUM_REQUESTED - requested))
+        rows = self._first.rows(connection, number + len(leases) + 1)
         free = [DueTimeout(one, self.times.read(time)) for key, time in rows if (one := _text(key)) not in leases]
-        due = [one for one in free[:room] if one.due <= at]
+        due = [one for one in free[:number] if one.due <= at]
         times = [*leases.values(), *(one.due for one in free[len(due) : len(due) + 1])]
         return TimeoutsChunk(due, min(times, default=None)), ended
 

@@ -30,7 +30,7 @@ ONCE: Final = "apscheduler.triggers.date.DateTrigger"
 #: Headers that describe the original job; the body has its arguments.
 FUNCTION: Final = "APScheduler.Function"
 NAME: Final = "APScheduler.Name"
-#: Bytes of a job's state; an unpickled object may take some hundred times as much memory.
+#: The largest state of a job, in bytes; an unpickled object may need some hundred times as much memory.
 LARGEST_STATE: Final = 1024 * 1024
 #: Of the arguments as JSON, where a list that a pickle holds once and names often counts each time.
 LARGEST_BODY: Final = 16 * 1024 * 1024
@@ -65,8 +65,8 @@ class APScheduler(TableSource):
             Column("job_state", CONTENT),
         ]
 
-    def parts(self, connection: Connection) -> list[SourcePartition]:
-        """Return one part: a job store belongs to one scheduler."""
+    def partitions(self, connection: Connection) -> list[SourcePartition]:
+        """Return one partition: a job store belongs to one scheduler."""
         if TABLE not in self.table_names(connection):
             return []
         self.check_columns(connection, TABLE)
@@ -74,9 +74,9 @@ class APScheduler(TableSource):
         found = connection.execute(select(jobs.c.id).limit(1)).first()
         return [] if found is None else [SourcePartition(self.kind, TABLE)]
 
-    def names(self, part: SourcePartition, endpoint: str) -> bool:
+    def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Tell that the jobs are that endpoint's, whatever it is called: they have no other owner."""
-        del part, endpoint
+        del partition, endpoint
         return True
 
     def kept_due(self, due: datetime) -> float:
@@ -154,7 +154,7 @@ def state_of(pickled: bytes) -> dict[str, Any]:
 
 
 def _check_size(pickled: bytes) -> None:
-    """Raise ValueError for a pickle that takes much more memory than it has bytes."""
+    """Raise ValueError for a pickle that needs much more memory than it has bytes."""
     if len(pickled) > LARGEST_STATE:
         raise ValueError(f"it has {len(pickled):,} bytes, {LARGEST_STATE:,} at most. Let APScheduler run it")
     classes = 0

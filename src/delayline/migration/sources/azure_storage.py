@@ -63,7 +63,7 @@ class AzureStorage(CollectedSource):
     def __str__(self) -> str:
         return f"table {self.table_name} and container {self.container} of storage account {self.account_name}"
 
-    async def take(self, which: Selection, spark: SparkSession) -> None:
+    async def drain(self, which: Selection, spark: SparkSession) -> None:
         """Take timeouts, and hide their rows. Raises BackendUnavailable where an endpoint still works on them."""
         del spark
         changed = 0
@@ -79,11 +79,11 @@ class AzureStorage(CollectedSource):
                 await self.database.write(partial(self.set_state, keys=hidden, state=SURE))
         if changed:
             raise BackendUnavailable(
-                f"{changed} timeouts in {self} changed while they were read. Nothing of them was taken: stop the "
+                f"{changed} timeouts in {self} changed while they were read. None of them was collected: stop the "
                 "endpoints, and run the migration again"
             )
 
-    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
+    async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Show the rows to their endpoints again."""
         async with self._opened_account() as (table, _, _):
             operations = [("update", _keys(one) | {OWNER: one.endpoint}, {"mode": UpdateMode.MERGE}) for one in rows]
@@ -203,10 +203,10 @@ def _is_guid(name: str) -> bool:
 
 def _limited(works: Any) -> list[Any]:  # noqa: ANN401 - coroutines
     """Let so many run at once."""
-    room = asyncio.Semaphore(BLOBS_AT_ONCE)
+    holding_table = asyncio.Semaphore(BLOBS_AT_ONCE)
 
     async def one(work: Any) -> Any:  # noqa: ANN401
-        async with room:
+        async with holding_table:
             return await work
 
     return [one(work) for work in works]

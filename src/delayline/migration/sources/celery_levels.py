@@ -44,7 +44,7 @@ class KombuDelays(DelayInfrastructure):
 class CeleryLevels(RabbitmqLevelsSource):
     """Celery's delayed tasks of one virtual host. The routing key of a task is the destination of its message.
 
-    The endpoint that is named is the one in whose store the messages are to wait.
+    The named endpoint is the one whose store receives the messages.
     """
 
     kind: ClassVar[str] = "celery-levels"

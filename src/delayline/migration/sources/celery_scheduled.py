@@ -23,13 +23,13 @@ NOTHING_FOLLOWS: Final = dict.fromkeys(FOLLOWERS)
 class CeleryScheduled(ExportedFiles):
     """Tasks in export files. Workers hold them too, until they are revoked: each is in doubt, and `verify` says so.
 
-    The endpoint that is named is the one in whose store the messages are to wait.
+    The named endpoint is the one whose store receives the messages.
     """
 
     kind: ClassVar[str] = "celery-scheduled"
     written_by: ClassVar[str] = "Celery"
 
-    async def take(self, which: Selection, spark: SparkSession) -> None:
+    async def drain(self, which: Selection, spark: SparkSession) -> None:
         """Copy the tasks into the table beside the journal; workers hold no more of them than they prefetch."""
         del spark
         moved = await self.database.read(self.moved)
@@ -51,7 +51,7 @@ class CeleryScheduled(ExportedFiles):
         """Return the tasks, each once: one that a worker has given back may be at another one by now."""
         if which.endpoints is None or len(which.endpoints) != 1:
             raise ConfigurationError(
-                "Celery's tasks belong to no endpoint: name the one in whose store they are to wait with --endpoint"
+                "Celery's tasks belong to no endpoint: name the one whose store receives them with --endpoint"
             )
         found = [
             _taken(entry, which.endpoints[0]) for path in self.files for worker in _workers(path) for entry in worker

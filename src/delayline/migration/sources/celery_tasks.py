@@ -63,7 +63,7 @@ def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def due_of(eta: Any) -> datetime:  # noqa: ANN401 - whatever a header holds
-    """Return when a task is due. Raises NoMessage for no time, and for one without a zone: only its app knows that."""
+    """Return when a task is due. Raises NoMessage without a time or zone: the app's zone is not in the task."""
     if eta is None:
         raise NoMessage("it has no eta: its due time is unknown")
     try:
@@ -93,12 +93,12 @@ def _check_body(compression: Any, content_type: str | None, body: bytes) -> None
     if content_type != JSON:
         raise NoMessage(f"its arguments are {content_type or 'of no known type'}, no JSON: let Celery run it")
     try:
-        parts = json.loads(body)
+        partitions = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise NoMessage(f"its body is not JSON: {error}") from error
-    if not isinstance(parts, list) or len(parts) != PARTS or not isinstance(parts[2], dict):
+    if not isinstance(partitions, list) or len(partitions) != PARTS or not isinstance(partitions[2], dict):
         raise NoMessage("its body is none of Celery's protocol 2, arguments and what follows")
-    follows = [name for name in FOLLOWERS if parts[2].get(name)]
+    follows = [name for name in FOLLOWERS if partitions[2].get(name)]
     if follows:
         raise NoMessage(f"it goes on with its {' and '.join(follows)} when it is done: let Celery run it")
 

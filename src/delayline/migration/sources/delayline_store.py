@@ -33,8 +33,8 @@ class DelaylineStore(TableSource):
         made = self.dialect.timeouts_table("_", self.schema).columns
         return [Column(one.name, one.type, nullable=one.nullable) for one in made if one.name != "seq"]
 
-    def parts(self, connection: Connection) -> list[SourcePartition]:
-        """Return a part for each store."""
+    def partitions(self, connection: Connection) -> list[SourcePartition]:
+        """Return a partition for each store."""
         names = [name for name in self.table_names(connection) if name.endswith(SUFFIX)]
         return [SourcePartition(name[: -len(SUFFIX)], name) for name in names]
 

@@ -40,7 +40,7 @@ class ExportedFiles(CollectedSource):
             )
         return [str(Path(one).absolute()) for one in found]
 
-    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
+    async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """No-op: a file is not changed."""
         del rows
         return {}
@@ -49,7 +49,7 @@ class ExportedFiles(CollectedSource):
         """Return earlier runs of this source with their messages, some of which have moved."""
         journal = MigrationJournal(self.dialect, self.schema)
         runs = [one.name for one in journal.list_runs(connection) if one.parameters.get("source") == str(self)]
-        return [(run, part) for run in runs for part in journal.list_parts(connection, run)]
+        return [(run, partition) for run in runs for partition in journal.list_partitions(connection, run)]
 
     def new(
         self, connection: Connection, rows: Sequence[CollectedMessage], moved: Sequence[tuple[str, HeldPartition]]
@@ -58,14 +58,14 @@ class ExportedFiles(CollectedSource):
         keys = [one.key for one in rows]
         journal = MigrationJournal(self.dialect, self.schema)
         gone: set[str] = set()
-        for run, part in moved:
-            held = self.held(part.held)
+        for run, partition in moved:
+            held = self.held(partition.held)
             marked = select(journal.batches.c.batch).where(
-                journal.batches_in(run, part.number, [BatchState.MARKED.value])
+                journal.batches_in(run, partition.number, [BatchState.MARKED.value])
             )
-            aside = select(journal.aside.c.number).where(journal.asides_of(run, part.number))
+            rejected = select(journal.rejected.c.number).where(journal.rejected_in(run, partition.number))
             query = select(held.c[self.key]).where(
-                held.c[self.key].in_(keys), held.c[BATCH].in_(marked), held.c[NUMBER].not_in(aside)
+                held.c[self.key].in_(keys), held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)
             )
             gone.update(connection.execute(query).scalars())
         return [one for one in rows if one.key not in gone]

@@ -24,7 +24,7 @@ LONGEST_ENDPOINT: Final = 440
 
 
 class NHibernate(NServiceBusSql):
-    """Timeouts that NHibernate has stored; the column `Endpoint` says whose they are."""
+    """Timeouts stored by NHibernate; the column `Endpoint` has the endpoint's name."""
 
     kind: ClassVar[str] = "nhibernate"
     owner: ClassVar[str | None] = "Endpoint"
@@ -42,8 +42,8 @@ class NHibernate(NServiceBusSql):
             Column("Headers", types["Headers"]),
         ]
 
-    def parts(self, connection: Connection) -> list[SourcePartition]:
-        """Return a part for each endpoint that has rows."""
+    def partitions(self, connection: Connection) -> list[SourcePartition]:
+        """Return a partition for each endpoint that has rows."""
         found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
         if not found:
             return []
@@ -57,9 +57,9 @@ class NHibernate(NServiceBusSql):
         found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
         return SourcePartition(NO_ENDPOINT, found[0]) if found else None
 
-    def names(self, part: SourcePartition, endpoint: str) -> bool:
+    def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Tell whether they have the same name."""
-        return part.endpoint.casefold() == endpoint.casefold()
+        return partition.endpoint.casefold() == endpoint.casefold()
 
     def table_options(self) -> Mapping[str, Any]:
         """Return none: the table is of the database's own character set."""

@@ -26,7 +26,7 @@ SUFFIX: Final = "_TimeoutData"
 class NServiceBusSql(TableSource):
     """Timeouts on PostgreSQL, MariaDB, MySQL or SQL Server as .NET has stored them.
 
-    A table knows its endpoint's name with `_` for `.` only: name the endpoint as it is, and both are found.
+    A table name has `_` for each `.` of its endpoint's name: give the endpoint's real name, and both are found.
     """
 
     kind: ClassVar[str] = "nservicebus-sql"
@@ -40,15 +40,15 @@ class NServiceBusSql(TableSource):
         made = timeout_table("_", self.schema, self.dialect).columns
         return [Column(one.name, one.type, primary_key=one.primary_key, nullable=one.nullable) for one in made]
 
-    def parts(self, connection: Connection) -> list[SourcePartition]:
-        """Return a part for each table with that suffix."""
+    def partitions(self, connection: Connection) -> list[SourcePartition]:
+        """Return a partition for each table with that suffix."""
         names = [name for name in self.table_names(connection) if name.casefold().endswith(SUFFIX.casefold())]
         return [SourcePartition(name[: -len(SUFFIX)], name) for name in names]
 
-    def names(self, part: SourcePartition, endpoint: str) -> bool:
+    def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Tell whether the table is the endpoint's, dots or not."""
         prefix = table_prefix(endpoint).casefold()
-        return part.endpoint.casefold() in (endpoint.casefold(), prefix[:-1])
+        return partition.endpoint.casefold() in (endpoint.casefold(), prefix[:-1])
 
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
         """Return the time without a zone, in UTC."""

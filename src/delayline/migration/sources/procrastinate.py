@@ -1,4 +1,4 @@
-"""Procrastinate's jobs that are scheduled: a part for each of its queues."""
+"""Procrastinate's scheduled jobs: a partition for each of its queues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Procrastinate(TableSource):
     """Jobs of Procrastinate 3 that are to run at a time: the queue becomes the destination, the arguments the body.
 
     Jobs of periodic tasks stay, as Procrastinate makes them itself; so do jobs with locks. The events of a job go when
-    it is taken aside, and do not come back with it.
+    it moves, and are not restored with it.
     """
 
     kind: ClassVar[str] = "procrastinate"
@@ -68,8 +68,8 @@ class Procrastinate(TableSource):
             Column("worker_id", BigInteger),
         ]
 
-    def parts(self, connection: Connection) -> list[SourcePartition]:
-        """Return a part for each queue with scheduled jobs."""
+    def partitions(self, connection: Connection) -> list[SourcePartition]:
+        """Return a partition for each queue with scheduled jobs."""
         if TABLE not in self.table_names(connection):
             return []
         self.check_columns(connection, TABLE)
@@ -77,17 +77,17 @@ class Procrastinate(TableSource):
         rows = connection.execute(select(queue).distinct().where(self._scheduled()))
         return [SourcePartition(name, TABLE, name) for name in sorted(rows.scalars())]
 
-    def movable(self, part: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
-        """Return the scheduled jobs that no periodic task needs to know of."""
+    def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
+        """Return the condition on scheduled jobs that no periodic task refers to."""
         periodic: Select[Any] = select(column("job_id")).select_from(
             table("procrastinate_periodic_defers", schema=self.schema)
         )
-        kept = self.table(part.table).c.id.in_(periodic.where(column("job_id").is_not(None)))
-        return and_(super().movable(part, cutoff), ~kept)
+        kept = self.table(partition.table).c.id.in_(periodic.where(column("job_id").is_not(None)))
+        return and_(super().movable(partition, cutoff), ~kept)
 
-    def owned(self, part: SourcePartition) -> ColumnElement[bool]:
+    def owned(self, partition: SourcePartition) -> ColumnElement[bool]:
         """Return the scheduled jobs of the queue."""
-        return and_(super().owned(part), self._scheduled())
+        return and_(super().owned(partition), self._scheduled())
 
     def kept_due(self, due: datetime) -> datetime:
         """Return the instant."""

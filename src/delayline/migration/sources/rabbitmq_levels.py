@@ -1,4 +1,4 @@
-"""RabbitMQ's delay levels, v1 and v2: messages are taken from their 28 queues, from the highest to the lowest."""
+"""RabbitMQ's delay levels, v1 and v2: messages are drained from their 28 queues, from the highest to the lowest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NAME: Final = "delayline migrate"
 #: Messages that are kept together and then acknowledged; so many may be in doubt after a crash.
 BATCH: Final = 200
-#: Messages of each level that a look takes, and gives back; brokers from version 4 count how often each was taken.
+#: Messages of each level that a preview consumes and requeues; RabbitMQ 4 counts deliveries of each message.
 SAMPLE: Final = 1000
 
 
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 class RabbitmqLevelsSource(CollectedSource):
     """The delay levels of one virtual host: v2, or those of ?delays= in the URL. They are shared by all endpoints.
 
-    The named endpoint is the one whose store takes the messages; their destinations are unchanged.
+    The named endpoint is the one whose store receives the messages; their destinations are unchanged.
     """
 
     kind: ClassVar[str] = "rabbitmq-levels"
@@ -74,8 +74,8 @@ class RabbitmqLevelsSource(CollectedSource):
     def __str__(self) -> str:
         return f"{self.levels.prefix}.* at {self.address}"
 
-    async def take(self, which: Selection, spark: SparkSession) -> None:
-        """Take all levels; a message that is due meanwhile is left to the broker, or taken at a lower level.
+    async def drain(self, which: Selection, spark: SparkSession) -> None:
+        """Drain all levels; the broker keeps a message that falls due meanwhile, or it is drained at a lower level.
 
         Raises ConfigurationError for another number of endpoints than one, and for a cutoff: levels are emptied whole.
         """
@@ -86,7 +86,7 @@ class RabbitmqLevelsSource(CollectedSource):
             for level in reversed(range(LEVELS)):
                 await self._drain(connection, level, endpoint, doubts)
 
-    async def take_back(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
+    async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Publish each message for its remaining delay; returns once the broker has confirmed."""
         await self.database.write(partial(self.set_state, keys=[one.key for one in rows], state=IN_DOUBT))
         publisher = Publisher(self.address, connection_name=NAME)
@@ -98,7 +98,7 @@ class RabbitmqLevelsSource(CollectedSource):
         return {rows[position].key: str(error) for position, error in refused.items()}
 
     def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
-        """Count all messages, and look at a thousand of each level: they are taken and given back for that."""
+        """Count all messages, and check a thousand of each level, which are consumed and requeued for that."""
         del spark
         endpoint, tally = _the_endpoint(which), Tally()
 
@@ -183,14 +183,14 @@ class RabbitmqLevelsSource(CollectedSource):
     def _keep_new(self, connection: Connection, *, rows: Sequence[CollectedMessage]) -> None:
         """Store messages under new ids: an event that failed at two endpoints is pending twice under one id."""
         ids = {one.id.encode("utf-8", "replace") for one in rows if one.id}
-        taken = {bytes(one).decode("utf-8", "replace") for one in self.among(connection, "id", ids)}
+        pending = {bytes(one).decode("utf-8", "replace") for one in self.among(connection, "id", ids)}
         named: list[CollectedMessage] = []
         for row in rows:
             name = row.id
             for other in (f"{row.id}/{row.destination}", f"{row.id}/{row.key}"):
-                if name in taken:
+                if name in pending:
                     name = other
-            taken.add(name or "")
+            pending.add(name or "")
             named.append(replace(row, id=name, state=IN_DOUBT))
         self.keep(connection, named)
 

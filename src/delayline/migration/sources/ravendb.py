@@ -54,7 +54,7 @@ class RavenDb(ExportedFiles):
     kind: ClassVar[str] = "ravendb"
     written_by: ClassVar[str] = "RavenDB"
 
-    async def take(self, which: Selection, spark: SparkSession) -> None:
+    async def drain(self, which: Selection, spark: SparkSession) -> None:
         """Have tasks copy the timeouts into the table beside the journal."""
         moved = await self.database.read(self.moved)
         _on_each(self.files, spark, Copy(self, which, moved).of)

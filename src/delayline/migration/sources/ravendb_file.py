@@ -1,7 +1,7 @@
 """The file that RavenDB's smuggler writes, read piece by piece: nothing of it is in memory but one document.
 
 It is one JSON object, gzipped or not, whose member `Docs` has the documents. From version 4 on the contents of
-attachments lie between them, as raw bytes behind an object that tells how many.
+attachments lie between them, as raw bytes behind an object with their number.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Reader:
         self._at += size
 
     def _more(self) -> None:
-        """Read on. Raises EOFError at the end: nothing that is whole ends there."""
+        """Read on. Raises EOFError at the end, since the document is incomplete."""
         chunk = self._file.read(max(CHUNK, len(self._buffer) - self._at))
         if not chunk:
             raise EOFError("it ends too early")

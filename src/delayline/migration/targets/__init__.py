@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BROKERS: Final = ("amqp", "amqps")
 ACCOUNTS: Final = "azure"
-#: A database whose stores take batches as an endpoint's are taken.
+#: A database whose stores receive batches as an endpoint stores them.
 NOT_STAGED: Final = "mssql"
 NOOP: Final = "noop"
 

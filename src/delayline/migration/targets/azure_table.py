@@ -23,7 +23,7 @@ from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, Qu
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
 from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
-from delayline.migration.targets.sql_store import TAKEN, UNKNOWN
+from delayline.migration.targets.sql_store import DUPLICATE_ID, UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class AzureTable(WithoutLedger):
         return f"the delayed messages of storage account {self.name}"
 
     def endpoint_named(self, name: str) -> str:
-        """Return the name: its table's cannot be told back from another spelling. Raises BackendUnusable for none."""
+        """Return the name: the table name does not reveal another spelling. Raises BackendUnusable without a table."""
 
         async def look() -> None:
             async with self.opened(name) as (_, table):
@@ -103,9 +103,9 @@ class AzureTable(WithoutLedger):
             while (page := runner.run(following())) is not None:
                 yield pa.RecordBatch.from_pylist(page, WAITING_SCHEMA)
 
-    def begin(self, endpoint: str) -> AzureWave:
-        """Return a wave; nothing is staged."""
-        return AzureWave(self, endpoint)
+    def begin(self, endpoint: str) -> AzureRound:
+        """Return a round; nothing is staged."""
+        return AzureRound(self, endpoint)
 
     @asynccontextmanager
     async def opened(self, endpoint: str) -> AsyncIterator[tuple[AzureAccount, Table]]:
@@ -132,14 +132,14 @@ class AzureTable(WithoutLedger):
 
 
 class Queues:
-    """The queues of an open account: which there are."""
+    """The existing queues of an open account."""
 
     def __init__(self, account: AzureAccount) -> None:
         self._transport = AzureStorageQueueTransport(account)
         self._known: dict[str, str | None] = {}
 
     async def refusal(self, destination: str) -> str | None:
-        """Return why a message could not go there, None where it can."""
+        """Return why the queue cannot receive a message; None if it can."""
         if destination not in self._known:
             try:
                 await self._transport.count(destination)
@@ -149,7 +149,7 @@ class Queues:
         return self._known[destination]
 
 
-class AzureWave(ConfirmingRound):
+class AzureRound(ConfirmingRound):
     """Batches of one endpoint on their way into its table."""
 
     largest_message = AzureTable.largest_message
@@ -173,7 +173,7 @@ class AzureSession(ConfirmingSession):
         self._queues = queues
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Write each message under its key; one that is there already, from an attempt before, is written over."""
+        """Write each message under its key; one from an earlier attempt is overwritten."""
         refused: dict[int, str] = {}
         rows: dict[int, TableRow] = {}
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
@@ -191,6 +191,6 @@ class AzureSession(ConfirmingSession):
                 refused[position] = str(error)
                 rows.pop(position, None)
         wanted = await self._places.take(list(rows.values()))
-        refused |= {position: TAKEN for position, take in zip(rows, wanted, strict=True) if not take}
+        refused |= {position: DUPLICATE_ID for position, take in zip(rows, wanted, strict=True) if not take}
         await self._table.put_each([to_entity(row) for row, take in zip(rows.values(), wanted, strict=True) if take])
         return Delivered(attempt.number, refused)

@@ -16,7 +16,7 @@ from delayline.checks import time_span
 from delayline.clock import to_microseconds
 from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
-from delayline.migration.targets.sql_store import SUFFIX, TAKEN, SqlStore, StoreSession, without
+from delayline.migration.targets.sql_store import DUPLICATE_ID, SUFFIX, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
 from delayline.spark.validation import INSTANT
 from delayline.sql.dialect import OnConflict
@@ -57,7 +57,7 @@ class ColdTierStore(SqlStore):
         return f"{super().__str__()} with the cold tier {without_secrets(self.folder.path)}"
 
     def endpoint_named(self, name: str) -> str:
-        """Return whose store there is. Raises BackendUnusable for none, and for a folder that cannot be looked into."""
+        """Return the endpoint that has a store. Raises BackendUnusable for none, and for an unreadable folder."""
         found = super().endpoint_named(name)
         next(iter(self.folder.lying()), None)
         return found
@@ -66,14 +66,14 @@ class ColdTierStore(SqlStore):
         """Return the pending messages of both tiers of the endpoint's store."""
         return super().waiting(endpoint, spark).dropDuplicates(["id"])
 
-    def begin(self, endpoint: str) -> TiersWave:
+    def begin(self, endpoint: str) -> TiersRound:
         """Return a new generation with its own staging area."""
         tier, staging = self.tier(endpoint), Staging(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
         folder = tier.create()
         staging.create()
         now = staging.now()
         far_from = now + self.hot_horizon if self.hot_horizon < LATEST - now else LATEST
-        return TiersWave(
+        return TiersRound(
             self.batches(endpoint), self.queues(), staging, self.options(endpoint), folder, to_microseconds(far_from),
             self._ours, journaled=tier.journaled,
         )  # fmt: skip
@@ -83,11 +83,11 @@ class ColdTierStore(SqlStore):
         return ColdTier(self.options(endpoint), self.folder.path)
 
 
-class TiersWave:
+class TiersRound:
     """Batches of one endpoint on their way into both tiers of its store: tasks stage, the driver commits.
 
     Args:
-        ours: the names of files that waves before have written: no id comes twice from one source.
+        ours: the names of files of earlier rounds; a source has no id twice.
     """
 
     confirms = False
@@ -121,7 +121,7 @@ class TiersWave:
         return ColdTier(self._options, self._folder.path)
 
     async def session(self, stack: AsyncExitStack) -> TiersSession:
-        """Return a session that knows which ids the files have."""
+        """Return a session, which has read the ids in the files."""
         files, dead = self.tier.files()
         held = HeldIds(self._folder, [one for one in files if one.name not in self._ours], dead)
         return TiersSession(self, await self.batches.opened(stack), held)
@@ -166,18 +166,18 @@ class TiersWave:
 
 
 class TiersSession(StoreSession):
-    """Collects a task's messages whose ids are in neither tier, and stages them some at a time."""
+    """Collects a task's messages with ids that neither tier has, and stages them in groups."""
 
-    def __init__(self, wave: TiersWave, database: Database, held: HeldIds) -> None:
-        super().__init__(wave, database)
-        self._tiers = wave
+    def __init__(self, delivery_round: TiersRound, database: Database, held: HeldIds) -> None:
+        super().__init__(delivery_round, database)
+        self._tiers = delivery_round
         self._held = held
         self._waiting: list[pa.RecordBatch] = []
         self._staged: list[Staged] = []
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Stage the accepted messages; they count once the driver has committed them."""
-        refused = {**await self.taken(messages), **self.nowhere(messages)}
+        refused = {**await self.duplicates(messages), **self.nowhere(messages)}
         kept = without(messages, refused)
         if kept.num_rows:
             self._waiting.append(kept)
@@ -185,12 +185,12 @@ class TiersSession(StoreSession):
             self._stage()
         return Delivered(attempt.number, refused)
 
-    async def taken(self, messages: pa.RecordBatch) -> dict[int, str]:
-        """Return which of the messages have an id that waits in either tier, or that came before, by position."""
+    async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
+        """Return the reasons of messages whose id is pending in a tier or repeated in the batch, by position."""
         ids = messages.column("id")
         held = self._held.among(ids)
-        cold = {at: TAKEN for at, one in enumerate(ids.to_pylist()) if one in held} if held else {}
-        return {**cold, **await super().taken(messages)}
+        cold = {at: DUPLICATE_ID for at, one in enumerate(ids.to_pylist()) if one in held} if held else {}
+        return {**cold, **await super().duplicates(messages)}
 
     async def end(self) -> Sequence[Staged]:
         """Stage the rest."""

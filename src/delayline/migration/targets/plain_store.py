@@ -10,7 +10,7 @@ from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
 from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
-from delayline.migration.targets.sql_store import SUFFIX, TAKEN, UNKNOWN, SqlStore
+from delayline.migration.targets.sql_store import DUPLICATE_ID, SUFFIX, UNKNOWN, SqlStore
 from delayline.sql.databases import database_at
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from delayline.migration.target import Attempted
 
-#: Ids that the store is asked for in one statement; SQL Server takes 2100 parameters.
+#: Ids in one query; a statement of SQL Server has at most 2100 parameters.
 ASKED_AT_ONCE: Final = 1000
 KEPT: Final = ("id", "destination", "due")
 
@@ -37,12 +37,12 @@ class PlainStore(WithoutLedger, SqlStore):
     #: SQL Server's `datetime` has steps of a three-hundredth of a second.
     grain: ClassVar[timedelta] = timedelta(milliseconds=4)
 
-    def begin(self, endpoint: str) -> PlainWave:
-        """Return a wave; nothing is staged."""
-        return PlainWave(self, endpoint)
+    def begin(self, endpoint: str) -> PlainRound:
+        """Return a round; nothing is staged."""
+        return PlainRound(self, endpoint)
 
 
-class PlainWave(ConfirmingRound):
+class PlainRound(ConfirmingRound):
     """Batches of one endpoint on their way into its store."""
 
     def __init__(self, target: PlainStore, endpoint: str) -> None:
@@ -59,8 +59,8 @@ class PlainWave(ConfirmingRound):
         stack.push_async_callback(store.close)
         return PlainSession(self, store)
 
-    def there(self, ids: Sequence[str]) -> Mapping[str, tuple[str, datetime]]:
-        """Return where those go that wait there already, and when they are due."""
+    def pending(self, ids: Sequence[str]) -> Mapping[str, tuple[str, datetime]]:
+        """Return destination and due time of the pending messages among these ids."""
         found: dict[str, tuple[str, datetime]] = {}
         for first in range(0, len(ids), ASKED_AT_ONCE):
             asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
@@ -73,18 +73,18 @@ class PlainWave(ConfirmingRound):
 class PlainSession(ConfirmingSession):
     """One task's connection to the store."""
 
-    def __init__(self, wave: PlainWave, store: SqlDelayedMessageStore) -> None:
-        self._wave = wave
+    def __init__(self, delivery_round: PlainRound, store: SqlDelayedMessageStore) -> None:
+        self._round = delivery_round
         self._store = store
-        self._dialect = database_at(wave.url).dialect
+        self._dialect = database_at(delivery_round.url).dialect
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Store the messages; one that waits there as it is, from an attempt before, is not stored twice."""
+        """Store the messages; one that an earlier attempt has stored is not stored twice."""
         refused: dict[int, str] = {}
         sound: dict[int, DelayedMessage] = {}
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
             message_id, destination, due, headers, body = row
-            if self._wave.queues is not None and destination not in self._wave.queues:
+            if self._round.queues is not None and destination not in self._round.queues:
                 refused[position] = UNKNOWN.format(destination)
                 continue
             try:
@@ -93,13 +93,13 @@ class PlainSession(ConfirmingSession):
             except (InvalidMessage, InvalidDueTime) as error:
                 refused[position] = str(error)
         refused |= await self._stored(sound)
-        return Delivered(attempt.number, refused | self._taken(sound))
+        return Delivered(attempt.number, refused | self._duplicates(sound))
 
-    def _taken(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
-        """Return which ids wait there for another message: storing has left that one as it was."""
-        there = self._wave.there([one.id for one in messages.values()])
+    def _duplicates(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
+        """Return the reasons of messages whose id another pending message has, which storing left unchanged."""
+        there = self._round.pending([one.id for one in messages.values()])
         ours = {position: (one.destination, one.due) for position, one in messages.items()}
-        return {at: TAKEN for at, one in messages.items() if there.get(one.id, ours[at]) != ours[at]}
+        return {at: DUPLICATE_ID for at, one in messages.items() if there.get(one.id, ours[at]) != ours[at]}
 
     def _kept(self, due: datetime) -> datetime:
         """Return the time that the database keeps for it, not before it. Raises InvalidDueTime."""

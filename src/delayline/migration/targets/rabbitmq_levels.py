@@ -32,7 +32,7 @@ class RabbitmqLevelsTarget(WithoutLedger, BrokerSink):
         super().__init__(url, "delayline migrate")
 
     def endpoint_named(self, name: str) -> str:
-        """Return the name: levels are everybody's. Raises BackendUnusable where there are none."""
+        """Return the name unchanged: all endpoints share the levels. Raises BackendUnusable if they do not exist."""
         self.must_exist()
         return name
 
@@ -40,13 +40,13 @@ class RabbitmqLevelsTarget(WithoutLedger, BrokerSink):
         """Return None: messages in levels can be counted, not listed."""
         del endpoint, spark
 
-    def begin(self, endpoint: str) -> LevelsWave:
-        """Return a wave; nothing is staged."""
+    def begin(self, endpoint: str) -> LevelsRound:
+        """Return a round; nothing is staged."""
         del endpoint
-        return LevelsWave(self)
+        return LevelsRound(self)
 
 
-class LevelsWave(ConfirmingRound):
+class LevelsRound(ConfirmingRound):
     """Batches on their way into the levels."""
 
     largest_message = ANY_SIZE

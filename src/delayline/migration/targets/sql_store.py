@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".timeouts"
 #: How often ids are looked for that others store meanwhile.
 ROUNDS: Final = 5
-TAKEN: Final = "a message with this id waits in the target's store already: cancel one of the two"
+DUPLICATE_ID: Final = "a message with this id is pending in the target's store already: cancel one of the two"
 UNKNOWN: Final = "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
 
 
@@ -56,14 +56,14 @@ class SqlStore:
 
     @property
     def largest_message(self) -> int:
-        """How many bytes the database takes."""
+        """The largest message in bytes that the database can store."""
         return self._database.dialect.largest_message
 
     def __str__(self) -> str:
         return str(self._database.dialect)
 
     def endpoint_named(self, name: str) -> str:
-        """Return whose store there is, also where the name comes with `_` for `.`. Raises BackendUnusable for none."""
+        """Return the endpoint that has a store, also for a name with `_` for `.`. Raises BackendUnusable for none."""
         return blocking(self._database.look(lambda connection: self._named(connection, name)))
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
@@ -93,10 +93,10 @@ class SqlStore:
         return None
 
     def begin(self, endpoint: str) -> DeliveryRound:
-        """Return a new wave; nothing is staged."""
+        """Return a new round; nothing is staged."""
         batches = self.batches(endpoint)
         batches.create()
-        return StoreWave(batches, self.queues(), self.largest_message)
+        return StoreRound(batches, self.queues(), self.largest_message)
 
     def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
         """Return which attempts the store's ledger has."""
@@ -131,7 +131,7 @@ class SqlStore:
         return found[0]
 
 
-class StoreWave(ConfirmingRound):
+class StoreRound(ConfirmingRound):
     """Batches of one endpoint on their way into its store."""
 
     def __init__(self, batches: LedgerBatchWriter, queues: frozenset[str] | None, largest_message: int) -> None:
@@ -154,10 +154,10 @@ class InStore(Protocol):
 class StoreSession(ConfirmingSession):
     """One task's connection to the store."""
 
-    def __init__(self, wave: InStore, database: Database) -> None:
-        self._wave = wave
+    def __init__(self, delivery_round: InStore, database: Database) -> None:
+        self._round = delivery_round
         self._database = database
-        ids, dialect = wave.batches.table.c.id, database.dialect
+        ids, dialect = delivery_round.batches.table.c.id, database.dialect
         self._there = Prepared(select(ids).where(dialect.one_of(ids, "keys")), dialect.sql, ["keys"])
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
@@ -165,11 +165,11 @@ class StoreSession(ConfirmingSession):
         refused = self.nowhere(messages)
         for _ in range(ROUNDS):
             if refused:
-                await attempt.foretell(refused)
+                await attempt.record_refusals(refused)
             try:
-                counts = await self._wave.batches.store(attempt.name, attempt.number, without(messages, refused))
+                counts = await self._round.batches.store(attempt.name, attempt.number, without(messages, refused))
             except IdTaken:
-                refused = {**await self.taken(messages), **refused}
+                refused = {**await self.duplicates(messages), **refused}
                 continue
             if counts == CLOSED:
                 raise BackendUnavailable("an abort of this migration has begun: run delayline migrate abort again")
@@ -180,19 +180,19 @@ class StoreSession(ConfirmingSession):
         )
 
     def nowhere(self, messages: pa.RecordBatch) -> dict[int, str]:
-        """Return which of the messages go to a queue that is not there, by position."""
-        known = self._wave.queues
+        """Return the reasons of messages for a queue that does not exist, by position."""
+        known = self._round.queues
         if known is None:
             return {}
         destinations = messages.column("destination").to_pylist()
         return {at: UNKNOWN.format(one) for at, one in enumerate(destinations) if one not in known}
 
-    async def taken(self, messages: pa.RecordBatch) -> dict[int, str]:
-        """Return which of the messages have an id that waits in the store, or that came before, by position."""
+    async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
+        """Return the reasons of messages whose id is pending in the store or repeated in the batch, by position."""
         ids = messages.column("id").to_pylist()
         waiting = {row[0] for row in await self._database.read(partial(self._there.rows_each, keys=ids))}
         first = {one: at for at, one in reversed(list(enumerate(ids)))}
-        return {at: TAKEN for at, one in enumerate(ids) if one in waiting or first[one] < at}
+        return {at: DUPLICATE_ID for at, one in enumerate(ids) if one in waiting or first[one] < at}
 
 
 def without(messages: pa.RecordBatch, refused: Mapping[int, str]) -> pa.RecordBatch:

@@ -56,7 +56,7 @@ class LevelReport:
     level: int
     found: int
     moved: int = 0
-    apart: int = 0
+    poison: int = 0
 
 
 @dataclass(slots=True)
@@ -64,27 +64,27 @@ class Report:
     """The result of a move; of a dry run, the expected result for the messages it looked at."""
 
     levels: list[LevelReport] = field(default_factory=list)
-    again: int = 0
-    """Moved that an earlier run had kept apart."""
+    recovered: int = 0
+    """Moved messages that an earlier run had put into the poison queue."""
     stale: int = 0
-    """Moved by the place they were found in, for their headers are those of an earlier attempt."""
+    """Moved messages whose due time is that of their level, since their headers are of an earlier attempt."""
     destinations: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why messages were kept apart."""
-    held_up: BlockedMessages | None = None
-    """Due messages on the source that reach no destination: a move cannot take them."""
-    apart_in: str = ""
-    """The queue that they are kept in, on the broker they came from."""
+    """Reasons of messages in the poison queue."""
+    blocked: BlockedMessages | None = None
+    """Due messages on the source without a destination, which a move leaves where they are."""
+    poison_queue: str = ""
+    """The name of the poison queue, on the source's broker."""
 
     @property
     def moved(self) -> int:
-        """How many went to the other levels."""
-        return sum(one.moved for one in self.levels) + self.again
+        """Number of messages that the target's levels have."""
+        return sum(one.moved for one in self.levels) + self.recovered
 
     @property
-    def apart(self) -> int:
-        """How many were kept apart."""
-        return sum(one.apart for one in self.levels)
+    def poison(self) -> int:
+        """Number of messages put into the poison queue."""
+        return sum(one.poison for one in self.levels)
 
 
 class Move:
@@ -114,29 +114,29 @@ class Move:
         self._source = BrokerConnection(source.address, f"delayline {name}")
         self._target = BrokerConnection(target.address, f"delayline {name}")
         self._publisher = Publisher(target.address, connection_name=f"delayline {name} Publish")
-        self._apart = PoisonQueue(source.address, self._source, name)
+        self._poison = PoisonQueue(source.address, self._source, name)
         self._reach = Routability(self._target, self._to.delivery, only_look=dry_run)
         self._dry_run = dry_run
         self._clock = clock or SystemClock()
         self._progress = progress or (lambda level, done, found: None)
-        self.report = Report(apart_in=self._apart.queue)
+        self.report = Report(poison_queue=self._poison.queue)
         """The results so far."""
 
     async def run(self) -> Report:
-        """Move everything that waits, highest level first. Idempotent: run it again after whatever stopped it.
+        """Move all messages, highest level first. Idempotent: run it again after an interruption.
 
-        Raises BackendUnusable when either end has no levels, BackendUnavailable when it goes away.
+        Raises BackendUnusable if either broker has no levels, BackendUnavailable if the connection is lost.
         """
         try:
             await self._open()
             if not self._dry_run:
-                await self._move_again()
+                await self._move_recoverable()
             for level in reversed(range(LEVELS)):
                 await self._drain(level)
         finally:
-            for part in (self._publisher, self._apart, self._target, self._source):
+            for part in (self._publisher, self._poison, self._target, self._source):
                 await part.close()
-        self.report.held_up = await overdue(self._ends[0].address, self._from, self._clock)
+        self.report.blocked = await overdue(self._ends[0].address, self._from, self._clock)
         return self.report
 
     async def _open(self) -> None:
@@ -144,7 +144,7 @@ class Move:
             await must_have_levels(end.infrastructure, end.address, connection)
         if not self._dry_run:
             await self._publisher.open()
-            await self._apart.open()
+            await self._poison.open()
 
     async def _drain(self, level: int) -> None:
         """Move the messages of the level, including those that arrive meanwhile."""
@@ -167,7 +167,7 @@ class Move:
             self._progress(report.level, done, report.found)
 
     async def _move(self, channel: Channel, batch: Sequence[DeliveredMessage], report: LevelReport) -> None:
-        """Move these, or keep them apart; each is off its level once it is safe elsewhere."""
+        """Move messages, or put them into the poison queue; each leaves its level once it is confirmed elsewhere."""
         going: list[Going] = []
         unmoved: list[PoisonMessage] = []
         for delivered in batch:
@@ -186,10 +186,10 @@ class Move:
             self._count(report, [found for _, found in going])
         else:
             unmoved += await self._send(channel, going, report)
-            await self._apart.keep(unmoved, report.level)
+            await self._poison.keep(unmoved, report.level)
             # One acknowledgement for all: of many single ones a broker loses the last when the channel is closed.
             await channel.basic_ack(batch[-1].delivery_tag or 0, multiple=True)
-        report.apart += len(unmoved)
+        report.poison += len(unmoved)
         self.report.reasons.update(one.reason for one in unmoved)
 
     async def _send(self, channel: Channel, going: Sequence[Going], report: LevelReport) -> list[PoisonMessage]:
@@ -214,15 +214,15 @@ class Move:
         exchange, key = self._to.route(seconds_until(found.due, self._clock.now()), found.destination)
         return Publication(content(delivered), exchange, key, properties=unchanged(carried(delivered)))
 
-    async def _move_again(self) -> None:
+    async def _move_recoverable(self) -> None:
         """Move the messages of an earlier run whose destinations exist now."""
         async with channel_of(self._source) as channel:
-            async for delivered, found in self._apart.movable(channel):
+            async for delivered, found in self._poison.movable(channel):
                 if await self._reach.includes(found.destination):
                     for error in (await self._publisher.publish([self._publication(delivered, found)])).values():
                         raise error
                     await channel.basic_ack(delivered.delivery_tag or 0)
-                    self.report.again += 1
+                    self.report.recovered += 1
                     self.report.destinations[found.destination] += 1
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective
-from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, catch_all_name, held_up
+from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, blocked, catch_all_name
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection, NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
@@ -40,13 +40,13 @@ class BlockedMessages:
 
     places: Mapping[str, int]
     unseen: str | None = None
-    """Why only a part could be counted; None where all was."""
+    """Why not all messages could be counted; None if all were."""
 
     def __str__(self) -> str:
-        """Return it as a sentence for people."""
+        """Return the counts and the remedy as a sentence."""
         where = ", ".join(f"{number} in {name}" for name, number in self.places.items())
         return (
-            f"{where}: due, and without a destination. Create its queue again, or look into the catch-all's, before "
+            f"{where}: due, and without a destination. Create the queue again, or read the catch-all queue, before "
             "this broker is switched off"
         )
 
@@ -71,7 +71,7 @@ async def create(address: BrokerAddress, infrastructure: DelayInfrastructure) ->
 
 
 async def pending(address: BrokerAddress, infrastructure: DelayInfrastructure) -> list[int]:
-    """Return how many messages wait at each level, from 0 to 27. Raises BackendUnusable where there are no levels."""
+    """Return the number of messages at each level, from 0 to 27. Raises BackendUnusable if there are no levels."""
     connection = BrokerConnection(address, "delayline pending")
 
     async def look(channel: Channel) -> list[int]:
@@ -97,7 +97,7 @@ async def overdue(
     """
     try:
         async with ManagementApi(address) as api:
-            return BlockedMessages(await held_up(api, infrastructure, clock or SystemClock()))
+            return BlockedMessages(await blocked(api, infrastructure, clock or SystemClock()))
     except (BackendUnavailable, BackendUnusable) as error:
         unseen = f"due messages that hang in the levels could not be counted: {error}"
     name = catch_all_name(infrastructure)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from delayline.rabbitmq.address import BrokerAddress
 
-#: Headers that say why, where it was, and when it is due where that is known.
-MARK: Final = "Delayline.KeptApart."
+#: Prefix of the headers with the reason, the former routing key and level, and the due time if it is known.
+MARK: Final = "Delayline.Poison."
 REASON: Final = f"{MARK}Reason"
 ROUTING_KEY: Final = f"{MARK}RoutingKey"
 LEVEL: Final = f"{MARK}Level"
@@ -31,7 +31,7 @@ DUE: Final = f"{MARK}Due"
 
 
 class PoisonMessage(NamedTuple):
-    """A message that stays behind: why, and when it is due where that is known."""
+    """A message that cannot be moved, with the reason, and its due time if it is known."""
 
     delivered: DeliveredMessage
     reason: str
@@ -39,12 +39,12 @@ class PoisonMessage(NamedTuple):
 
 
 class PoisonQueue:
-    """The queue beside the levels that a move keeps them in; classic, as .NET's tool makes it."""
+    """The queue for messages that a move cannot move; a classic queue, as .NET's tool creates it."""
 
     def __init__(self, address: BrokerAddress, connection: BrokerConnection, name: str) -> None:
         self.queue = f"delays-{name}-poison-messages"
         self._connection = connection
-        self._publisher = Publisher(address, connection_name=f"delayline {name} apart")
+        self._publisher = Publisher(address, connection_name=f"delayline {name} poison")
 
     async def open(self) -> None:
         """Create the queue where it is missing. Raises BackendUnavailable or BackendUnusable."""
@@ -59,7 +59,7 @@ class PoisonQueue:
         await self._publisher.close()
 
     async def keep(self, unmoved: Sequence[PoisonMessage], level: int) -> None:
-        """Put these into the queue; they are safe there on return. Raises the first error."""
+        """Publish messages to the queue and wait for the broker's confirms. Raises the first error."""
         refused = await self._publisher.publish([self._publication(one, level) for one in unmoved])
         for error in refused.values():
             raise error
@@ -108,7 +108,7 @@ def carried(delivered: DeliveredMessage, marks: Mapping[str, Any] | None = None)
 
 
 def _waiting(headers: Mapping[str, Any]) -> LevelMessage | None:
-    """Return where and when a kept message goes; None for one with another fault, or that another tool has kept."""
+    """Return destination and due time of a poison message; None for one with another fault, or of another tool."""
     parsed = parse(str(headers.get(ROUTING_KEY, "")))
     try:
         due = from_wire_time(str(headers.get(DUE, "")))

@@ -73,7 +73,7 @@ def catch_all_name(infrastructure: DelayInfrastructure) -> str:
     return f"{infrastructure.prefix}.delay-undeliverable"
 
 
-async def held_up(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
+async def blocked(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
     """Return where due messages are that reach no destination, and how many: levels, and the catch-all's queue."""
     places = await _stuck_for_long(api, infrastructure, clock)
     caught = (await api.queues()).get(catch_all_name(infrastructure))
