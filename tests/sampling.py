@@ -11,7 +11,7 @@ import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.testing import DeliveryConformance
-from delayline.testing.conformance.delivery_failures import DeliveryFailures
+from delayline.testing.conformance.delivery import DeliveryFailures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.host import satellite_queues
 from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoint
 from delayline.errors import ConfigurationError
-from delayline.setting_sources import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags
-from delayline.setting_values import masked
+from delayline.setting_values import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags, masked
 from delayline.timeouts.draining import draining_delivery, persister_at
 from delayline.timeouts.manager import TimeoutManagerDelivery
 from delayline.transaction import TransactionMode
@@ -323,9 +322,10 @@ def must_exist(url: str) -> None:
     if on_rabbitmq(url) or scheme_of(url) == AZURE or is_third_party(url):
         return
     _must_be_sql(url, "database")
-    from delayline.sql import urls
 
-    urls.must_exist(url)
+    from delayline.sql import databases
+
+    databases.must_exist(url)
 
 
 async def examine(
@@ -343,25 +343,26 @@ async def examine(
     if is_third_party(url):
         return [("back end", True, f"{scheme_of(url)}: is installed; it has no own checks")]
     _must_be_sql(url, "database")
-    from delayline.sql import urls
 
-    return await urls.examine(url, schema=schema)
+    from delayline.sql import databases
+
+    return await databases.examine(url, schema=schema)
 
 
 async def set_up_features(settings: Settings, groups: Sequence[TableGroup]) -> None:
     """Create the tables of the groups in the store's database, or upgrade them."""
     _must_be_sql(settings.resolved_store_url, "database")
-    from delayline.sql import urls
+    from delayline.sql import databases
 
-    await urls.set_up(settings.resolved_store_url, groups, schema=settings.schema)
+    await databases.set_up(settings.resolved_store_url, groups, schema=settings.schema)
 
 
 async def planned_features(settings: Settings, groups: Sequence[TableGroup]) -> Sequence[str]:
     """Return the SQL that `set_up_features` would run, without running it."""
     _must_be_sql(settings.resolved_store_url, "database")
-    from delayline.sql import urls
+    from delayline.sql import databases
 
-    return await urls.planned(settings.resolved_store_url, groups, schema=settings.schema)
+    return await databases.planned(settings.resolved_store_url, groups, schema=settings.schema)
 
 
 async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:

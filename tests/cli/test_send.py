@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import messages_in
 
 from delayline import Headers
-from delayline.cli import rows
+from delayline.cli import message_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -235,7 +235,7 @@ def test_a_hostile_csv_line_is_rejected_alone(ready: Callable[..., Ran], line: b
 def test_a_line_that_is_too_long_is_rejected_without_reading_all_of_it(
     ready: Callable[..., Ran], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(message_file, "LONGEST_LINE", 1000)
     lines = ["destination,body,delay,id", "billing,x,1h,a", f"billing,{'x' * 10_000},1h,c", "billing,x,1h,b"]
     if name == "r.jsonl":
         lines = ["", json.dumps(GOOD_LINE | {"id": "a"}), json.dumps(GOOD_LINE | {"body": "x" * 10_000}),

@@ -16,7 +16,7 @@ from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publisher
 from delayline.testing.conformance.messages import operation
-from delayline.testing.conformance.transport_fixtures import received
+from delayline.testing.conformance.transport import received
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

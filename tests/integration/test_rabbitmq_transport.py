@@ -29,8 +29,7 @@ from delayline.rabbitmq.amqp.publisher import Publication
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.native_delivery import Arrivals
-from delayline.testing.conformance.transport_fixtures import received
-from delayline.testing.conformance.transport_queues import ids
+from delayline.testing.conformance.transport import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -320,7 +320,7 @@ def test_a_driver_that_has_lost_its_turn_neither_goes_on_nor_ends_a_run_that_is_
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a run that somebody aborts while its driver works on the first slice of several
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    monkeypatch.setattr("delayline.migration.holding_table.SLICE_ROWS", 4)
     legacy.add(ENDPOINT, *some(10))
     ids, deliver = legacy.ids(ENDPOINT), Migration._deliver
 

@@ -32,8 +32,8 @@ def legacy(request: pytest.FixtureRequest) -> Legacy:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[HeldPartition]:
     """Have slices of 2, 8 and then 9 rows, and return the held partitions."""
-    monkeypatch.setattr("delayline.migration.slices.FIRST_ROWS", 2)
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 9)
+    monkeypatch.setattr("delayline.migration.holding_table.FIRST_ROWS", 2)
+    monkeypatch.setattr("delayline.migration.holding_table.SLICE_ROWS", 9)
     take, partitions = Migration._hold_slice, []
 
     def noted(self: Migration, *arguments: Any) -> HeldPartition:  # noqa: ANN401 - as they are
@@ -53,7 +53,7 @@ def test_what_is_not_taken_aside_yet_is_where_it_was(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     # Given more rows than one slice has, some due at the same time, and a driver that dies in between
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    monkeypatch.setattr("delayline.migration.holding_table.SLICE_ROWS", 4)
     rows = [replace(one, time=LATER + timedelta(seconds=one.number // 3)) for one in some(10)]
     legacy.add(ENDPOINT, *rows)
     ids, take, calls = legacy.ids(ENDPOINT), Migration._hold_slice, []
@@ -110,7 +110,7 @@ def test_a_file_is_written_to_by_one_at_a_time(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a store in a file with more messages than one slice has
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    monkeypatch.setattr("delayline.migration.holding_table.SLICE_ROWS", 4)
     old, new = (StoreAt(f"sqlite:///{tmp_path / name}.db") for name in ("old", "new"))
     ids = [f"m{number}" for number in range(10)]
     for number, one in enumerate(ids):
@@ -137,7 +137,7 @@ def test_a_slice_that_fails_leaves_a_run_to_resume(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a source that is lost for a moment, behind the first slice
-    monkeypatch.setattr("delayline.migration.slices.SLICE_ROWS", 4)
+    monkeypatch.setattr("delayline.migration.holding_table.SLICE_ROWS", 4)
     legacy.add(ENDPOINT, *some(10))
     hold, calls = Migration._hold, []
 

@@ -12,8 +12,8 @@ import pytest
 from tests.spark.stores import DUE, frame, many
 
 from delayline import BackendUnusable, ConfigurationError, DuplicateMessage
-from delayline.spark.columns import Columns
 from delayline.spark.schedule import JobTarget, schedule, schedule_stream
+from delayline.spark.sources import Columns
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

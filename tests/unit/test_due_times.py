@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayline.message import Headers, to_wire_time
-from delayline.rabbitmq.admin.due_times import Unmovable, waiting
+from delayline.rabbitmq.admin.drain import Unmovable, waiting
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, level_name, route
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -13,8 +13,7 @@ from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.migration import source_at
 from delayline.migration.collected import KEY, CollectedMessage, Selection, key_of
 from delayline.migration.sources.celery_tasks import NoMessage, task_of
-from delayline.migration.sources.ravendb import _taken
-from delayline.migration.sources.ravendb_file import documents
+from delayline.migration.sources.ravendb import _taken, documents
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from delayline.errors import DelaylineError
 from delayline.migration import target_at
 from delayline.outgoing import check_headers, check_name
 from delayline.spark import JobTarget
+from delayline.spark.headers import invalid_reasons, raise_for_invalid, valid_rows
 from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant_option, whole_option
-from delayline.spark.validation import invalid_reasons, raise_for_invalid, valid_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

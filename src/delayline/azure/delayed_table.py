@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Final
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import check_size
 from delayline.azure.lease import ContainerLease
-from delayline.azure.message_index import MessageIndex
 from delayline.azure.names import Key, checked_table_name, delays_name, due_of, id_key
 from delayline.azure.requests import Requests
-from delayline.azure.rows import RETRIES, ForeignRow, TableRow, from_entity, row_of, to_entity
+from delayline.azure.rows import RETRIES, ForeignRow, MessageIndex, TableRow, from_entity, row_of, to_entity
 from delayline.azure.table import Table
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH, SystemClock

@@ -11,7 +11,7 @@ import click
 from delayline.cli.screen import Screen
 from delayline.config import describe_setting, flag_of, load_settings, setting_names, variable_of
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
-from delayline.setting_sources import FILE_NAME
+from delayline.setting_values import FILE_NAME
 
 FAILED: Final = 1
 WRONG_USAGE: Final = 2

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from dataclasses import asdict, replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,27 +14,118 @@ import click
 
 from delayline.cli.due import DELAYS, delay_given
 from delayline.cli.options import FAILED, PLACES, Commands, examples, json_option, settings_options
-from delayline.cli.spark_cold import compact, promote
-from delayline.cli.spark_jobs import (
-    STORES,
-    absolute,
-    in_thread,
-    pair,
-    session_options,
-    stopped_by_signal,
-    target_of,
-)
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
+    from pyspark.sql import SparkSession
+
     from delayline.cli.screen import Screen
-    from delayline.cli.spark_jobs import Sessions
     from delayline.config import Settings
-    from delayline.spark import Audit, Scheduled
+    from delayline.spark import Audit, JobTarget, Promoted, Scheduled
     from delayline.spark.audit import Totals
+
+    Sessions = Callable[[Screen], contextlib.AbstractContextManager[SparkSession]]
+
+
+STORES = ("endpoint", "url", "store_url", "table_name")
+
+
+def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `sessions`, which opens the Spark session that --master and --conf describe."""
+
+    @wraps(command)
+    def with_sessions(*args: object, master: str | None, confs: Sequence[str], **arguments: Any) -> Any:  # noqa: ANN401
+        conf = dict(pair(one) for one in confs)
+
+        @contextlib.contextmanager
+        def sessions(screen: Screen) -> Iterator[SparkSession]:
+            from pyspark.sql import SparkSession
+
+            from delayline.spark import spark_session
+
+            theirs = SparkSession.getActiveSession()
+            bar = {"spark.ui.showConsoleProgress": "true"} if screen.animated else {}
+            session = spark_session(master, conf={**bar, **conf})
+            try:
+                yield session
+            finally:
+                if theirs is None:
+                    session.stop()
+
+        return command(*args, sessions=sessions, **arguments)
+
+    text = "Where Spark runs: local[*] unless this, spark-submit or its own files say something else."
+    with_master = click.option("--master", metavar="URL", help=text)(with_sessions)
+    return click.option(
+        "--conf", "confs", multiple=True, metavar="NAME=VALUE", help="A setting of Spark's; repeatable."
+    )(with_master)
+
+
+def target_of(settings: Settings) -> JobTarget:
+    """Return the store of the settings as bulk jobs take it."""
+    from delayline.spark import JobTarget
+
+    return JobTarget(
+        settings.resolved_store_url,
+        endpoint=settings.named_endpoint,
+        table=settings.table_name,
+        cold_tier=settings.cold_tier,
+    )
+
+
+def absolute(path: str) -> str:
+    """Return a path of this machine so that it names the same place tomorrow; an URL as it is."""
+    return path if ":" in path else str(Path(path).resolve())
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Return both sides of NAME=VALUE. Raises UsageError."""
+    name, sign, value = text.partition("=")
+    if not name or not sign or not value:
+        raise click.UsageError(f"{text!r} must be NAME=VALUE.")
+    return name, value
+
+
+@contextlib.contextmanager
+def stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at SIGINT or SIGTERM, in place of ending; a second one ends the process."""
+
+    def told(number: int, frame: object) -> None:
+        del number, frame
+        for one in before:
+            signal.signal(one, before[one])  # a second signal does not wait
+        threading.Thread(target=stop, name="delayline stop").start()
+
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    for one in before:
+        signal.signal(one, told)
+    try:
+        yield
+    finally:
+        for one in before:
+            signal.signal(one, before[one])
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run it beside this thread, which hears signals meanwhile."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="delayline job", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if failures:
+        raise failures[0]
+
 
 FORMS = ("parquet", "csv", "jsonl", "jdbc")
 TOLD = 10
@@ -288,5 +383,71 @@ def _figure(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
-for command in (promote, compact):
-    spark.add_command(command)
+@spark.command(
+    epilog=examples(
+        "delayline spark promote --endpoint sales --cold-tier s3://bucket/reminders",
+        "delayline spark promote --endpoint sales --cold-tier s3://bucket/reminders --every 1h --horizon 6h",
+    )
+)
+@click.option(
+    "--horizon",
+    callback=delay_given,
+    default="1d",
+    show_default=True,
+    help=f"Move messages due within it, with the rest of their hour: {DELAYS}.",
+)
+@click.option(
+    "--every",
+    callback=delay_given,
+    metavar="DELAY",
+    help="Again and again, until told to stop; at most half of --horizon.",
+)
+@settings_options(*STORES, "cold_tier")
+@session_options
+@json_option
+def promote(
+    settings: Settings, sessions: Sessions, screen: Screen, horizon: timedelta, every: timedelta | None
+) -> None:
+    """Move messages that are due soon from the cold tier into the store, exactly once. Safe to repeat anywhere.
+
+    With --every, SIGINT and SIGTERM stop it after the current round.
+    """
+    from delayline.spark import promote as run_promote
+    from delayline.spark import promote_every
+
+    target, done = target_of(settings), []
+
+    def moved(so_far: Promoted) -> None:
+        done.append(so_far)
+        screen.echo(_sentence(so_far))
+
+    with sessions(screen) as session:
+        if every is None:
+            moved(run_promote(target, horizon=horizon, spark=session))
+        else:
+            told = threading.Event()
+            screen.echo(f"promoting from {settings.cold_tier} again and again. Ctrl+C stops it")
+            with stopped_by_signal(told.set):
+                in_thread(
+                    lambda: promote_every(target, every, until=told, horizon=horizon, spark=session, progress=moved)
+                )
+    screen.document(asdict(done[-1]))
+
+
+@spark.command(epilog=examples("delayline spark compact --endpoint sales --cold-tier s3://bucket/reminders"))
+@settings_options(*STORES, "cold_tier")
+@session_options
+@json_option
+def compact(settings: Settings, sessions: Sessions, screen: Screen) -> None:
+    """Merge the small files of each hour of the cold tier, and delete files that have been obsolete for a day."""
+    from delayline.spark import compact as run_compact
+
+    with sessions(screen) as session:
+        done = run_compact(target_of(settings), spark=session)
+    screen.echo(f"{done.before:,} files merged into {done.after:,}, {done.deleted:,} deleted")
+    screen.document(asdict(done))
+
+
+def _sentence(done: Promoted) -> str:
+    apart = f"{done.duplicates:,} there already, {done.cancelled:,} cancelled"
+    return f"{done.stored:,} promoted from {done.files:,} file{'' if done.files == 1 else 's'}, {apart}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delayline.spark.validation import INSTANT, invalid_reasons, valid_rows
+from delayline.spark.headers import INSTANT, invalid_reasons, valid_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.collected import CollectedSource
-from delayline.migration.holding_table import create_holding_table, drop_holding_table, give_back, hold
+from delayline.migration.holding_table import create_holding_table, drop_holding_table, give_back, hold, slices_of
 from delayline.migration.journal import (
     MIGRATIONS_TABLE,
     HeldPartition,
@@ -26,7 +26,6 @@ from delayline.migration.journal import (
     batch_name,
 )
 from delayline.migration.plan import ROUND_ROWS, partitions_of, preview, waits
-from delayline.migration.slices import slices_of
 from delayline.migration.source import skipped_rows
 from delayline.migration.target import Staged
 from delayline.migration.work import DONE, BatchDelivery
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from sqlalchemy import Connection
 
+    from delayline.migration.holding_table import Slice
     from delayline.migration.plan import Plan
-    from delayline.migration.slices import Slice
     from delayline.migration.target import Target
 
 Result = TypeVar("Result")

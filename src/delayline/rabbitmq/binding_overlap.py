@@ -1,4 +1,4 @@
-"""Names of which one ends in the other: the first one receives the second's delayed messages too."""
+"""Overlapping bindings: an endpoint also receives the delayed messages for endpoints whose name ends in its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from delayline.errors import DelaylineError
 from delayline.events import Event, emit
 from delayline.rabbitmq.levels import crossings, endings
-from delayline.rabbitmq.routability import Routability
+from delayline.rabbitmq.topology import Routability
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,46 +31,46 @@ IS_THERE = (
 
 
 async def receivers(connection: BrokerConnection, levels: DelayInfrastructure, name: str) -> Sequence[str]:
-    """Return the names on the broker that this one ends in; whether they are bound no client is told.
+    """Return the names on the broker that this one ends in. AMQP does not show whether they are bound.
 
-    The other way round, names that end in this one, only the management API can tell.
+    Names that end in this one can only be found through the management API.
     """
     reach = Routability(connection, levels.delivery, only_look=True)
     return [ending for ending in endings(name) if await reach.includes(ending)]
 
 
 class OverlappingNames:
-    """Warns of names that cross one of this process', each pair once."""
+    """Logs a warning for each pair of overlapping names, once."""
 
     def __init__(self, transport: RabbitMQTransport, levels: DelayInfrastructure) -> None:
         self._transport = transport
         self._levels = levels
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def among(self, name: str, others: Iterable[str]) -> None:
-        """Warn where `name` crosses one of the others, all of which delayed messages come to."""
+        """Log a warning if `name` overlaps with one of the others, all of which receive delayed messages."""
         for receiver, meant in crossings([*others, name]):
             if name in (receiver, meant):
-                self._tell(IS_BOUND, receiver, meant)
+                self._log(IS_BOUND, receiver, meant)
 
-    async def look(self, name: str) -> None:
-        """Warn where names on the broker cross this one; says nothing where the broker does not let us look."""
+    async def check_broker(self, name: str) -> None:
+        """Log a warning if names on the broker overlap with this one; none if the broker does not permit the check."""
         if self._transport.address.management is not None:
             with contextlib.suppress(DelaylineError):
-                await self._look_at_all(name)
+                await self._check_bindings(name)
                 return
         with contextlib.suppress(DelaylineError):
             for receiver in await receivers(self._transport.connection, self._levels, name):
-                self._tell(IS_THERE, receiver, name)
+                self._log(IS_THERE, receiver, name)
 
-    async def _look_at_all(self, name: str) -> None:
+    async def _check_bindings(self, name: str) -> None:
         from delayline.rabbitmq.admin.management_api import ManagementApi
         from delayline.rabbitmq.admin.verification import destinations
 
         async with ManagementApi(self._transport.address) as api:
             self.among(name, destinations(self._levels, await api.bindings()))
 
-    def _tell(self, text: str, receiver: str, meant: str) -> None:
-        if (receiver, meant) not in self._told:
-            self._told.add((receiver, meant))
+    def _log(self, text: str, receiver: str, meant: str) -> None:
+        if (receiver, meant) not in self._logged:
+            self._logged.add((receiver, meant))
             emit(logger, logging.WARNING, Event.BINDINGS_OVERLAP, text, receiver, meant)

@@ -80,7 +80,7 @@ class DelayLevelDelivery:
         self._binding = asyncio.Lock()
         self._started = False
         self._looking: asyncio.Task[None] | None = None
-        self._crossings: OverlappingNames | None = None
+        self._overlaps: OverlappingNames | None = None
 
     @property
     def transaction_domain(self) -> None:
@@ -153,8 +153,8 @@ class DelayLevelDelivery:
         if self.stored is not None:
             await self.stored.start()
         self._started = True
-        self._crossings = OverlappingNames(transport, self._levels)
-        self._looking = asyncio.create_task(self._crossings.look(host.endpoint_name))
+        self._overlaps = OverlappingNames(transport, self._levels)
+        self._looking = asyncio.create_task(self._overlaps.check_broker(host.endpoint_name))
 
     async def stop(self) -> None:
         """Stop the overflow store; messages in the levels are delivered without it."""
@@ -250,8 +250,8 @@ class DelayLevelDelivery:
             if self._bound_over != transport.connection.generation:
                 self._bound.clear()
                 self._bound_over = transport.connection.generation
-            if destination not in self._bound and self._crossings is not None:
-                self._crossings.among(destination, [*self._bound, self._parts()[0].endpoint_name])
+            if destination not in self._bound and self._overlaps is not None:
+                self._overlaps.among(destination, [*self._bound, self._parts()[0].endpoint_name])
             self._bound[destination] = asyncio.get_running_loop().time()
 
     def _is_bound(self, transport: RabbitMQTransport, destination: str) -> bool:

@@ -18,7 +18,7 @@ from delayline.rabbitmq.amqp.methods import Consume, ask
 from delayline.rabbitmq.amqp.properties import message_from
 from delayline.rabbitmq.connection import LOST, NotFound
 from delayline.rabbitmq.levels import parse
-from delayline.rabbitmq.routability import Routability
+from delayline.rabbitmq.topology import Routability
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:

@@ -1,17 +1,25 @@
-"""How queues hang together with exchanges: as NServiceBus' conventional or direct routing has it.
+"""Exchanges and bindings of queues, as NServiceBus' conventional or direct routing creates them.
 
 See https://docs.particular.net/transports/rabbitmq/routing-topology.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
+from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.connection import NotFound
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from aiormq.channel import Channel
+
+    from delayline.rabbitmq.connection import BrokerConnection
+
 
 #: Arguments of a queue declaration; classic is the default and has none.
 QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {}}
@@ -83,3 +91,50 @@ class DirectTopology:
 
 
 TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}
+
+
+CONVENTIONAL: Final = ConventionalTopology()
+DIRECT: Final = DirectTopology()
+
+
+class Routability:
+    """The destinations of one broker; each is asked for once.
+
+    Args:
+        only_look: bind nothing, for a dry run.
+    """
+
+    def __init__(self, connection: BrokerConnection, delivery_exchange: str, *, only_look: bool) -> None:
+        self._connection = connection
+        self._delivery = delivery_exchange
+        self._only_look = only_look
+        self._known: dict[str, bool] = {}
+
+    async def includes(self, destination: str) -> bool:
+        """Bind the destination's exchange, or its queue where it has none; False where there is neither."""
+        if destination not in self._known:
+            self._known[destination] = await self._any_of(*self._ways(destination))
+        return self._known[destination]
+
+    def _ways(self, destination: str) -> tuple[Callable[[Channel], Awaitable[object]], ...]:
+        if self._only_look:
+            return (
+                lambda channel: CONVENTIONAL.check(channel, destination),
+                lambda channel: count(channel, destination),
+            )
+        return (
+            lambda channel: CONVENTIONAL.bind_delivery(channel, destination, self._delivery),
+            lambda channel: DIRECT.bind_delivery(channel, destination, self._delivery),
+        )
+
+    async def _any_of(self, *ways: Callable[[Channel], Awaitable[object]]) -> bool:
+        for way in ways:
+            try:
+                await self._connection.run(way)
+            except NotFound:
+                continue
+            return True
+        return False
+
+
+logger = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ if is_too_old(pyspark.__version__):
     raise ConfigurationError(TOO_OLD.format(pyspark.__version__))
 
 from delayline.spark.audit import Audit, Totals, audit
-from delayline.spark.columns import Columns
 from delayline.spark.compact import Compacted, compact
 from delayline.spark.dispatch import Dispatcher
 from delayline.spark.java import find_java
@@ -28,6 +27,7 @@ from delayline.spark.promote import Promoted, promote, promote_every, promote_st
 from delayline.spark.report import write_report
 from delayline.spark.schedule import JobTarget, Scheduled, schedule, schedule_stream
 from delayline.spark.session import spark_session
+from delayline.spark.sources import Columns
 
 __all__ = [
     "Audit",

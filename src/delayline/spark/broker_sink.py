@@ -16,7 +16,7 @@ from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.connection import BrokerConnection, NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until
-from delayline.rabbitmq.routability import Routability
+from delayline.rabbitmq.topology import Routability
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -46,11 +46,9 @@ from delayline.spark.cold_tier import (
     stage_journal_rows,
     waiting_messages,
 )
-from delayline.spark.columns import content_type, prepared
-from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders
+from delayline.spark.headers import HEADER_ALLOWANCE, INSTANT, SendHeaders, Validator, valid_rows
 from delayline.spark.options import COLUMNS, choice
-from delayline.spark.sources import HIDDEN
-from delayline.spark.validation import INSTANT, Validator, valid_rows
+from delayline.spark.sources import HIDDEN, content_type, prepared
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.dialect import OnConflict
@@ -65,9 +63,9 @@ if TYPE_CHECKING:
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.cold_folder import ColdFolder
     from delayline.spark.broker_sink import BrokerWriter
-    from delayline.spark.columns import Columns
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import JobTarget
+    from delayline.spark.sources import Columns
 
 Result = TypeVar("Result")
 #: The name of the broker connections.

@@ -14,13 +14,12 @@ from pyspark import TaskContext
 from delayline.bulk.ledger import check_run
 from delayline.checks import full_scheme, time_span
 from delayline.errors import ConfigurationError
-from delayline.spark.columns import Columns, content_type, prepared, rejected
 from delayline.spark.errors import translated_errors
 from delayline.spark.headers import SendHeaders
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.placement import Placement
 from delayline.spark.session import activated, spark_session
-from delayline.spark.sources import HIDDEN, JDBC, read_path, read_table
+from delayline.spark.sources import HIDDEN, JDBC, Columns, content_type, prepared, read_path, read_table, rejected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,18 +8,39 @@ from __future__ import annotations
 import csv
 import os
 import re
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DayTimeIntervalType,
+    MapType,
+    NumericType,
+    StringType,
+    StructType,
+    TimestampType,
+)
 from pyspark.sql.window import Window
 
+from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
+from delayline.message import encode_body
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from datetime import datetime
 
     from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.types import DataType
+
+    from delayline.spark.headers import Validator
+
 
 FORMATS: Final = ("parquet", "csv", "jsonl")
 JDBC: Final = "jdbc"
@@ -151,3 +172,179 @@ def _header(lines: DataFrame, path: str) -> str:
 def _from_json(names: Sequence[str]) -> Column:
     fields = ", ".join(f"`{name.replace('`', '``')}` STRING" for name in [*names, CORRUPT])
     return F.from_json("value", fields, {"columnNameOfCorruptRecord": CORRUPT})
+
+
+#: A text is an instant only with an offset from UTC.
+OFFSET: Final = r"(Z|[+-]\d{2}(:?\d{2})?)\s*$"
+KEPT: Final = "_delayline_row"
+UNREADABLE: Final = "_delayline_unreadable"
+REJECTED: Final = "id STRING, reason STRING, file STRING, line INT, row STRING"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of the source's columns.
+
+    Args:
+        id: Column of the message id.
+        destination: Column of the destination queue.
+        due: Column of the due time: TIMESTAMP, or text with an offset from UTC.
+        delay: Column of a delay, in place of `due`: seconds, or INTERVAL DAY TO SECOND.
+        to: The destination of all messages, in place of a column.
+        headers: Column of the headers: JSON text, or a MAP or STRUCT of texts. May be missing.
+        body: Column of the body: BINARY, text, or a MAP, STRUCT or ARRAY, which becomes JSON. May be missing.
+
+    Example:
+        ```python
+        Columns(id="reminder_id", delay="wait_seconds", to="billing")
+        ```
+    """
+
+    id: str = "id"
+    destination: str = "destination"
+    due: str = "due"
+    delay: str | None = None
+    to: str | None = None
+    headers: str = "headers"
+    body: str = "body"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all columns to read."""
+        time = self.due if self.delay is None else self.delay
+        names = [self.id, time, self.headers, self.body, *([] if self.to else [self.destination])]
+        return list(dict.fromkeys(names))
+
+
+def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
+    """Return the rows with the columns of a message, null for unreadable values, and their file and line if known.
+
+    Raises ConfigurationError for a column that is missing or has an unsuitable type.
+    """
+    made = _made(rows, columns, now)
+    hidden = [name for name in rows.columns if name in HIDDEN]
+    return rows.select(*(one.alias(name) for name, one in made.items()), *hidden)
+
+
+def content_type(rows: DataFrame, columns: Columns) -> str:
+    """Return the content type that `Endpoint.send` gives to bodies of this type."""
+    kind = next((one.dataType for one in rows.schema if one.name == columns.body), BinaryType())
+    if isinstance(kind, BinaryType):
+        return encode_body(b"")[1]
+    return encode_body({} if isinstance(kind, MapType | StructType | ArrayType) else "")[1]
+
+
+def rejected(rows: DataFrame, columns: Columns, now: datetime, validator: Validator) -> DataFrame:
+    """Return the rows that cannot be messages: id, reason, file, line, and the row as JSON."""
+    raw = [name for name in rows.columns if name not in HIDDEN]
+    visible = F.coalesce(F.col(CORRUPT), _json(raw)) if CORRUPT in rows.columns else _json(raw)
+    time = columns.due if columns.delay is None else columns.delay
+    unreadable = F.concat(F.lit(f"{time} cannot be read: "), F.substring(F.col(_quoted(time)).cast("string"), 1, 80))
+    if CORRUPT in rows.columns:
+        unreadable = F.when(F.col(CORRUPT).isNotNull(), F.lit("the line cannot be read")).otherwise(unreadable)
+    kept = rows.withColumn(KEPT, visible).withColumn(UNREADABLE, unreadable)
+    wide = kept.select(
+        *(made.alias(name) for name, made in _made(kept, columns, now).items()),
+        (F.col(FILE) if FILE in rows.columns else F.lit(None).cast("string")).alias(FILE),
+        (F.col(LINE) if LINE in rows.columns else F.lit(None).cast("int")).alias(LINE),
+        KEPT,
+        UNREADABLE,
+    )
+    return wide.mapInArrow(partial(_with_reasons, validator=validator), REJECTED)
+
+
+def _with_reasons(batches: Iterator[pa.RecordBatch], *, validator: Validator) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        reasons = validator.reasons(batch)
+        unread = pc.and_(pc.is_null(batch.column("due")), pc.is_valid(batch.column(UNREADABLE)))
+        reasons = pc.if_else(pc.and_(unread, pc.is_valid(reasons)), batch.column(UNREADABLE), reasons)
+        names = ["id", FILE, LINE, KEPT]
+        identity, file, line, kept = (batch.column(name) for name in names)
+        found = pa.RecordBatch.from_arrays(
+            [identity, reasons.cast(pa.string()), file, line, kept], names=["id", "reason", "file", "line", "row"]
+        )
+        yield found.filter(pc.is_valid(reasons))
+
+
+def _made(rows: DataFrame, columns: Columns, now: datetime) -> dict[str, Column]:
+    kinds = {field.name: field.dataType for field in rows.schema}
+    made = {
+        "id": _text(columns.id, kinds),
+        "destination": F.lit(columns.to) if columns.to else _text(columns.destination, kinds),
+        "due": _due(columns, kinds, now),
+        "headers": _headers(columns.headers, kinds),
+        "body": _body(columns.body, kinds),
+    }
+    if CORRUPT in kinds:  # no field of a corrupt line can be trusted
+        made["id"] = F.when(F.col(CORRUPT).isNull(), made["id"])
+        made["due"] = F.when(F.col(CORRUPT).isNull(), made["due"])
+    return made
+
+
+def _text(name: str, kinds: dict[str, DataType]) -> Column:
+    if name not in kinds:
+        raise ConfigurationError(
+            f"the source has no column {name!r}, only {', '.join(one for one in kinds if one not in HIDDEN)}: "
+            "name the right one in Columns(...), or add it"
+        )
+    return F.col(_quoted(name)).cast("string")
+
+
+def _due(columns: Columns, kinds: dict[str, DataType], now: datetime) -> Column:
+    if columns.delay is not None:
+        return _after(columns.delay, kinds, now)
+    _text(columns.due, kinds)
+    kind, due = kinds[columns.due], F.col(_quoted(columns.due))
+    if isinstance(kind, TimestampType):
+        return due
+    if isinstance(kind, StringType):
+        return F.when(due.rlike(OFFSET), due.try_cast("timestamp"))
+    raise ConfigurationError(
+        f"column {columns.due!r} is {kind.simpleString()}, which is not an instant: use "
+        f"to_utc_timestamp({columns.due}, 'Europe/Berlin') for local times"
+    )
+
+
+def _after(name: str, kinds: dict[str, DataType], now: datetime) -> Column:
+    """Return the due time of a delay that starts at `now`; null for a negative delay."""
+    _text(name, kinds)
+    kind, delay = kinds[name], F.col(_quoted(name))
+    if isinstance(kind, DayTimeIntervalType):
+        return F.when(delay >= F.expr("INTERVAL '0' SECOND"), F.lit(now) + delay)
+    if isinstance(kind, NumericType | StringType):
+        seconds = delay.try_cast("decimal(20,6)")
+        micros = (seconds * 1_000_000).cast("bigint") + F.lit(to_microseconds(now))
+        return F.when(seconds >= 0, F.timestamp_micros(micros))
+    raise ConfigurationError(
+        f"column {name!r} is {kind.simpleString()}, which is not a delay: give seconds, or INTERVAL DAY TO SECOND"
+    )
+
+
+def _headers(name: str, kinds: dict[str, DataType]) -> Column:
+    kind = kinds.get(name)
+    if kind is None:
+        return F.lit(None).cast("string")
+    if isinstance(kind, StringType):
+        return F.col(_quoted(name))
+    if isinstance(kind, MapType | StructType):
+        return F.to_json(_quoted(name))
+    raise ConfigurationError(f"column {name!r} is {kind.simpleString()}: headers are JSON text, a MAP or a STRUCT")
+
+
+def _body(name: str, kinds: dict[str, DataType]) -> Column:
+    kind = kinds.get(name)
+    if kind is None:
+        return F.lit(None).cast("binary")
+    if isinstance(kind, BinaryType):
+        return F.col(_quoted(name))
+    if isinstance(kind, MapType | StructType | ArrayType):
+        return F.to_json(_quoted(name)).cast("binary")
+    return F.col(_quoted(name)).cast("string").cast("binary")
+
+
+def _json(names: list[str]) -> Column:
+    return F.to_json(F.struct(*(F.col(_quoted(name)) for name in names)))
+
+
+def _quoted(name: str) -> str:
+    return f"`{name.replace('`', '``')}`"

@@ -15,9 +15,8 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 
 from delayline.bulk.staging import STREAMS, Attempt, Staging, new_area
 from delayline.message import MAXIMUM_ID_LENGTH
-from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders
+from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, invalid_reasons, raise_for_invalid, valid_rows
 from delayline.spark.options import COLUMNS, StoreOptions, choice
-from delayline.spark.validation import invalid_reasons, raise_for_invalid, valid_rows
 from delayline.sql.dialect import OnConflict
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("testing", "delayline.testing") from error
 from delayline.testing.clock import ManualClock
 from delayline.testing.faults import Call, Fault, Faults
-from delayline.testing.faulty_persister import FaultyTimeoutPersister
-from delayline.testing.faulty_store import FaultyStore
+from delayline.testing.faulty_store import FaultyStore, FaultyTimeoutPersister
 from delayline.testing.faulty_transport import FaultyTransport
 from delayline.testing.signals import Signals
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 
 from delayline.message import TimeoutHeaders
-from delayline.timeouts.manager import TimeoutManagerDelivery
+from delayline.timeouts.manager import ExternalTimeoutManager, TimeoutManagerDelivery
 from delayline.timeouts.memory import MemoryTimeoutPersister
 from delayline.timeouts.persister import (
     DueTimeout,
@@ -19,7 +19,6 @@ from delayline.timeouts.persister import (
     TimeoutPersister,
     TimeoutsChunk,
 )
-from delayline.timeouts.routing import ExternalTimeoutManager
 
 if typing.TYPE_CHECKING:
     from delayline.timeouts.sql import SqlTimeoutPersister

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import uuid
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import inspect
+from sqlalchemy import Text, bindparam, cast, func, inspect, or_, select, type_coerce, update
 from sqlalchemy.schema import CreateIndex
 
 from delayline.checks import time_span
-from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.store import Forwarded, Outcome
-from delayline.errors import ConfigurationError, NotStarted
+from delayline.clock import EPOCH, from_microseconds, to_microseconds
+from delayline.delayed.store import DueCount, Forwarded, Outcome
+from delayline.errors import ConfigurationError, CorruptHeaders, NotStarted
 from delayline.events import Event, emit
-from delayline.message import in_utc
+from delayline.message import DelayedMessage, in_utc
 from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
 from delayline.sql.schema import EVERY_RIGHT, QUEUES
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import check_size, queue_channel, store_channel
+from delayline.sql.statements import Prepared, check_size, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
-from delayline.timeouts.management import TimeoutManagement
 from delayline.timeouts.nservicebus import table_prefix, timeout_table
 from delayline.timeouts.statements import TimeoutStatements
 
@@ -30,13 +32,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import datetime, timedelta
 
-    from sqlalchemy import Connection, Engine, Table
+    from sqlalchemy import ColumnElement, Connection, Engine, Table
 
     from delayline.delayed.store import DueCount
-    from delayline.message import DelayedMessage
+    from delayline.message import DelayedMessage, Message
+    from delayline.sql.dialect import Dialect
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.timeouts.persister import LockedTimeouts, Timeout, TimeoutCount, TimeoutsChunk
+    from delayline.timeouts.statements import TimeoutStatements
     from delayline.transaction import Transaction
+
 
 logger = logging.getLogger(__name__)
 
@@ -273,3 +278,102 @@ def _forget_missing_indexes(connection: Connection, table: Table) -> None:
         text = "Table %s has no index %s: polling it reads all of its rows. Create it: %s"
         statement = str(CreateIndex(index).compile(connection)).strip()
         emit(logger, logging.WARNING, Event.INDEX_MISSING, text, table.name, index.name, statement)
+
+
+MICROSECOND: Final = timedelta(microseconds=1)
+
+
+class TimeoutManagement:
+    """Lists, counts, cancels and reschedules timeouts of one table."""
+
+    def __init__(self, statements: TimeoutStatements, dialect: Dialect) -> None:
+        self._statements = statements
+        self._exact = dialect.exact
+        self._table = statements.table
+        columns, sql = self._table.c, dialect.sql
+        headers: ColumnElement[Any] = columns.Headers
+        self._headers = cast(headers, Text) if dialect.timeout_shape.json_headers else type_coerce(headers, Text)
+        of_id = columns.Id == bindparam("key")
+        free = select(columns.Id).where(of_id).with_for_update(skip_locked=True)
+        exists = select(columns.Id).where(of_id).with_hint(self._table, "WITH (READCOMMITTEDLOCK)", "mssql")
+        self._free = Prepared(free, sql, ["key"])
+        self._exists = Prepared(exists, sql, ["key"])
+        self._move = Prepared(update(self._table).where(of_id).values(Time=bindparam("at")), sql, ["at", "key"])
+
+    def pending(self, connection: Connection, destination: str | None, limit: int, offset: int) -> list[DelayedMessage]:
+        """Return a page of the pending messages, earliest due first."""
+        columns = self._table.c
+        query = select(columns.Id).where(columns.Time.is_not(None)).order_by(columns.Time, columns.Id)
+        if destination is not None:
+            query = query.where(self._exact(columns.Destination) == destination)
+        ids = [str(key).lower() for key in connection.execute(query.limit(limit).offset(offset)).scalars()]
+        return [_delayed(timeout) for timeout in self._statements.read(connection, ids)]
+
+    def count_by_due(self, connection: Connection, bucket: timedelta) -> list[DueCount]:
+        """Count pending messages by bucket and destination."""
+        columns, times = self._table.c, self._statements.times
+        named = self._exact(columns.Destination)
+        query = select(columns.Time, named, func.count()).where(columns.Time.is_not(None))
+        counts: dict[tuple[datetime, str], int] = {}
+        for time, destination, number in connection.execute(query.group_by(columns.Time, named)):
+            due = times.read(time)
+            key = (due - (due - EPOCH) % bucket, destination or "")
+            counts[key] = counts.get(key, 0) + number
+        return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
+
+    def cancel(self, connection: Connection, message_id: str) -> Outcome:
+        """Delete the timeouts of the message."""
+        return self._if_free(connection, message_id, self._statements.remove)
+
+    def reschedule(self, connection: Connection, message_id: str, due: datetime) -> Outcome:
+        """Change the due time of the message's timeouts, unless the dispatcher was requested to send one."""
+        kept, leased = self._statements.times.kept(due), self._statements.leased(connection)
+
+        def move(connection: Connection, key: str) -> object:
+            return self._move.change(connection, kept, key)
+
+        return self._if_free(connection, message_id, move, leased)
+
+    def _if_free(
+        self,
+        connection: Connection,
+        message_id: str,
+        work: Callable[[Connection, str], object],
+        leased: Sequence[str] = (),
+    ) -> Outcome:
+        keys = self._keys_of(connection, message_id)
+        done = [key for key in keys if key not in leased and self._free.rows(connection, key)]
+        for key in done:
+            work(connection, key)
+        if done:
+            return Outcome.DONE
+        there = any(self._exists.rows(connection, key) for key in keys)
+        return Outcome.DISPATCHING if there else Outcome.NOT_PENDING
+
+    def _keys_of(self, connection: Connection, message_id: str) -> list[str]:
+        """Return the ids of timeouts whose own id or message id is `message_id`."""
+        words = {json.dumps(message_id), json.dumps(message_id, ensure_ascii=False)}
+        query = select(self._table.c.Id).where(or_(*(self._headers.contains(word, autoescape=True) for word in words)))
+        keys = {str(key).lower() for key in connection.execute(query).scalars()}
+        keys |= {str(uuid.UUID(message_id))} if _is_guid(message_id) else set()
+        found = self._statements.read(connection, sorted(keys))
+        return [one.id for one in found if message_id in (one.id, _logical(one.message).id)]
+
+
+def _delayed(timeout: Timeout) -> DelayedMessage:
+    return DelayedMessage(_logical(timeout.message), timeout.destination or "", timeout.due)
+
+
+def _logical(message: Message) -> Message:
+    """Return the message with its original id; with the timeout's id if its headers are unreadable."""
+    try:
+        return message.logical
+    except CorruptHeaders:
+        return message
+
+
+def _is_guid(text: str) -> bool:
+    try:
+        return str(uuid.UUID(text)) == text.lower()
+    except ValueError:
+        return False

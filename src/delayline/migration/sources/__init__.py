@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.errors import ConfigurationError
 from delayline.migration.sources.apscheduler import APScheduler
 from delayline.migration.sources.delayline_store import DelaylineStore
-from delayline.migration.sources.nhibernate import NHibernate
-from delayline.migration.sources.nservicebus_sql import NServiceBusSql
+from delayline.migration.sources.nservicebus import NHibernate, NServiceBusSql
 from delayline.migration.sources.procrastinate import Procrastinate
 
 if TYPE_CHECKING:

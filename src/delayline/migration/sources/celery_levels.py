@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from delayline.errors import ConfigurationError
 from delayline.migration.sources.celery_tasks import NoMessage, queue_in, task_of
 from delayline.migration.sources.rabbitmq_levels import Found, RabbitmqLevelsSource
-from delayline.rabbitmq.admin.due_times import SKEW
+from delayline.rabbitmq.admin.drain import SKEW
 from delayline.rabbitmq.admin.poison import headers_of
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import parse, remaining

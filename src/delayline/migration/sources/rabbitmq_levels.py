@@ -20,8 +20,7 @@ from delayline.message import Headers, Message
 from delayline.migration.collected import IN_DOUBT, SURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.admin.drain import ADVICE, batches, channel_of, must_have_levels
-from delayline.rabbitmq.admin.due_times import Unmovable, waiting
+from delayline.rabbitmq.admin.drain import ADVICE, Unmovable, batches, channel_of, must_have_levels, waiting
 from delayline.rabbitmq.admin.poison import carried, headers_of
 from delayline.rabbitmq.amqp.properties import message_from, unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher

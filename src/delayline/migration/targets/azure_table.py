@@ -12,10 +12,9 @@ import pyarrow as pa
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE, check_size
-from delayline.azure.message_index import MessageIndex
 from delayline.azure.names import Key, delays_name
 from delayline.azure.requests import Requests
-from delayline.azure.rows import ForeignRow, from_entity, row_of, to_entity
+from delayline.azure.rows import ForeignRow, MessageIndex, from_entity, row_of, to_entity
 from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.azure.transport import AzureStorageQueueTransport
 from delayline.bulk.staging import blocking

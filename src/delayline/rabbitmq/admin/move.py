@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, InvalidMessage
-from delayline.rabbitmq.admin.drain import batches, channel_of, must_have_levels
-from delayline.rabbitmq.admin.due_times import LevelMessage, Unmovable, waiting
+from delayline.rabbitmq.admin.drain import LevelMessage, Unmovable, batches, channel_of, must_have_levels, waiting
 from delayline.rabbitmq.admin.operations import BlockedMessages, overdue
 from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content, headers_of
 from delayline.rabbitmq.amqp.properties import unchanged
@@ -22,7 +21,7 @@ from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.levels import LEVELS, seconds_until
-from delayline.rabbitmq.routability import Routability
+from delayline.rabbitmq.topology import Routability
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.message import Message, from_wire_time, to_wire_time
-from delayline.rabbitmq.admin.due_times import LevelMessage
+from delayline.rabbitmq.admin.drain import LevelMessage
 from delayline.rabbitmq.amqp.properties import unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
