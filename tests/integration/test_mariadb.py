@@ -31,8 +31,8 @@ from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.databases import database_at
 from delayline.sql.dialects.mariadb import HEADROOM, Mariadb
 from delayline.sql.dialects.server import run
+from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.server_database import ServerDatabase
-from delayline.sql.statements import LONGEST_LIST
 from delayline.testing import Signals
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.servers.sqlite import database_of
 
+from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import NumberStatements
 from delayline.sql.schema import QUEUES, queue_tables, timeouts_table
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import Prepared, QueueStatements, StoreStatements
+from delayline.sql.statements import QueueStatements, StoreStatements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

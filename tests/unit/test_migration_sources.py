@@ -41,7 +41,7 @@ def test_the_commands_take_a_journal(tmp_path: object) -> None:
     result = CliRunner().invoke(main, words, prog_name="delayline")
     assert (result.exit_code, "--journal" in result.output) == (2, True)
     result = CliRunner().invoke(main, [*words, "--journal", f"sqlite:///{tmp_path}/journal.db"], prog_name="delayline")
-    assert "nothing was ever moved from RavenDB's export none.ravendbdump" in result.output
+    assert "no migration has run from RavenDB's export none.ravendbdump" in result.output
 
 
 def test_a_message_is_kept_under_names_that_databases_take() -> None:

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, select
 from sqlalchemy.dialects import mysql, sqlite
 
-from delayline.sql.statements import LONGEST_LIST, Prepared
+from delayline.sql.prepared import LONGEST_LIST, Prepared
 
 TABLE = Table("t", MetaData(), Column("id", Integer), Column("name", String(10)))
 PAGE = select(TABLE.c.id).where(TABLE.c.name == bindparam("name")).limit(bindparam("number")).offset(bindparam("skip"))

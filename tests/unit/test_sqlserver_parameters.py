@@ -21,9 +21,10 @@ from delayline.sql.dialect import IN_SESSION
 from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
 from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.journal import Journal
+from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
-from delayline.sql.statements import Prepared, QueueStatements, StoreStatements
+from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.timeouts.nservicebus import timeout_table
 from delayline.timeouts.persister import Timeout
 from delayline.timeouts.sql import TimeoutManagement

@@ -12,10 +12,11 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import ConfigurationError
 from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
+from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
 from delayline.sql.setup import texts
-from delayline.sql.statements import Prepared, QueueStatements, StoreStatements
+from delayline.sql.statements import QueueStatements, StoreStatements
 
 if TYPE_CHECKING:
     from sqlalchemy import Executable

@@ -16,9 +16,9 @@ from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, delet
 
 from delayline.clock import from_microseconds
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.schema import DUE, MAXIMUM_TABLE_NAME_LENGTH, TableGroup, register, text
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import LONGEST_LIST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -17,9 +17,9 @@ from delayline.errors import BackendUnavailable
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import CONTENT, DUE, TableGroup, register, text
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import Prepared
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
 

@@ -22,7 +22,7 @@ from delayline.spark.errors import translated_errors
 from delayline.spark.session import spark_session
 from delayline.sql.dialect import OnConflict
 from delayline.sql.journal import JournalEvent
-from delayline.sql.statements import LONGEST_LIST
+from delayline.sql.prepared import LONGEST_LIST
 
 if TYPE_CHECKING:
     import threading

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction
     from delayline.sql.dialect import Claims, Dialect, TableIdentity
     from delayline.sql.notifications import Notifications
-    from delayline.sql.statements import Prepared
+    from delayline.sql.prepared import Prepared
     from delayline.sql.transactions import Checkout
     from delayline.transaction import Transaction
 

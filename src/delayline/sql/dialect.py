@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
     from delayline.sql.notifications import ServerNotifications
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_clock import ServerClock
-    from delayline.sql.statements import Prepared
 
 
 Result = TypeVar("Result")

@@ -8,8 +8,9 @@ from sqlalchemy import and_, bindparam, delete, exists, func, insert, literal_co
 
 from delayline.message import Headers
 from delayline.sql.dialect import Moved
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
-from delayline.sql.statements import Prepared, QueueStatements
+from delayline.sql.statements import QueueStatements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

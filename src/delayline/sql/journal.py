@@ -34,7 +34,7 @@ from sqlalchemy.schema import ExecutableDDLElement
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql import schema
-from delayline.sql.statements import Prepared
+from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -30,10 +30,11 @@ from delayline.delayed.store import Outcome
 from delayline.errors import DelaylineError, NotStarted
 from delayline.sql.dialect import Moved
 from delayline.sql.forwarding import FileForwarding
+from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
 from delayline.sql.server_database import ServerDatabase
-from delayline.sql.statements import LONGEST_LIST, Prepared, store_channel
+from delayline.sql.statements import store_channel
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence

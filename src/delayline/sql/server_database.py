@@ -17,8 +17,8 @@ from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.deadlines import ABANDONED_AFTER, FACTOR, STOPPING, WATCH, StopLimit, long_work
 from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
+from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock, steady
-from delayline.sql.statements import Prepared
 from delayline.sql.workers import FairSemaphore, Workers
 
 if TYPE_CHECKING:

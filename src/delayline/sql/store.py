@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
+    from delayline.sql.prepared import Prepared
     from delayline.sql.row_claims import RowClaims
-    from delayline.sql.statements import Prepared
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction, TransactionMode

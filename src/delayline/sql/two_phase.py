@@ -25,8 +25,8 @@ from delayline.errors import (
     UnsupportedTransactionMode,
 )
 from delayline.events import Event, emit
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
-from delayline.sql.statements import Prepared
 from delayline.sql.transactions import CompositeTransaction, SqlTransaction
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from delayline.events import Event, emit
 from delayline.message import DelayedMessage, in_utc
 from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import EVERY_RIGHT, QUEUES
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import Prepared, check_size, queue_channel, store_channel
+from delayline.sql.statements import check_size, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import table_prefix, timeout_table
 from delayline.timeouts.statements import TimeoutStatements

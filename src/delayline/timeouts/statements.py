@@ -11,7 +11,7 @@ from sqlalchemy import bindparam, delete, func, insert, literal_column, select, 
 
 from delayline.clock import EPOCH
 from delayline.message import Message, to_wire_time
-from delayline.sql.statements import Prepared
+from delayline.sql.prepared import Prepared
 from delayline.timeouts.nservicebus import TimeoutTimes
 from delayline.timeouts.persister import (
     NO_SAGA,

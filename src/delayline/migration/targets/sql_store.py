@@ -18,9 +18,9 @@ from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import QUEUES, queue_tables
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import Prepared
 from delayline.sql.store import MICROSECOND
 from delayline.timeouts.nservicebus import table_prefix
 

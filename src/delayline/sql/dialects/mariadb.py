@@ -8,7 +8,6 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pymysql.connections import Connection
 from sqlalchemy import BinaryExpression, Table, UniqueConstraint, cast, collate, event, func, literal_column
 from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
@@ -33,19 +32,18 @@ from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of
 from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
+from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.schema import TO_PUT, must_fit
-from delayline.sql.statements import LONGEST_LIST
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Iterator, Mapping, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Delete, FromClause, Insert, Select, Table, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
     from delayline.sql.dialect import Finding, ServerSessions, Stage
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import Prepared
 
 
 #: The connection is of no use any more: the server shuts down, has killed it, or is not there.
@@ -460,7 +458,7 @@ class Mysql(Mariadb):
 
 def _connected(dialect: object, record: object, arguments: Sequence[Any], options: Mapping[str, Any]) -> object:
     """Return a connection of the driver's, for SQLAlchemy."""
-    from delayline.sql.dialects.mariadb import SharingConnection
+    from delayline.sql.dialects.mariadb_tls import SharingConnection
 
     del dialect, record
     return SharingConnection(*arguments, **options)
@@ -573,17 +571,3 @@ def _whole_seconds(due: datetime) -> datetime:
     """Return the time without its zone, rounded up to a second."""
     down = due.replace(microsecond=0, tzinfo=None)
     return down + timedelta(seconds=1) if due.microsecond else down
-
-
-class SharingConnection(Connection):
-    """A connection that encrypts by default, without verifying the server, if the URL has no TLS option."""
-
-    _shared: ClassVar[ssl.SSLContext | None] = None
-
-    def _create_ssl_ctx(self, sslp: Mapping[str, Any]) -> ssl.SSLContext:
-        if not sslp and self._shared is not None:
-            return self._shared
-        context: ssl.SSLContext = super()._create_ssl_ctx(sslp)  # type: ignore[misc]
-        if not sslp:
-            SharingConnection._shared = context
-        return context

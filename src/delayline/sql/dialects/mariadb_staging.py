@@ -12,7 +12,7 @@ from delayline.clock import from_microseconds
 from delayline.sql.dialect import OnConflict
 from delayline.sql.dialects.server import run
 from delayline.sql.dialects.staging import COLUMNS, StagedTable
-from delayline.sql.statements import Prepared
+from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

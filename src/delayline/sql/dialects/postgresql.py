@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Finding, ServerSessions, Stage
     from delayline.sql.dialects.postgresql_inserts import LoopInserts
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import Prepared
 
 OLDEST: Final = 13
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.dialect import Server, ServerSession, ServerSessions
-    from delayline.sql.statements import Prepared
+    from delayline.sql.prepared import Prepared
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit

@@ -31,8 +31,8 @@ from delayline.sql.deadlines import (
     StopLimit,
 )
 from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
-from delayline.sql.statements import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding, JournalTriggers, Stage, TimeoutForwarding
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import Prepared
 
 
 class FileClaims:

@@ -14,7 +14,7 @@ from sqlalchemy.schema import CreateTable, DropTable
 from delayline.errors import BackendUnusable
 from delayline.sql.dialect import OnConflict
 from delayline.sql.dialects.staging import PREFIX, stage_table
-from delayline.sql.statements import Prepared
+from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -64,8 +64,8 @@ from delayline.sql.dialects.sqlserver_sql import (
 )
 from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, CONTENT, must_fit, untyped
-from delayline.sql.statements import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.sql.dialect import Finding, ServerSessions
     from delayline.sql.forwarding import Columns
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.statements import Prepared
 
 OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
 #: How @@VERSION begins on a server whose version counts; that of Azure SQL has been 12.0.2000.8 for ever.
