@@ -25,7 +25,7 @@ URL = "sqlite:///delayline.db"
 
 
 @dataclass(frozen=True)
-class Ran:
+class Result:
     code: int
     out: str
     err: str
@@ -49,18 +49,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run() -> Callable[..., Ran]:
-    def call(*arguments: str, input: str | None = None) -> Ran:
+def run() -> Callable[..., Result]:
+    def call(*arguments: str, input: str | None = None) -> Result:
         result = CliRunner().invoke(main, list(arguments), input=input, prog_name="delayline")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
-        return Ran(result.exit_code, result.stdout, result.stderr)
+        return Result(result.exit_code, result.stdout, result.stderr)
 
     return call
 
 
 @pytest.fixture
-def ready(run: Callable[..., Ran]) -> Callable[..., Ran]:
+def ready(run: Callable[..., Result]) -> Callable[..., Result]:
     """The command line in a folder where `delayline setup` has run."""
     assert run("setup", "--queue", "billing").code == 0
     return run

@@ -15,7 +15,7 @@ from examples.demo import demo, lateness, reminders
 from examples.demo.play import Arrival, Course
 from examples.demo.reminders import DESTINATION
 from examples.demo.verdict import verdict_of
-from tests.cli.conftest import Ran, put
+from tests.cli.conftest import Result, put
 from tests.eventually import eventually
 
 from delayline.clock import from_microseconds
@@ -64,7 +64,7 @@ def test_a_short_demo_keeps_every_promise(folder: Path, processes: list[subproce
     processes.append(process)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    document = Ran(0, out, err).document
+    document = Result(0, out, err).document
     assert document["kept"]
     assert (document["sent"], document["received"]) == (300, 300)
     assert (document["lost"], document["duplicated"], document["early"]) == (0, 0, 0)
@@ -91,7 +91,7 @@ def test_a_demo_in_which_a_message_is_doubled_says_so(folder: Path, processes: l
     out, err = process.communicate(timeout=100)
     # Then the demo has failed
     assert process.returncode == 1, err
-    document = Ran(1, out, err).document
+    document = Result(1, out, err).document
     assert (document["kept"], document["lost"], document["duplicated"], document["early"]) == (False, 0, 1, 0)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Result
 
 from delayline import Message, SqlTransport
 from delayline.clock import to_microseconds
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def findings(ran: Ran) -> dict[str, tuple[bool, str]]:
+def findings(ran: Result) -> dict[str, tuple[bool, str]]:
     return {one["what"]: (one["ok"], one["text"]) for one in ran.document["findings"]}
 
 
@@ -30,7 +30,7 @@ def overdue_by(age: timedelta) -> None:
     connection.close()
 
 
-def test_everything_is_well(ready: Callable[..., Ran]) -> None:
+def test_everything_is_well(ready: Callable[..., Result]) -> None:
     ready("send", "billing", "x", "--delay", "1h")
     ran = ready("doctor", "--json")
     assert ran.code == 0
@@ -46,12 +46,12 @@ def test_everything_is_well(ready: Callable[..., Ran]) -> None:
     assert all(line.startswith("✓ ") for line in lines)
 
 
-def test_the_guarantee_follows_the_mode(ready: Callable[..., Ran]) -> None:
+def test_the_guarantee_follows_the_mode(ready: Callable[..., Result]) -> None:
     for mode, promised in (("receive-only", "at least once"), ("none", "at most once")):
         assert findings(ready("doctor", "--json", "--transaction-mode", mode))["guarantee"][1].startswith(promised)
 
 
-def test_a_pair_that_cannot_honour_the_mode_is_wrong(ready: Callable[..., Ran]) -> None:
+def test_a_pair_that_cannot_honour_the_mode_is_wrong(ready: Callable[..., Result]) -> None:
     ready("setup", "--url", "sqlite:///other.db")
     ran = ready("doctor", "--json", "--store-url", "sqlite:///other.db", "--transaction-mode", "transaction_scope")
     assert ran.code == 1
@@ -60,7 +60,7 @@ def test_a_pair_that_cannot_honour_the_mode_is_wrong(ready: Callable[..., Ran]) 
     assert "TRANSACTION_SCOPE needs one transaction" in text
 
 
-def test_without_setup_it_says_what_to_do_and_makes_nothing(run: Callable[..., Ran]) -> None:
+def test_without_setup_it_says_what_to_do_and_makes_nothing(run: Callable[..., Result]) -> None:
     ran = run("doctor")
     assert ran.code == 1
     assert "✗ connection" in ran.out
@@ -68,14 +68,14 @@ def test_without_setup_it_says_what_to_do_and_makes_nothing(run: Callable[..., R
     assert not Path("delayline.db").exists()
 
 
-def test_another_endpoint_is_not_set_up(ready: Callable[..., Ran]) -> None:
+def test_another_endpoint_is_not_set_up(ready: Callable[..., Result]) -> None:
     found = findings(ready("doctor", "--json", "--endpoint", "other"))
     assert found["queue other"][0] is False
     assert found["delayed messages"][0] is False
     assert "delayline setup" in found["delayed messages"][1]
 
 
-def test_messages_that_nobody_dispatches_are_wrong(ready: Callable[..., Ran]) -> None:
+def test_messages_that_nobody_dispatches_are_wrong(ready: Callable[..., Result]) -> None:
     ready("send", "billing", "x", "--delay", "1h", "--id", "late")
     overdue_by(timedelta(seconds=2))
     assert ready("doctor").code == 0
@@ -88,7 +88,7 @@ def test_messages_that_nobody_dispatches_are_wrong(ready: Callable[..., Ran]) ->
     assert "Nobody dispatches" in text
 
 
-def test_a_file_that_is_no_database_is_told_in_one_line(ready: Callable[..., Ran]) -> None:
+def test_a_file_that_is_no_database_is_told_in_one_line(ready: Callable[..., Result]) -> None:
     Path("text.db").write_text("this is no database" * 100)
     ran = ready("doctor", "--url", "sqlite:///text.db")
     assert ran.code == 1
@@ -109,7 +109,9 @@ def timeouts(folder: Path, *, after: timedelta) -> None:
     asyncio.run(leave())
 
 
-def test_a_timeout_manager_that_drains_is_told_of(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_manager_that_drains_is_told_of(
+    ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Given
     monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
     ready("setup", "--endpoint", "sales")
@@ -136,14 +138,18 @@ def test_a_timeout_manager_that_drains_is_told_of(ready: Callable[..., Ran], mon
     assert "Nobody dispatches" in text
 
 
-def test_a_timeout_manager_of_which_nothing_is_left(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_manager_of_which_nothing_is_left(
+    ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
     monkeypatch.setenv("DELAYLINE_DISABLE_TIMEOUT_MANAGER", "true")
     ok, text = findings(ready("doctor", "--json"))["timeout manager"]
     assert (ok, text) == (True, "empty and disabled; nothing of it is left")
 
 
-def test_an_endpoint_drains_what_the_settings_name(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_drains_what_the_settings_name(
+    ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
     ready("setup", "--endpoint", "sales")
     timeouts(Path.cwd(), after=timedelta(seconds=-1))
@@ -161,7 +167,7 @@ def test_an_endpoint_drains_what_the_settings_name(ready: Callable[..., Ran], mo
 
 
 def test_what_a_dry_run_shows_is_all_that_draining_needs(
-    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given tables that an administrator has made from what the dry run printed
     monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
@@ -183,7 +189,7 @@ def test_what_a_dry_run_shows_is_all_that_draining_needs(
 
 
 def test_a_table_that_was_not_taken_over_yet_is_not_called_empty(
-    ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a timeout in a table beside which nothing of delayline's was set up
     timeouts(Path.cwd(), after=timedelta(hours=1))
@@ -198,7 +204,7 @@ def test_a_table_that_was_not_taken_over_yet_is_not_called_empty(
 
 
 def test_a_timeout_manager_is_set_up_examined_and_looked_into(
-    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given an endpoint whose delayed messages are kept by a timeout manager
     monkeypatch.setenv("DELAYLINE_TIMEOUT_MANAGER", "true")

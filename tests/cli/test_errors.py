@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran, messages_in, put
+from tests.cli.conftest import Result, messages_in, put
 
 from delayline import Headers, Message
 from delayline.recoverability import failure_headers
@@ -22,7 +22,7 @@ def failed(message_id: str, queue: str | None = "billing") -> Message:
 
 
 @pytest.fixture
-def failures(ready: Callable[..., Ran]) -> Callable[..., Ran]:
+def failures(ready: Callable[..., Result]) -> Callable[..., Result]:
     """The command line where messages are in the error queue."""
     put("error", [failed("a"), failed("b"), failed("lost", "gone"), failed("bare", None)])
     return ready
@@ -32,7 +32,7 @@ def ids(queue: str) -> list[str]:
     return [message.id for message in messages_in(queue)]
 
 
-def test_failed_messages_are_listed_with_where_when_and_why(failures: Callable[..., Ran]) -> None:
+def test_failed_messages_are_listed_with_where_when_and_why(failures: Callable[..., Result]) -> None:
     document = failures("errors", "list", "--json").document
     assert document["total"] == 4
     assert document["errors"][0] == {
@@ -47,7 +47,7 @@ def test_failed_messages_are_listed_with_where_when_and_why(failures: Callable[.
     assert shown.endswith("4 in error, 2 shown\n")
 
 
-def test_one_is_shown_whole(failures: Callable[..., Ran]) -> None:
+def test_one_is_shown_whole(failures: Callable[..., Result]) -> None:
     document = failures("errors", "show", "a", "--json").document
     assert (document["id"], document["body"], document["headers"]["tenant"]) == ("a", "the body", "acme")
     shown = failures("errors", "show", "a").out
@@ -58,7 +58,7 @@ def test_one_is_shown_whole(failures: Callable[..., Ran]) -> None:
     assert "no message 'nobody'" in missing.err
 
 
-def test_a_retried_message_arrives_without_the_headers_of_its_failure(failures: Callable[..., Ran]) -> None:
+def test_a_retried_message_arrives_without_the_headers_of_its_failure(failures: Callable[..., Result]) -> None:
     ran = failures("errors", "retry", "b", "--json")
     assert (ran.code, ran.document) == (0, {"retried": [{"id": "b", "queue": "billing"}], "failed": []})
     [message] = messages_in("billing")
@@ -66,7 +66,7 @@ def test_a_retried_message_arrives_without_the_headers_of_its_failure(failures: 
     assert ids("error") == ["a", "lost", "bare"]
 
 
-def test_what_cannot_be_retried_stays(failures: Callable[..., Ran]) -> None:
+def test_what_cannot_be_retried_stays(failures: Callable[..., Result]) -> None:
     ran = failures("errors", "retry", "--all")
     assert ran.code == 1
     assert "queue 'gone' does not exist; it stays in error" in ran.out
@@ -79,20 +79,20 @@ def test_what_cannot_be_retried_stays(failures: Callable[..., Ran]) -> None:
     assert ids("error") == []
 
 
-def test_copies_are_retried_one_by_one(failures: Callable[..., Ran]) -> None:
+def test_copies_are_retried_one_by_one(failures: Callable[..., Result]) -> None:
     put("error", [failed("a")])
     assert failures("errors", "retry", "a", "a").code == 0
     assert ids("error").count("a") == 1
 
 
-def test_an_unknown_id_is_told(failures: Callable[..., Ran]) -> None:
+def test_an_unknown_id_is_told(failures: Callable[..., Result]) -> None:
     ran = failures("errors", "retry", "nobody", "a")
     assert ran.code == 1
     assert "✗ nobody: not in error" in ran.out
     assert ids("billing") == ["a"]
 
 
-def test_damaged_headers_are_listed_and_can_be_sent_as_they_are(ready: Callable[..., Ran]) -> None:
+def test_damaged_headers_are_listed_and_can_be_sent_as_they_are(ready: Callable[..., Result]) -> None:
     put("error", [Message.from_encoded("damaged", b"{not json", b"body")])
     assert "corrupted headers" in ready("errors", "list").out
     assert ready("errors", "show", "damaged").code == 0
@@ -103,12 +103,12 @@ def test_damaged_headers_are_listed_and_can_be_sent_as_they_are(ready: Callable[
     assert message.encoded_headers == b"{not json"
 
 
-def test_retry_needs_ids_or_all_but_not_both(failures: Callable[..., Ran]) -> None:
+def test_retry_needs_ids_or_all_but_not_both(failures: Callable[..., Result]) -> None:
     assert failures("errors", "retry").code == 2
     assert failures("errors", "retry", "a", "--all").code == 2
 
 
-def test_purge_asks_first(failures: Callable[..., Ran]) -> None:
+def test_purge_asks_first(failures: Callable[..., Result]) -> None:
     ran = failures("errors", "purge", input="n\n")
     assert ran.code == 1
     assert "Drop 4 messages of 'error' for good?" in ran.out
@@ -119,11 +119,11 @@ def test_purge_asks_first(failures: Callable[..., Ran]) -> None:
     assert ids("error") == []
 
 
-def test_purge_can_be_told_not_to_ask(failures: Callable[..., Ran]) -> None:
+def test_purge_can_be_told_not_to_ask(failures: Callable[..., Result]) -> None:
     assert failures("errors", "purge", "--yes", "--json").document == {"queue": "error", "dropped": 4}
 
 
-def test_an_error_queue_that_is_not_there_is_told(ready: Callable[..., Ran]) -> None:
+def test_an_error_queue_that_is_not_there_is_told(ready: Callable[..., Result]) -> None:
     for command in (["list"], ["retry", "--all"], ["purge", "--yes"]):
         ran = ready("errors", *command, "--error-queue", "oops")
         assert (ran.code, ran.out) == (1, "")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran, delayline_process
+from tests.cli.conftest import Result, delayline_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +15,7 @@ REMINDERS = Path(__file__).parents[2] / "examples/reminders"
 
 
 def test_reminders_by_hand(
-    run: Callable[..., Ran],
+    run: Callable[..., Result],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     processes: list[subprocess.Popen[str]],

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 import pytest
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Result
 
 from delayline.cli import main
 
@@ -22,7 +22,7 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
 
 
 @pytest.mark.parametrize("path", list(commands(main)), ids=lambda path: " ".join(path) or "delayline")
-def test_every_help_shows_an_example(run: Callable[..., Ran], path: tuple[str, ...]) -> None:
+def test_every_help_shows_an_example(run: Callable[..., Result], path: tuple[str, ...]) -> None:
     for flag in ("--help", "-h"):
         ran = run(*path, flag)
         assert ran.code == 0
@@ -38,12 +38,12 @@ def test_help_does_not_wait_for_sqlalchemy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_the_version_is_told(run: Callable[..., Ran]) -> None:
+def test_the_version_is_told(run: Callable[..., Result]) -> None:
     assert run("--version").out.startswith("delayline, version ")
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["send", "--nonsense"], ["pending", "--limit", "0"], ["cancel"]])
-def test_wrong_usage_exits_with_2(run: Callable[..., Ran], arguments: list[str]) -> None:
+def test_wrong_usage_exits_with_2(run: Callable[..., Result], arguments: list[str]) -> None:
     ran = run(*arguments)
     assert (ran.code, ran.out) == (2, "")
     assert "Error: " in ran.err
@@ -61,7 +61,7 @@ def test_wrong_usage_exits_with_2(run: Callable[..., Ran], arguments: list[str])
         ["reschedule", "x", "--delay", "1s"],
     ],
 )
-def test_a_wrong_setting_exits_with_2_and_no_stack_trace(run: Callable[..., Ran], arguments: list[str]) -> None:
+def test_a_wrong_setting_exits_with_2_and_no_stack_trace(run: Callable[..., Result], arguments: list[str]) -> None:
     ran = run(*arguments, "--url", "oracle://me:secret@host/db")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("error: no ")
@@ -69,7 +69,7 @@ def test_a_wrong_setting_exits_with_2_and_no_stack_trace(run: Callable[..., Ran]
     assert "secret" not in ran.err
 
 
-def test_an_endpoint_has_to_be_named(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_has_to_be_named(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DELAYLINE_ENDPOINT")
     for command in (["setup"], ["pending"], ["doctor"], ["run"], ["send", "a", "b"], ["cancel", "x"]):
         ran = run(*command)

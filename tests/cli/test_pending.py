@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import URL, Ran
+from tests.cli.conftest import URL, Result
 from tests.integration.cold_rows import hold
 
 from delayline import Message, TransactionMode
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def three(ready: Callable[..., Ran]) -> Callable[..., Ran]:
+def three(ready: Callable[..., Result]) -> Callable[..., Result]:
     """The command line with three pending messages."""
     assert ready("setup", "--queue", "shipping").code == 0
     for message_id, destination, delay in (("a", "billing", "1h"), ("b", "billing", "3d"), ("c", "shipping", "2h")):
@@ -27,12 +27,12 @@ def three(ready: Callable[..., Ran]) -> Callable[..., Ran]:
     return ready
 
 
-def ids(ran: Ran) -> list[str]:
+def ids(ran: Result) -> list[str]:
     assert ran.code == 0
     return [one["id"] for one in ran.document["pending"]]
 
 
-def test_what_waits_is_listed_earliest_first(three: Callable[..., Ran]) -> None:
+def test_what_waits_is_listed_earliest_first(three: Callable[..., Result]) -> None:
     assert ids(three("pending", "--json")) == ["a", "c", "b"]
     assert ids(three("pending", "--json", "--destination", "billing")) == ["a", "b"]
     assert ids(three("pending", "--json", "--limit", "1")) == ["a"]
@@ -44,13 +44,13 @@ def test_what_waits_is_listed_earliest_first(three: Callable[..., Ran]) -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_nothing_waits(ready: Callable[..., Ran]) -> None:
+def test_nothing_waits(ready: Callable[..., Result]) -> None:
     assert ready("pending").out == "no pending messages\n"
     assert ready("pending", "--count").out == "0 pending messages\n"
     assert ids(ready("pending", "--json")) == []
 
 
-def test_what_waits_is_counted_by_due_time_and_destination(three: Callable[..., Ran]) -> None:
+def test_what_waits_is_counted_by_due_time_and_destination(three: Callable[..., Result]) -> None:
     document = three("pending", "--count", "--bucket", "52w", "--json").document
     assert document["total"] == 3
     assert sorted((one["destination"], one["count"]) for one in document["counts"]) in (
@@ -63,7 +63,7 @@ def test_what_waits_is_counted_by_due_time_and_destination(three: Callable[..., 
     assert three("pending", "--count", "--bucket", "0s").code == 2
 
 
-def test_cancel_tells_each_outcome(three: Callable[..., Ran]) -> None:
+def test_cancel_tells_each_outcome(three: Callable[..., Result]) -> None:
     ran = three("cancel", "a", "nobody", "--json")
     assert ran.code == 1
     assert ran.document == {"outcomes": {"a": "done", "nobody": "not pending"}}
@@ -72,7 +72,7 @@ def test_cancel_tells_each_outcome(three: Callable[..., Ran]) -> None:
     assert "✗ b: no pending message has this id" in three("cancel", "b").out
 
 
-def test_reschedule_moves_the_due_time(three: Callable[..., Ran]) -> None:
+def test_reschedule_moves_the_due_time(three: Callable[..., Result]) -> None:
     ran = three("reschedule", "b", "--delay", "10m")
     assert (ran.code, ran.out[:10]) == (0, "✓ b: due 2")
     assert three("reschedule", "c", "--at", "2090-01-01T00:00:00Z", "--json").document == {"outcomes": {"c": "done"}}
@@ -90,7 +90,7 @@ def test_reschedule_moves_the_due_time(three: Callable[..., Ran]) -> None:
     ],
 )
 def test_a_wrong_due_time_changes_nothing(
-    three: Callable[..., Ran], arguments: list[str], code: int, told: str
+    three: Callable[..., Result], arguments: list[str], code: int, told: str
 ) -> None:
     ran = three("reschedule", *arguments)
     assert (ran.code, ran.out) == (code, "")
@@ -98,18 +98,18 @@ def test_a_wrong_due_time_changes_nothing(
     assert ids(three("pending", "--json")) == ["a", "c", "b"]
 
 
-def test_rescheduling_nothing_fails(three: Callable[..., Ran]) -> None:
+def test_rescheduling_nothing_fails(three: Callable[..., Result]) -> None:
     assert three("reschedule", "nobody", "--delay", "1h").code == 1
 
 
-def test_what_waits_can_be_seen_where_the_queues_are_not(ready: Callable[..., Ran]) -> None:
+def test_what_waits_can_be_seen_where_the_queues_are_not(ready: Callable[..., Result]) -> None:
     ran = ready("pending", "--json", "--transport-url", "sqlite:///gone.db")
     assert ran.code == 0
     assert not Path("gone.db").exists()
 
 
 def test_both_tiers_are_seen_and_changed_where_there_is_a_cold_one(
-    three: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    three: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given messages in the store and in files
     due = datetime.now(UTC) + timedelta(days=2)
@@ -135,7 +135,7 @@ def test_both_tiers_are_seen_and_changed_where_there_is_a_cold_one(
 
 
 def test_what_is_left_in_an_old_timeout_manager_is_listed_and_changed(
-    ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = ready("pending", "--timeouts")
     assert (refused.code, "timeouts_url" in refused.err) == (2, True)

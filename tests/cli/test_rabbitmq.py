@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Result
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 from tests.integration.test_rabbitmq_migration import conventional, put
 
@@ -25,8 +25,8 @@ V1, V2 = DelayInfrastructure.v1(), DelayInfrastructure.v2()
 
 @pytest.fixture
 def on_broker(
-    run: Callable[..., Ran], rabbitmq: RabbitmqServer, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Ran]:
+    run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
     """The command line with a broker in its settings."""
     monkeypatch.setenv("DELAYLINE_URL", f"{rabbitmq_url}?management={rabbitmq.management_url}")
     return lambda *arguments: run("rabbitmq", *arguments)
@@ -40,7 +40,7 @@ def with_channel(url: str, work: Callable[[Channel], Any]) -> Any:  # noqa: ANN4
     return asyncio.run(run())
 
 
-def test_levels_are_created_and_verified(on_broker: Callable[..., Ran]) -> None:
+def test_levels_are_created_and_verified(on_broker: Callable[..., Result]) -> None:
     # Given a broker without levels
     before = on_broker("verify")
     assert before.code == 1
@@ -60,21 +60,21 @@ def test_levels_are_created_and_verified(on_broker: Callable[..., Ran]) -> None:
     assert {"what": "queues", "ok": True, "text": "all 28 are as they should be"} in document["checks"]
 
 
-def test_levels_of_other_names_are_created_on_request(on_broker: Callable[..., Ran]) -> None:
+def test_levels_of_other_names_are_created_on_request(on_broker: Callable[..., Result]) -> None:
     document = on_broker("create", "--delays", "acme", "--json").document
     assert (document["prefix"], document["queues"]) == ("acme", 28)
     assert on_broker("verify", "--delays", "acme").code == 0
     assert on_broker("verify").code == 1
 
 
-def test_levels_that_differ_are_told_by_argument(on_broker: Callable[..., Ran], rabbitmq_url: str) -> None:
+def test_levels_that_differ_are_told_by_argument(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
     with_channel(rabbitmq_url, lambda channel: channel.queue_declare(V2.level(3), durable=True))
     ran = on_broker("create")
     assert ran.code == 1
     assert "'nsb.v2.delay-level-03' has x-" in ran.err
 
 
-def test_messages_are_migrated_and_what_cannot_be_is_told(on_broker: Callable[..., Ran], rabbitmq_url: str) -> None:
+def test_messages_are_migrated_and_what_cannot_be_is_told(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
     # Given messages in v1's levels, one of them malformed
     assert (on_broker("create", "--delays", "v1").code, on_broker("create").code) == (0, 0)
 
@@ -109,7 +109,7 @@ def test_messages_are_migrated_and_what_cannot_be_is_told(on_broker: Callable[..
 
 
 def test_messages_are_transferred_to_another_broker(
-    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq: RabbitmqServer, rabbitmq_url: str
+    run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str
 ) -> None:
     target = rabbitmq.new_vhost()
     try:
@@ -126,7 +126,7 @@ def test_messages_are_transferred_to_another_broker(
         rabbitmq.drop_vhost(target)
 
 
-def test_what_waits_is_counted_with_when_it_comes_due(on_broker: Callable[..., Ran], rabbitmq_url: str) -> None:
+def test_what_waits_is_counted_with_when_it_comes_due(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
     on_broker("create")
     assert on_broker("pending").out.startswith("0 pending messages in nsb.v2.* at amqp://guest@")
 
@@ -145,7 +145,7 @@ def test_what_waits_is_counted_with_when_it_comes_due(on_broker: Callable[..., R
     assert document["levels"][0] == {"level": 6, "count": 2, "due_within": 127}
 
 
-def test_messages_to_nobody_are_caught_on_request(on_broker: Callable[..., Ran]) -> None:
+def test_messages_to_nobody_are_caught_on_request(on_broker: Callable[..., Result]) -> None:
     on_broker("create")
     assert "go to the queue nsb.v2.delay-undeliverable" in on_broker("catch-all", "on").out
     assert on_broker("verify").code == 0
@@ -153,13 +153,13 @@ def test_messages_to_nobody_are_caught_on_request(on_broker: Callable[..., Ran])
     assert "it was off already" in on_broker("catch-all", "off").out
 
 
-def levels_of(ran: Ran) -> dict[str, tuple[bool, str]]:
+def levels_of(ran: Result) -> dict[str, tuple[bool, str]]:
     found = ran.document["findings"]
     return {one["what"]: (one["ok"], one["text"]) for one in found if one["what"].startswith("delay levels")}
 
 
 def test_doctor_finds_what_is_wrong_with_the_levels(
-    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+    run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     # Given an endpoint that is set up on a broker
     assert run("doctor", "--json").code == 1
@@ -202,7 +202,7 @@ def lose(url: str, levels: DelayInfrastructure = V2, number: int = 3) -> None:
 
 
 def test_what_was_caught_is_counted_by_everything_that_counts(
-    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+    run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     # Given an endpoint that is set up, which has due messages without a destination caught
     assert run("setup").code == 0
@@ -220,7 +220,7 @@ def test_what_was_caught_is_counted_by_everything_that_counts(
 
 
 def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
-    on_broker: Callable[..., Ran], rabbitmq_url: str
+    on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     # Given messages that hang in the lowest level, where no count of ready messages shows them
     on_broker("create", "--delays", "other")
@@ -240,7 +240,7 @@ def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
 
 
 def test_without_the_management_api_a_count_says_what_it_leaves_out(
-    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+    run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     assert run("setup").code == 0
     closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
@@ -254,7 +254,7 @@ def test_without_the_management_api_a_count_says_what_it_leaves_out(
 
 
 def test_a_user_who_may_set_no_policy_is_told_what_is_missing(
-    run: Callable[..., Ran], rabbitmq: RabbitmqServer, rabbitmq_url: str
+    run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str
 ) -> None:
     # Given a user who may create the levels, but no policy
     user = rabbitmq.new_user(rabbitmq_url, tags="monitoring")
@@ -272,7 +272,7 @@ def test_a_user_who_may_set_no_policy_is_told_what_is_missing(
 
 
 def test_doctor_does_without_the_management_plugin(
-    run: Callable[..., Ran], on_broker: Callable[..., Ran], rabbitmq_url: str
+    run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
     assert run("setup", "--url", closed).code == 0
@@ -293,7 +293,7 @@ def test_doctor_does_without_the_management_plugin(
 
 
 def test_doctor_looks_for_no_levels_where_messages_wait_in_a_database(
-    run: Callable[..., Ran], rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Result], rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYLINE_TRANSPORT_URL", rabbitmq_url)
     assert run("setup").code == 0
@@ -303,13 +303,13 @@ def test_doctor_looks_for_no_levels_where_messages_wait_in_a_database(
 
 
 @pytest.mark.parametrize("command", ["create", "verify", "migrate", "pending"])
-def test_another_technologys_url_is_wrong_usage(run: Callable[..., Ran], command: str) -> None:
+def test_another_technologys_url_is_wrong_usage(run: Callable[..., Result], command: str) -> None:
     ran = run("rabbitmq", command, "--url", "sqlite:///delayline.db")
     assert ran.code == 2
     assert "'sqlite:///delayline.db' is not a broker. Give --url amqp://" in ran.err
 
 
-def test_a_broker_that_is_not_there_is_told_without_the_password(run: Callable[..., Ran]) -> None:
+def test_a_broker_that_is_not_there_is_told_without_the_password(run: Callable[..., Result]) -> None:
     for command in ("create", "pending", "migrate"):
         ran = run("rabbitmq", command, "--url", "amqp://shop:s3cret@127.0.0.1:1/orders")
         assert ran.code == 1
@@ -317,7 +317,7 @@ def test_a_broker_that_is_not_there_is_told_without_the_password(run: Callable[.
         assert "s3cret" not in ran.err + ran.out
 
 
-def test_without_the_management_plugin_verify_says_what_to_enable(run: Callable[..., Ran]) -> None:
+def test_without_the_management_plugin_verify_says_what_to_enable(run: Callable[..., Result]) -> None:
     ran = run("rabbitmq", "verify", "--url", "amqp://localhost/", "--management-url", "http://127.0.0.1:1")
     assert ran.code == 1
     assert "rabbitmq-plugins enable rabbitmq_management" in ran.err

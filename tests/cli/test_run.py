@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Ran, delayline_process, messages_in
+from tests.cli.conftest import Result, delayline_process, messages_in
 from tests.eventually import eventually
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ number = 5
 
 
 @pytest.fixture
-def shop(ready: Callable[..., Ran], folder: Path) -> Callable[..., Ran]:
+def shop(ready: Callable[..., Result], folder: Path) -> Callable[..., Result]:
     (folder / "shop.py").write_text(SHOP)
     assert ready("setup", "--queue", "broken").code == 0
     return ready
@@ -51,7 +51,7 @@ def shop(ready: Callable[..., Ran], folder: Path) -> Callable[..., Ran]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_once_what_is_in_flight_is_done(
-    shop: Callable[..., Ran], processes: list[subprocess.Popen[str]], number: signal.Signals
+    shop: Callable[..., Result], processes: list[subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     shop("send", "billing", "slow")
     process = delayline_process("run", "shop:billing", "--json")
@@ -65,7 +65,7 @@ def test_a_signal_ends_it_once_what_is_in_flight_is_done(
     assert messages_in("billing") == []
 
 
-def test_a_critical_error_exits_with_1(shop: Callable[..., Ran], processes: list[subprocess.Popen[str]]) -> None:
+def test_a_critical_error_exits_with_1(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:
     shop("send", "broken", "x")
     process = delayline_process("run", "shop:broken")
     processes.append(process)
@@ -77,7 +77,7 @@ def test_a_critical_error_exits_with_1(shop: Callable[..., Ran], processes: list
 
 
 def test_without_module_it_dispatches_what_is_due(
-    ready: Callable[..., Ran], processes: list[subprocess.Popen[str]]
+    ready: Callable[..., Result], processes: list[subprocess.Popen[str]]
 ) -> None:
     process = delayline_process("run")
     processes.append(process)
@@ -100,7 +100,7 @@ def test_without_module_it_dispatches_what_is_due(
         ("shop:number", "is a int, not an Endpoint. Its endpoints are: billing, broken, synchronous"),
     ],
 )
-def test_a_target_that_is_no_endpoint_is_told(shop: Callable[..., Ran], target: str, told: str) -> None:
+def test_a_target_that_is_no_endpoint_is_told(shop: Callable[..., Result], target: str, told: str) -> None:
     ran = shop("run", target)
     assert (ran.code, ran.out) == (2, "")
     assert told in ran.err

@@ -15,16 +15,16 @@ from delayline.cli import message_file
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.cli.conftest import Ran
+    from tests.cli.conftest import Result
 
 LATER = "2090-01-01T00:00:00+01:00"
 
 
-def waiting(run: Callable[..., Ran]) -> dict[str, Any]:
+def waiting(run: Callable[..., Result]) -> dict[str, Any]:
     return {one["id"]: one for one in run("pending", "--json", "--limit", "1000").document["pending"]}
 
 
-def test_a_delayed_message_waits(ready: Callable[..., Ran]) -> None:
+def test_a_delayed_message_waits(ready: Callable[..., Result]) -> None:
     sent = ready("send", "billing", '{"order": 17}', "--delay", "1h30m", "--id", "order-17", "--json").document
     assert sent["id"] == "order-17"
     due = datetime.fromisoformat(sent["due"])
@@ -38,11 +38,11 @@ def test_a_delayed_message_waits(ready: Callable[..., Ran]) -> None:
     }
 
 
-def test_a_time_with_a_zone_is_that_instant(ready: Callable[..., Ran]) -> None:
+def test_a_time_with_a_zone_is_that_instant(ready: Callable[..., Result]) -> None:
     assert ready("send", "billing", "x", "--at", LATER, "--json").document["due"] == "2089-12-31T23:00:00+00:00"
 
 
-def test_without_delay_it_goes_to_its_queue_at_once(ready: Callable[..., Ran]) -> None:
+def test_without_delay_it_goes_to_its_queue_at_once(ready: Callable[..., Result]) -> None:
     assert ready("send", "billing", "-", "--header", "tenant=a=b", input="from stdin").code == 0
     [message] = messages_in("billing")
     assert message.text == "from stdin"
@@ -50,7 +50,7 @@ def test_without_delay_it_goes_to_its_queue_at_once(ready: Callable[..., Ran]) -
     assert Headers.REPLY_TO not in message.headers
 
 
-def test_sending_an_id_again_changes_nothing(ready: Callable[..., Ran]) -> None:
+def test_sending_an_id_again_changes_nothing(ready: Callable[..., Result]) -> None:
     for delay in ("1h", "2h"):
         assert ready("send", "billing", delay, "--delay", delay, "--id", "one").code == 0
     assert len(waiting(ready)) == 1
@@ -77,7 +77,7 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Ran]) -> None:
     ],
 )
 def test_what_cannot_be_sent_is_said_in_one_line(
-    ready: Callable[..., Ran], arguments: list[str], code: int, told: str
+    ready: Callable[..., Result], arguments: list[str], code: int, told: str
 ) -> None:
     ran = ready("send", *arguments)
     assert (ran.code, ran.out) == (code, "")
@@ -88,7 +88,7 @@ def test_what_cannot_be_sent_is_said_in_one_line(
         assert ran.err.count("\n") == 1
 
 
-def test_a_csv_file_is_stored_and_its_bad_lines_are_kept_apart(ready: Callable[..., Ran]) -> None:
+def test_a_csv_file_is_stored_and_its_bad_lines_are_kept_apart(ready: Callable[..., Result]) -> None:
     Path("r.csv").write_text(
         "id,destination,body,delay,deliver_at,headers\n"
         'a,billing,"{""n"": 1}",1h,,\n'
@@ -127,7 +127,7 @@ def test_a_csv_file_is_stored_and_its_bad_lines_are_kept_apart(ready: Callable[.
     assert rejected[1]["delay"] == "soon"
 
 
-def test_a_corrected_rejected_file_can_be_sent(ready: Callable[..., Ran]) -> None:
+def test_a_corrected_rejected_file_can_be_sent(ready: Callable[..., Result]) -> None:
     Path("r.csv").write_text("id,destination,body,delay\na,billing,x,soon\n")
     assert ready("send", "--from", "r.csv").code == 1
     rejected = Path("r.csv.rejected")
@@ -136,7 +136,7 @@ def test_a_corrected_rejected_file_can_be_sent(ready: Callable[..., Ran]) -> Non
     assert (ran.code, ran.document["stored"]) == (0, 1)
 
 
-def test_json_lines_are_stored_and_bad_ones_kept_apart(ready: Callable[..., Ran]) -> None:
+def test_json_lines_are_stored_and_bad_ones_kept_apart(ready: Callable[..., Result]) -> None:
     good = {"id": "a", "destination": "billing", "body": {"n": 1}, "delay": "PT1H", "headers": {"k": "v"}}
     lines = [
         json.dumps(good),
@@ -189,7 +189,7 @@ DEEP = "[" * 100_000
     ],
     ids=range(18),
 )
-def test_a_hostile_json_line_is_rejected_alone(ready: Callable[..., Ran], line: bytes, reason: str) -> None:
+def test_a_hostile_json_line_is_rejected_alone(ready: Callable[..., Result], line: bytes, reason: str) -> None:
     # Given a bad line between two good ones
     lines = [json.dumps(GOOD_LINE | {"id": "a"}).encode(), line, json.dumps(GOOD_LINE | {"id": "b"}).encode()]
     Path("r.jsonl").write_bytes(b"\n".join(lines))
@@ -218,7 +218,7 @@ def test_a_hostile_json_line_is_rejected_alone(ready: Callable[..., Ran], line: 
     ],
     ids=range(5),
 )
-def test_a_hostile_csv_line_is_rejected_alone(ready: Callable[..., Ran], line: bytes, reason: str) -> None:
+def test_a_hostile_csv_line_is_rejected_alone(ready: Callable[..., Result], line: bytes, reason: str) -> None:
     good = b"destination,body,delay,id,headers\nbilling,x,1h,a,\n%s\nbilling,x,1h,b,\n"
     Path("r.csv").write_bytes(good % line)
     ran = ready("send", "--from", "r.csv", "--json")
@@ -233,7 +233,7 @@ def test_a_hostile_csv_line_is_rejected_alone(ready: Callable[..., Ran], line: b
 
 @pytest.mark.parametrize("name", ["r.csv", "r.jsonl"])
 def test_a_line_that_is_too_long_is_rejected_without_reading_all_of_it(
-    ready: Callable[..., Ran], name: str, monkeypatch: pytest.MonkeyPatch
+    ready: Callable[..., Result], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(message_file, "LONGEST_LINE", 1000)
     lines = ["destination,body,delay,id", "billing,x,1h,a", f"billing,{'x' * 10_000},1h,c", "billing,x,1h,b"]
@@ -246,7 +246,7 @@ def test_a_line_that_is_too_long_is_rejected_without_reading_all_of_it(
     assert [one["line"] for one in ran.document["first_rejected"]] == [3]
 
 
-def test_rejected_lines_follow_no_link(ready: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_lines_follow_no_link(ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a link to another file that appears where rejected lines go after the name was freed
     Path("other").write_text("mine")
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
@@ -260,7 +260,7 @@ def test_rejected_lines_follow_no_link(ready: Callable[..., Ran], monkeypatch: p
     assert Path("other").read_text() == "mine"
 
 
-def test_sending_a_file_again_changes_nothing(ready: Callable[..., Ran]) -> None:
+def test_sending_a_file_again_changes_nothing(ready: Callable[..., Result]) -> None:
     row = json.dumps({"destination": "billing", "body": "x", "delay": "1h"}) + "\n"
     Path("r.jsonl").write_text(row * 3)
     for _ in range(2):
@@ -270,7 +270,7 @@ def test_sending_a_file_again_changes_nothing(ready: Callable[..., Ran]) -> None
     assert not Path("r.jsonl.rejected").exists()
 
 
-def test_many_rows_are_stored(ready: Callable[..., Ran]) -> None:
+def test_many_rows_are_stored(ready: Callable[..., Result]) -> None:
     rows = "".join(f"{number},billing,x,1h\n" for number in range(5000))
     Path("r.csv").write_text("id,destination,body,delay\n" + rows)
     assert ready("send", "--from", "r.csv").out.splitlines()[-1] == "5000 stored, 0 rejected"
@@ -289,7 +289,7 @@ def test_many_rows_are_stored(ready: Callable[..., Ran]) -> None:
     ],
 )
 def test_a_file_that_cannot_be_understood_at_all_is_refused(
-    ready: Callable[..., Ran], name: str, content: str, told: str
+    ready: Callable[..., Result], name: str, content: str, told: str
 ) -> None:
     Path(name).write_text(content)
     ran = ready("send", "--from", name)
@@ -297,19 +297,19 @@ def test_a_file_that_cannot_be_understood_at_all_is_refused(
     assert told in ran.err
 
 
-def test_sending_before_setup_says_what_to_do(run: Callable[..., Ran]) -> None:
+def test_sending_before_setup_says_what_to_do(run: Callable[..., Result]) -> None:
     ran = run("send", "billing", "x", "--delay", "1h")
     assert (ran.code, ran.out) == (1, "")
     assert "delayline setup" in ran.err
     assert not Path("delayline.db").exists()
 
 
-def test_memory_is_no_place_for_a_command(run: Callable[..., Ran]) -> None:
+def test_memory_is_no_place_for_a_command(run: Callable[..., Result]) -> None:
     ran = run("send", "billing", "x", "--url", "memory:")
     assert ran.code == 2
     assert "gone when the command ends" in ran.err
 
 
-def test_a_delayed_message_for_a_queue_to_come_is_stored(ready: Callable[..., Ran]) -> None:
+def test_a_delayed_message_for_a_queue_to_come_is_stored(ready: Callable[..., Result]) -> None:
     ran = ready("send", "nowhere", "x", "--delay", "14d", "--no-check-destination")
     assert (ran.code, "to nowhere: due" in ran.out) == (0, True)

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.cluster.harness`, however pytest was started
 
-from tests.cluster.harness import Cluster, Nursery
+from tests.cluster.harness import Cluster, WorkerFactory
 
 from delayline import Endpoint, StoredDelivery
 from delayline.spi import DelayedDelivery
@@ -30,14 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def factory() -> Iterator[WorkerFactory]:
+    factory = WorkerFactory()
+    yield factory
+    factory.close()
 
 
 @pytest.fixture
-def make_cluster(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def make_cluster(factory: WorkerFactory, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """Return a function that sets a cluster up: `make_cluster(mode, layout, databases=[...])`."""
     made: list[Cluster] = []
 
@@ -47,7 +47,7 @@ def make_cluster(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Clu
         databases: Sequence[str] = (),
         delivery: str = "store",
     ) -> Cluster:
-        cluster = Cluster(nursery, tmp_path, mode, layout, databases=databases, delivery=delivery)
+        cluster = Cluster(factory, tmp_path, mode, layout, databases=databases, delivery=delivery)
         made.append(cluster)
         asyncio.run(set_up(cluster))
         return cluster

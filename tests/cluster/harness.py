@@ -64,7 +64,7 @@ class Worker:
         os.close(self._handle)
 
 
-class Nursery:
+class WorkerFactory:
     """Forks workers on request."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def mariadb_at(url: str) -> pymysql.Connection[Any]:
 class Cluster:
     """Several processes of the endpoint `orders`, on one SQLite file or two, or on one or two databases of a server."""
 
-    nursery: Nursery
+    factory: WorkerFactory
     folder: Path
     mode: str = "TRANSACTION_SCOPE"
     layout: str = "one file"
@@ -141,7 +141,7 @@ class Cluster:
             "batch_size": 10,
             "seed": 0,
         }
-        worker = self.nursery.fork(common | settings)
+        worker = self.factory.fork(common | settings)
         self.workers.append(worker)
         return worker
 

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.cluster.harness import Nursery
+    from tests.cluster.harness import WorkerFactory
 
 BURST = 5000
 FAILOVER = 20.0  # seconds: a lease of 15, and what a busy machine needs
 
 
 @pytest.fixture
-def cluster(nursery: Nursery, tmp_path: Path, azure_url: str) -> Iterator[Cluster]:
-    cluster = Cluster(nursery, tmp_path, TransactionMode.RECEIVE_ONLY.name, databases=[azure_url])
+def cluster(factory: WorkerFactory, tmp_path: Path, azure_url: str) -> Iterator[Cluster]:
+    cluster = Cluster(factory, tmp_path, TransactionMode.RECEIVE_ONLY.name, databases=[azure_url])
     asyncio.run(set_up(azure_url))
     yield cluster
     cluster.close()

@@ -85,7 +85,7 @@ asyncio.run(main())
 
 
 @dataclass
-class Two:
+class TwoServers:
     """Two databases on two servers, and the processes of the endpoint `orders` over them."""
 
     queues: str
@@ -157,10 +157,10 @@ def servers() -> Iterator[tuple[PostgresqlServer, PostgresqlServer]]:
 
 
 @pytest.fixture
-def two(servers: tuple[PostgresqlServer, PostgresqlServer]) -> Iterator[Two]:
+def two(servers: tuple[PostgresqlServer, PostgresqlServer]) -> Iterator[TwoServers]:
     one, other = servers
     first, second = one.new_database(), other.new_database()
-    two = Two(first, second)
+    two = TwoServers(first, second)
     yield two
     two.close()
     with contextlib.suppress(psycopg.Error):  # where a failing test has left something in doubt
@@ -179,7 +179,7 @@ STEPS = {
 @pytest.mark.parametrize("role", ["poller", "receiver"])
 @pytest.mark.parametrize("queues_in", ["PostgreSQL", "MariaDB"])
 @pytest.mark.sample(1)
-async def test_killed_at_every_step(two: Two, role: str, queues_in: str, request: pytest.FixtureRequest) -> None:
+async def test_killed_at_every_step(two: TwoServers, role: str, queues_in: str, request: pytest.FixtureRequest) -> None:
     """Given messages, when a process is killed at a step of a transaction, then an endpoint's start mends it."""
     if queues_in == "MariaDB":
         two.queues = request.getfixturevalue("mariadb_url")
@@ -202,7 +202,7 @@ async def test_killed_at_every_step(two: Two, role: str, queues_in: str, request
     assert sorted(two.queued("results")) == sorted(two.reminders()) == everybody
 
 
-async def test_a_running_endpoint_mends_what_another_process_leaves(two: Two) -> None:
+async def test_a_running_endpoint_mends_what_another_process_leaves(two: TwoServers) -> None:
     """Given a running endpoint, when another process is killed with a transaction prepared, then it is settled soon."""
     await two.send(MESSAGES, timedelta(seconds=1))
     async with two.endpoint():
@@ -215,7 +215,7 @@ async def test_a_running_endpoint_mends_what_another_process_leaves(two: Two) ->
 
 
 @pytest.mark.long
-async def test_killed_at_random(two: Two) -> None:
+async def test_killed_at_random(two: TwoServers) -> None:
     """Given pollers and receivers, when they are killed again and again, then each message has its effect once."""
     chance = random.Random(new_seed())  # noqa: S311 - no secret
     await two.send(MESSAGES * 5, timedelta(seconds=1))
@@ -238,7 +238,7 @@ async def test_killed_at_random(two: Two) -> None:
 @pytest.mark.sample(1)
 async def test_a_server_crashes_between_the_steps(
     servers: tuple[PostgresqlServer, PostgresqlServer],
-    two: Two,
+    two: TwoServers,
     monkeypatch: pytest.MonkeyPatch,
     crashes: str,
     step: str,

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 from tests.spark.daemon import forking
-from tests.spark.small import variables
+from tests.spark.spark_settings import variables
 
 from delayline.cli import main
 

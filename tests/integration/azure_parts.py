@@ -16,7 +16,7 @@ PATIENCE = 20.0
 SECOND = timedelta(seconds=1)
 
 
-class Noted(list[Message]):
+class HandledMessages(list[Message]):
     """Messages that a handler has seen."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Noted(list[Message]):
 
 
 def endpoint_at(
-    url: str, name: str = "sales", noted: Noted | None = None, visibility_timeout: timedelta = 30 * SECOND
+    url: str, name: str = "sales", noted: HandledMessages | None = None, visibility_timeout: timedelta = 30 * SECOND
 ) -> Endpoint:
     account = AzureAccount(url)
     endpoint = Endpoint(

@@ -17,7 +17,7 @@ from azure.data.tables.aio import TableClient
 from azure.storage.blob.aio import BlobLeaseClient, ContainerClient
 from azure.storage.queue.aio import QueueClient
 from tests.eventually import eventually_async
-from tests.integration.azure_parts import PATIENCE, SECOND, Noted, connection, endpoint_at
+from tests.integration.azure_parts import PATIENCE, SECOND, HandledMessages, connection, endpoint_at
 
 from delayline import Endpoint, Event, Headers, InvalidMessage, Message, MessageContext, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery
@@ -70,7 +70,7 @@ def row_of_dotnet(due: datetime, number: int = 1, **other: object) -> dict[str, 
 
 async def test_what_dotnet_has_stored_is_delivered_and_never_early(azure_url: str, table: TableClient) -> None:
     # Given rows of a .NET instance of the same endpoint, which rounds due times down to the second
-    noted = Noted()
+    noted = HandledMessages()
     due = datetime.now(UTC) + SECOND
     await table.create_entity(row_of_dotnet(due))
     await table.create_entity(row_of_dotnet(due - timedelta(hours=30), 2))
@@ -123,7 +123,7 @@ async def test_foreign_rows_stay_where_they_are_and_hold_up_nobody(azure_url: st
     ]
     for row in rows:
         await table.create_entity(row)
-    noted = Noted()
+    noted = HandledMessages()
 
     async def none_pending() -> bool:
         return not await endpoint.delayed.pending()
@@ -144,7 +144,7 @@ async def test_foreign_rows_stay_where_they_are_and_hold_up_nobody(azure_url: st
 async def test_a_message_without_an_envelope_is_moved_to_the_error_queue_as_it_is(
     azure_url: str, table: TableClient, error_queue: QueueClient
 ) -> None:
-    noted = Noted()
+    noted = HandledMessages()
     async with QueueClient.from_connection_string(connection(azure_url), "sales") as queue:
         for text in ("not base64!", base64.b64encode(b'{"Id": 7}').decode()):
             await queue.send_message(text)
@@ -171,7 +171,7 @@ async def test_a_malformed_envelope_does_not_hide_its_neighbours(
     azure_url: str, table: TableClient, error_queue: QueueClient, malformed: dict[str, object]
 ) -> None:
     # Given a page of messages, one of them with members of types that no sender writes
-    noted = Noted()
+    noted = HandledMessages()
     text = base64.b64encode(json.dumps(malformed).encode()).decode()
     async with AsyncExitStack() as stack:
         queue = await stack.enter_async_context(QueueClient.from_connection_string(connection(azure_url), "sales"))
@@ -246,7 +246,7 @@ async def test_a_handler_may_take_longer_than_its_message_is_hidden(azure_url: s
 
 
 async def test_what_another_process_stores_arrives_within_two_seconds(azure_url: str, store: AzureDelayedTable) -> None:
-    noted = Noted()
+    noted = HandledMessages()
     async with endpoint_at(azure_url, noted=noted):
         await asyncio.sleep(0.2)
         asked = time.monotonic()
@@ -318,7 +318,7 @@ async def test_endpoints_with_and_without_a_timeout_manager_exchange_delayed_mes
 ) -> None:
     """Both ways, as the document promises: a receiver cannot tell how a message has waited."""
     # Given an endpoint of each schema on one account
-    old_noted, new_noted = Noted(), Noted()
+    old_noted, new_noted = HandledMessages(), HandledMessages()
     account = AzureAccount(azure_url)
     old = Endpoint(
         "old",
@@ -357,7 +357,7 @@ async def test_an_endpoint_that_has_moved_to_the_table_drains_its_timeout_manage
         await before.send("sales", b"old", delay=3 * SECOND)
         await asyncio.sleep(1.5)
     # When it starts with the table, draining
-    noted = Noted()
+    noted = HandledMessages()
     after = Endpoint(
         "sales",
         transport=AzureStorageQueueTransport(account),
@@ -383,7 +383,7 @@ async def test_a_container_that_somebody_deleted_is_made_again(azure_url: str, s
 
 async def test_an_endpoint_whose_name_has_dots_is_addressed_as_dotnet_addresses_it(azure_url: str) -> None:
     # Given endpoints on a transport with the sanitizer, by its URL
-    noted, answers = Noted(), Noted()
+    noted, answers = HandledMessages(), HandledMessages()
     account = AzureAccount(f"{azure_url}queue_name_sanitizer=dots-to-hyphens")
 
     def endpoint(name: str) -> Endpoint:

@@ -16,7 +16,7 @@ import pytest_asyncio
 from aiohttp import web
 from azure.core.exceptions import ClientAuthenticationError
 from azure.storage.queue import AccountSasPermissions, ResourceTypes, generate_account_sas
-from tests.integration.azure_parts import SECOND, Noted, connection, endpoint_at
+from tests.integration.azure_parts import SECOND, HandledMessages, connection, endpoint_at
 from tests.integration.azure_proxy import Proxy, empty_page, refusal, vanishing
 
 from delayline import (
@@ -46,7 +46,7 @@ async def test_a_throttled_request_is_sent_again_when_azure_says_so(proxy: Proxy
     # Given
     busy = proxy.instead("POST", r"/sales/messages", refusal(503, "ServerBusy", {"Retry-After": "1"}), times=1)
     full = proxy.instead("POST", r"\$batch", refusal(429, "TooManyRequests", {"Retry-After": "1"}), times=1)
-    noted = Noted()
+    noted = HandledMessages()
     async with endpoint_at(proxy.url, noted=noted) as endpoint:
         asked = time.monotonic()
         await asyncio.gather(
@@ -60,7 +60,7 @@ async def test_a_throttled_request_is_sent_again_when_azure_says_so(proxy: Proxy
 
 async def test_an_outage_loses_nothing_counts_nobody_and_is_no_hot_loop(proxy: Proxy) -> None:
     # Given queues that refuse everything when a message falls due
-    noted = Noted()
+    noted = HandledMessages()
     async with endpoint_at(proxy.url, noted=noted) as endpoint:
         down = proxy.instead("POST", r"/sales/messages", refusal(503, "ServerBusy"))
         await endpoint.send("sales", b"", message_id="m", delay=SECOND)
@@ -75,7 +75,7 @@ async def test_an_outage_loses_nothing_counts_nobody_and_is_no_hot_loop(proxy: P
 async def test_pages_without_rows_are_turned(proxy: Proxy) -> None:
     # Given a table that answers every first question with nothing but a token
     pages = proxy.instead("GET", r"/delays\w+\(\)\?(?!.*Next)", empty_page)
-    noted = Noted()
+    noted = HandledMessages()
     async with endpoint_at(proxy.url, noted=noted) as endpoint:
         await endpoint.send("sales", b"", message_id="m", delay=SECOND)
         await noted.until(1)
@@ -130,7 +130,7 @@ async def test_an_endpoint_whose_queue_azure_cannot_have_says_so(azure_url: str)
 
 async def test_leases_and_tables_outlive_a_restart_of_the_service(azurite: AzuriteServer, azure_url: str) -> None:
     """Azurite forgets leases; Azure does not. Either way nothing is lost."""
-    noted = Noted()
+    noted = HandledMessages()
     async with endpoint_at(azure_url, noted=noted) as endpoint:
         await endpoint.send("sales", b"", message_id="m", delay=2 * SECOND)
         await asyncio.to_thread(azurite.stop)
@@ -158,7 +158,7 @@ def sas(url: str, services: str) -> str:
 
 
 async def test_a_sas_does_where_it_has_the_rights(azure_url: str) -> None:
-    noted = Noted()
+    noted = HandledMessages()
     async with endpoint_at(sas(azure_url, "qtb"), noted=noted) as endpoint:
         await endpoint.send("sales", b"", delay=SECOND)
         await noted.until(1)

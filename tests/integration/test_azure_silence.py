@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from tests.integration.azure_parts import PATIENCE, SECOND, Noted, endpoint_at
+from tests.integration.azure_parts import PATIENCE, SECOND, HandledMessages, endpoint_at
 from tests.integration.azure_proxy import Proxy, refusal
 
 from delayline import BackendUnavailable, Endpoint, Event, TransactionMode
@@ -58,7 +58,7 @@ async def proxy(azure_url: str) -> AsyncIterator[Proxy]:
         yield proxy
 
 
-def limited(url: str, noted: Noted | None = None, seconds: float = LIMIT) -> Endpoint:
+def limited(url: str, noted: HandledMessages | None = None, seconds: float = LIMIT) -> Endpoint:
     return endpoint_at(f"{url}server_timeout={seconds}", noted=noted)
 
 
@@ -75,7 +75,7 @@ async def test_silence_of_a_stopped_server_ends_a_send_within_the_limit(
     azure_url: str, silence: Silence, delay: timedelta | None
 ) -> None:
     await endpoint_at(azure_url).setup()
-    noted = Noted()
+    noted = HandledMessages()
     async with limited(azure_url, noted) as endpoint:
         silence.begin()
         assert await failing_send(endpoint, delay) < LIMIT + MARGIN
@@ -97,7 +97,7 @@ async def test_silence_of_a_stopped_server_ends_a_send_within_the_limit(
 async def test_silence_does_not_keep_an_endpoint_from_stopping(azure_url: str, silence: Silence, after: float) -> None:
     """With the limit of 15 seconds that it has by default."""
     await endpoint_at(azure_url).setup()
-    endpoint = endpoint_at(azure_url, noted=Noted())
+    endpoint = endpoint_at(azure_url, noted=HandledMessages())
     await endpoint.start()
     await endpoint.send("sales", b"", delay=SECOND)
     silence.begin()
@@ -122,7 +122,7 @@ async def test_silence_arms_and_triggers_the_breakers(proxy: Proxy) -> None:
         ),
         on_critical_error=on_critical,
     )
-    endpoint.handler(Noted().handle)
+    endpoint.handler(HandledMessages().handle)
     with Signals() as signals:
         async with endpoint:
             await endpoint.send("sales", b"", delay=2 * SECOND)

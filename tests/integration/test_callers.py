@@ -32,7 +32,7 @@ PROMPT = 0.5
 SELDOM = timedelta(seconds=30)
 
 
-class Work:
+class CallerTransaction:
     """A transaction of the caller's, on a connection or session of one kind."""
 
     def __init__(self, given: Any, execute: Callable[[str], Any]) -> None:  # noqa: ANN401 - of every kind
@@ -47,9 +47,9 @@ class Work:
 
 def synchronous(enter: Callable[[str], Any], text_of: Callable[[str], Any] = text) -> Callable[[str], Any]:
     @contextlib.asynccontextmanager
-    async def work(url: str) -> AsyncIterator[Work]:
+    async def work(url: str) -> AsyncIterator[CallerTransaction]:
         with enter(url) as connection:
-            yield Work(connection, lambda sql: connection.execute(text_of(sql)) and None)
+            yield CallerTransaction(connection, lambda sql: connection.execute(text_of(sql)) and None)
 
     return work
 
@@ -95,27 +95,27 @@ def psycopg_block(url: str) -> Any:  # noqa: ANN401
 
 
 @contextlib.asynccontextmanager
-async def async_connection(url: str) -> AsyncIterator[Work]:
+async def async_connection(url: str) -> AsyncIterator[CallerTransaction]:
     async with create_async_engine(asynchronous(url), poolclass=NullPool).begin() as connection:
-        yield Work(connection, lambda sql: connection.execute(text(sql)))
+        yield CallerTransaction(connection, lambda sql: connection.execute(text(sql)))
 
 
 @contextlib.asynccontextmanager
-async def async_session(url: str) -> AsyncIterator[Work]:
+async def async_session(url: str) -> AsyncIterator[CallerTransaction]:
     async with AsyncSession(create_async_engine(asynchronous(url), poolclass=NullPool)) as session, session.begin():
-        yield Work(session, lambda sql: session.execute(text(sql)))
+        yield CallerTransaction(session, lambda sql: session.execute(text(sql)))
 
 
 @contextlib.asynccontextmanager
-async def asyncpg_session(url: str) -> AsyncIterator[Work]:
+async def asyncpg_session(url: str) -> AsyncIterator[CallerTransaction]:
     async with async_session(url.replace("psycopg", "asyncpg")) as work:
         yield work
 
 
 @contextlib.asynccontextmanager
-async def psycopg_async_connection(url: str) -> AsyncIterator[Work]:
+async def psycopg_async_connection(url: str) -> AsyncIterator[CallerTransaction]:
     async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as connection:
-        yield Work(connection, lambda sql: connection.execute(sql.encode()))
+        yield CallerTransaction(connection, lambda sql: connection.execute(sql.encode()))
 
 
 def asynchronous(url: str) -> str:
@@ -147,7 +147,7 @@ POSTGRESQL: dict[str, Any] = {
 KINDS = [("sqlite", kind) for kind in SQLITE] + [("postgresql", kind) for kind in POSTGRESQL]
 
 
-class Shop:
+class RecordingEndpoint:
     """An endpoint that notes what it handles, and when."""
 
     def __init__(self, url: str, callers_url: str, begin: Any) -> None:  # noqa: ANN401
@@ -166,8 +166,8 @@ class Shop:
                 self.handled[message.text] = time.monotonic()
                 self._news.notify_all()
 
-    def begin(self) -> AbstractAsyncContextManager[Work]:
-        began: AbstractAsyncContextManager[Work] = self._begin(self._callers_url)
+    def begin(self) -> AbstractAsyncContextManager[CallerTransaction]:
+        began: AbstractAsyncContextManager[CallerTransaction] = self._begin(self._callers_url)
         return began
 
     async def handles(self, *texts: str) -> None:
@@ -180,7 +180,7 @@ class Shop:
         return waiting + [message.text for message in await self.transport.browse("shop", 10)]
 
 
-class Undone(Exception):
+class RolledBack(Exception):
     """What a caller rolls back with."""
 
 
@@ -193,80 +193,80 @@ def urls(product: str, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: " ".join(kind))
-async def shop(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shop]:
+async def endpoint_(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RecordingEndpoint]:
     product, kind = request.param
     url, callers_url = urls(product, tmp_path, request)
     if product == "postgresql" and not kind.startswith("psycopg"):
         callers_url = url.replace("postgresql:", "postgresql+psycopg:")
-    shop = Shop(url, callers_url, (SQLITE if product == "sqlite" else POSTGRESQL)[kind])
-    async with shop.endpoint:
-        async with shop.begin() as work:
+    endpoint_ = RecordingEndpoint(url, callers_url, (SQLITE if product == "sqlite" else POSTGRESQL)[kind])
+    async with endpoint_.endpoint:
+        async with endpoint_.begin() as work:
             await work.do("CREATE TABLE orders (number integer)")
-        yield shop
+        yield endpoint_
 
 
-async def test_a_commit_makes_it_exist_and_wakes_whoever_waits(shop: Shop) -> None:
+async def test_a_commit_makes_it_exist_and_wakes_whoever_waits(endpoint_: RecordingEndpoint) -> None:
     """Given a transaction with an order, when it commits, then the messages sent in it are handled at once."""
-    async with shop.begin() as work:
+    async with endpoint_.begin() as work:
         await work.do("INSERT INTO orders VALUES (17)")
-        await shop.endpoint.send("shop", "now", transaction=work.given)
-        await shop.endpoint.send("shop", "soon", delay=SOON, transaction=work.given)
-        await shop.endpoint.send("shop", "later", delay=LATER, transaction=work.given)
-        assert await shop.exist() == []
-        assert shop.handled == {}
+        await endpoint_.endpoint.send("shop", "now", transaction=work.given)
+        await endpoint_.endpoint.send("shop", "soon", delay=SOON, transaction=work.given)
+        await endpoint_.endpoint.send("shop", "later", delay=LATER, transaction=work.given)
+        assert await endpoint_.exist() == []
+        assert endpoint_.handled == {}
     committed = time.monotonic()
-    await shop.handles("now", "soon")
-    assert max(shop.handled.values()) - committed < PROMPT
-    assert "later" in await shop.exist()
+    await endpoint_.handles("now", "soon")
+    assert max(endpoint_.handled.values()) - committed < PROMPT
+    assert "later" in await endpoint_.exist()
 
 
-async def test_the_first_statement_of_a_transaction_may_be_a_send(shop: Shop) -> None:
+async def test_the_first_statement_of_a_transaction_may_be_a_send(endpoint_: RecordingEndpoint) -> None:
     """Given a transaction that has not begun, when a message is sent in it, then it is the caller's all the same."""
-    with contextlib.suppress(Undone):
-        async with shop.begin() as work:
-            await shop.endpoint.send("shop", "later", delay=LATER, transaction=work.given)
-            assert await shop.exist() == []
-            raise Undone
-    assert await shop.exist() == []
+    with contextlib.suppress(RolledBack):
+        async with endpoint_.begin() as work:
+            await endpoint_.endpoint.send("shop", "later", delay=LATER, transaction=work.given)
+            assert await endpoint_.exist() == []
+            raise RolledBack
+    assert await endpoint_.exist() == []
 
 
-async def test_a_rollback_leaves_nothing(shop: Shop) -> None:
+async def test_a_rollback_leaves_nothing(endpoint_: RecordingEndpoint) -> None:
     """Given messages sent in a transaction, when it rolls back, then they never were."""
-    with contextlib.suppress(Undone):
-        async with shop.begin() as work:
+    with contextlib.suppress(RolledBack):
+        async with endpoint_.begin() as work:
             await work.do("INSERT INTO orders VALUES (17)")
-            await shop.endpoint.send("shop", "now", transaction=work.given)
-            await shop.endpoint.send("shop", "later", delay=LATER, transaction=work.given)
-            raise Undone
-    async with shop.begin() as work:
-        await shop.endpoint.send("shop", "next", transaction=work.given)
-    await shop.handles("next")
-    assert list(shop.handled) == ["next"]
-    assert "later" not in await shop.exist()
+            await endpoint_.endpoint.send("shop", "now", transaction=work.given)
+            await endpoint_.endpoint.send("shop", "later", delay=LATER, transaction=work.given)
+            raise RolledBack
+    async with endpoint_.begin() as work:
+        await endpoint_.endpoint.send("shop", "next", transaction=work.given)
+    await endpoint_.handles("next")
+    assert list(endpoint_.handled) == ["next"]
+    assert "later" not in await endpoint_.exist()
 
 
-async def test_a_savepoint_rolled_back_takes_its_messages_with_it(shop: Shop) -> None:
+async def test_a_savepoint_rolled_back_takes_its_messages_with_it(endpoint_: RecordingEndpoint) -> None:
     """Given a savepoint in a transaction, when only that is rolled back, then only its messages never were."""
-    async with shop.begin() as work:
+    async with endpoint_.begin() as work:
         await work.do("INSERT INTO orders VALUES (17)")
-        await shop.endpoint.send("shop", "kept", transaction=work.given)
+        await endpoint_.endpoint.send("shop", "kept", transaction=work.given)
         await work.do("SAVEPOINT part")
-        await shop.endpoint.send("shop", "undone now", transaction=work.given)
-        await shop.endpoint.send("shop", "undone later", delay=LATER, transaction=work.given)
+        await endpoint_.endpoint.send("shop", "undone now", transaction=work.given)
+        await endpoint_.endpoint.send("shop", "undone later", delay=LATER, transaction=work.given)
         await work.do("ROLLBACK TO SAVEPOINT part")
-        await shop.endpoint.send("shop", "last", transaction=work.given)
-    await shop.handles("kept", "last")
-    assert set(shop.handled) == {"kept", "last"}
-    assert "undone later" not in await shop.exist()
+        await endpoint_.endpoint.send("shop", "last", transaction=work.given)
+    await endpoint_.handles("kept", "last")
+    assert set(endpoint_.handled) == {"kept", "last"}
+    assert "undone later" not in await endpoint_.exist()
 
 
-async def test_a_queue_that_is_not_there_spoils_nothing(shop: Shop) -> None:
+async def test_a_queue_that_is_not_there_spoils_nothing(endpoint_: RecordingEndpoint) -> None:
     """Given a transaction, when a send in it fails for want of a queue, then the transaction goes on."""
-    async with shop.begin() as work:
+    async with endpoint_.begin() as work:
         with pytest.raises(QueueNotFound):
-            await shop.endpoint.send("nowhere", "", transaction=work.given)
-        await shop.endpoint.send("shop", "now", transaction=work.given)
-    await shop.handles("now")
+            await endpoint_.endpoint.send("nowhere", "", transaction=work.given)
+        await endpoint_.endpoint.send("shop", "now", transaction=work.given)
+    await endpoint_.handles("now")
 
 
 async def test_an_overdue_message_is_sent_in_the_transaction_as_the_first_use_of_an_endpoint(tmp_path: Path) -> None:
@@ -274,13 +274,13 @@ async def test_an_overdue_message_is_sent_in_the_transaction_as_the_first_use_of
     url = f"sqlite:///{tmp_path}/shop.db"
     transport = SqlTransport(url)
 
-    def shop(**settings: Any) -> Endpoint:  # noqa: ANN401 - of every kind
+    def endpoint_(**settings: Any) -> Endpoint:  # noqa: ANN401 - of every kind
         delivery = StoredDelivery(SqlDelayedMessageStore(url))
         return Endpoint("shop", transport=transport, delayed_delivery=delivery, **settings)
 
-    await shop().setup()
+    await endpoint_().setup()
     transport = SqlTransport(url)
-    async with shop(send_only=True, setup_infrastructure=False) as sender:
+    async with endpoint_(send_only=True, setup_infrastructure=False) as sender:
         with contextlib.closing(sqlite3.connect(tmp_path / "shop.db", isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             await sender.send("shop", "x", deliver_at=datetime(2020, 1, 1, tzinfo=UTC), transaction=connection)

@@ -33,7 +33,7 @@ LATER = DUE + timedelta(hours=1)
 PLENTY = 1 << 20
 
 
-class House:
+class SqliteBackend:
     """One file, its store and its transport, both open."""
 
     def __init__(self, path: Path) -> None:
@@ -58,130 +58,130 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    house = House(tmp_path / "house.db")
-    await house.transport.setup_infrastructure(["billing", "shipping", "sales", "error"])
-    await house.store.setup_infrastructure("sales")
-    await house.store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
-    await house.transport.start()
-    yield house
-    await house.transport.stop()
-    await house.store.close()
+async def backend(tmp_path: Path) -> AsyncIterator[SqliteBackend]:
+    backend = SqliteBackend(tmp_path / "house.db")
+    await backend.transport.setup_infrastructure(["billing", "shipping", "sales", "error"])
+    await backend.store.setup_infrastructure("sales")
+    await backend.store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    await backend.transport.start()
+    yield backend
+    await backend.transport.stop()
+    await backend.store.close()
 
 
-async def test_what_is_due_moves_in_the_order_of_due_times_and_nothing_else(house: House) -> None:
-    await house.hold("second", "third")
-    await house.hold("first", due=DUE - timedelta(microseconds=1))
-    await house.hold("early", due=DUE + timedelta(microseconds=1))
-    forwarded = await house.store.forward_due(DUE, 100, max_bytes=PLENTY)
+async def test_what_is_due_moves_in_the_order_of_due_times_and_nothing_else(backend: SqliteBackend) -> None:
+    await backend.hold("second", "third")
+    await backend.hold("first", due=DUE - timedelta(microseconds=1))
+    await backend.hold("early", due=DUE + timedelta(microseconds=1))
+    forwarded = await backend.store.forward_due(DUE, 100, max_bytes=PLENTY)
     assert (forwarded.number, forwarded.next_due) == (3, DUE + timedelta(microseconds=1))
-    assert await house.queued() == ["first", "second", "third"]
-    assert await house.waiting() == ["early"]
+    assert await backend.queued() == ["first", "second", "third"]
+    assert await backend.waiting() == ["early"]
 
 
-async def test_every_destination_gets_its_own_with_headers_and_bodies(house: House) -> None:
-    await house.hold("a", to="billing", headers={"kéy 😀": 'v"al\\ue'})
-    await house.hold("b", to="shipping")
-    assert await house.forward() == 2
-    (message,) = await house.transport.browse("billing", 10)
+async def test_every_destination_gets_its_own_with_headers_and_bodies(backend: SqliteBackend) -> None:
+    await backend.hold("a", to="billing", headers={"kéy 😀": 'v"al\\ue'})
+    await backend.hold("b", to="shipping")
+    assert await backend.forward() == 2
+    (message,) = await backend.transport.browse("billing", 10)
     assert (message.headers, message.body) == ({"kéy 😀": 'v"al\\ue'}, b"a")
-    assert await house.queued("shipping") == ["b"]
-    assert (await house.store.forward_due(DUE, 100, max_bytes=PLENTY)).next_due is None
+    assert await backend.queued("shipping") == ["b"]
+    assert (await backend.store.forward_due(DUE, 100, max_bytes=PLENTY)).next_due is None
 
 
-async def test_batches_are_bounded_by_count_and_by_bytes(house: House) -> None:
-    await house.hold("a", "b", "c", "d", "e")
-    assert await house.forward(limit=2) == 2
-    assert await house.forward(max_bytes=1) == 1
-    assert await house.forward(max_bytes=2 * len(b"{}d")) == 2
+async def test_batches_are_bounded_by_count_and_by_bytes(backend: SqliteBackend) -> None:
+    await backend.hold("a", "b", "c", "d", "e")
+    assert await backend.forward(limit=2) == 2
+    assert await backend.forward(max_bytes=1) == 1
+    assert await backend.forward(max_bytes=2 * len(b"{}d")) == 2
 
 
-async def test_it_stops_before_a_queue_that_does_not_exist(house: House) -> None:
-    await house.hold("a")
-    await house.hold("lost", to="nowhere")
-    await house.hold("b")
-    assert await house.forward() == 1
-    assert await house.forward() == 0
-    assert await house.waiting() == ["lost", "b"]
+async def test_it_stops_before_a_queue_that_does_not_exist(backend: SqliteBackend) -> None:
+    await backend.hold("a")
+    await backend.hold("lost", to="nowhere")
+    await backend.hold("b")
+    assert await backend.forward() == 1
+    assert await backend.forward() == 0
+    assert await backend.waiting() == ["lost", "b"]
 
 
-async def test_it_stops_before_properties_that_no_receiver_may_see(house: House) -> None:
-    await house.hold("marked", headers={Headers.DISPATCH_PROPERTIES + "DeliverAt": "x"})
-    assert await house.forward() == 0
+async def test_it_stops_before_properties_that_no_receiver_may_see(backend: SqliteBackend) -> None:
+    await backend.hold("marked", headers={Headers.DISPATCH_PROPERTIES + "DeliverAt": "x"})
+    assert await backend.forward() == 0
 
 
-async def test_what_somebody_holds_without_a_transaction_stays(house: House) -> None:
-    await house.hold("held", "free")
-    assert await house.store.fetch_next_due(DUE) is not None
-    assert await house.forward() == 0
+async def test_what_somebody_holds_without_a_transaction_stays(backend: SqliteBackend) -> None:
+    await backend.hold("held", "free")
+    assert await backend.store.fetch_next_due(DUE) is not None
+    assert await backend.forward() == 0
 
 
-async def test_what_cannot_be_committed_has_not_moved(house: House, tmp_path: Path) -> None:
-    await house.hold("a")
+async def test_what_cannot_be_committed_has_not_moved(backend: SqliteBackend, tmp_path: Path) -> None:
+    await backend.hold("a")
     other = sqlite3.connect(tmp_path / "house.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     database_of(tmp_path / "house.db").dialect._timeout = 0
     with pytest.raises(BackendUnavailable):
-        await house.forward()
+        await backend.forward()
     other.close()
-    assert (await house.waiting(), await house.queued()) == (["a"], [])
-    assert await house.forward() == 1
+    assert (await backend.waiting(), await backend.queued()) == (["a"], [])
+    assert await backend.forward() == 1
 
 
-async def test_only_to_queues_in_the_same_file(house: House, tmp_path: Path) -> None:
-    assert house.store.forwards_to(SqlTransport(house.url))
-    assert not house.store.forwards_to(SqlTransport(f"sqlite:///{tmp_path / 'other.db'}"))
-    assert not house.store.forwards_to(MemoryTransport())
+async def test_only_to_queues_in_the_same_file(backend: SqliteBackend, tmp_path: Path) -> None:
+    assert backend.store.forwards_to(SqlTransport(backend.url))
+    assert not backend.store.forwards_to(SqlTransport(f"sqlite:///{tmp_path / 'other.db'}"))
+    assert not backend.store.forwards_to(MemoryTransport())
 
 
-async def test_the_poller_forwards_what_it_can_and_takes_the_rest_in_hand(house: House) -> None:
+async def test_the_poller_forwards_what_it_can_and_takes_the_rest_in_hand(backend: SqliteBackend) -> None:
     # Given plain messages around two that need more than moving
-    await house.hold("a")
-    await house.hold("marked", headers={Headers.DISPATCH_PROPERTIES + "DeliverAt": "x", "kept": "yes"})
-    await house.hold("lost", to="nowhere")
-    await house.hold("b")
-    endpoint = Endpoint("sales", transport=house.transport, delayed_delivery=StoredDelivery(house.store))
+    await backend.hold("a")
+    await backend.hold("marked", headers={Headers.DISPATCH_PROPERTIES + "DeliverAt": "x", "kept": "yes"})
+    await backend.hold("lost", to="nowhere")
+    await backend.hold("b")
+    endpoint = Endpoint("sales", transport=backend.transport, delayed_delivery=StoredDelivery(backend.store))
     # When the poller runs
     with Signals() as signals:
         async with endpoint:
             await signals.wait_for(Event.SLEEPS)
     # Then all have left, in order, and each as it should
-    await house.store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
-    assert await house.waiting() == []
-    assert await house.queued() == ["a", "marked", "b"]
-    assert (await house.transport.browse("billing", 1, offset=1))[0].headers == {"kept": "yes"}
-    (failed,) = await house.transport.browse("error", 10)
+    await backend.store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    assert await backend.waiting() == []
+    assert await backend.queued() == ["a", "marked", "b"]
+    assert (await backend.transport.browse("billing", 1, offset=1))[0].headers == {"kept": "yes"}
+    (failed,) = await backend.transport.browse("error", 10)
     assert (failed.id, failed.headers[Headers.FAILED_QUEUE]) == ("lost", "nowhere")
 
 
 async def test_a_move_that_fails_for_an_unknown_reason_is_tried_one_by_one(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    backend: SqliteBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await house.hold("a", "b")
+    await backend.hold("a", "b")
 
     async def broken(at: datetime, limit: int, *, max_bytes: int) -> None:
         raise RuntimeError("2 messages were due, 1 were moved and 2 removed")
 
-    monkeypatch.setattr(house.store, "forward_due", broken)
-    endpoint = Endpoint("sales", transport=house.transport, delayed_delivery=StoredDelivery(house.store))
+    monkeypatch.setattr(backend.store, "forward_due", broken)
+    endpoint = Endpoint("sales", transport=backend.transport, delayed_delivery=StoredDelivery(backend.store))
     with Signals() as signals:
         async with endpoint:
             await signals.wait_for(Event.SLEEPS)
-            assert await house.queued() == ["a", "b"]
+            assert await backend.queued() == ["a", "b"]
             # And what comes later is not taken one by one for it
             monkeypatch.undo()
-            await house.hold("c", "d")
+            await backend.hold("c", "d")
             await signals.wait_for(Event.SLEEPS, 2)
             assert vars(signals.records(Event.DISPATCHED)[-1])["facts"]["count"] == 2
-    assert await house.queued() == ["a", "b", "c", "d"]
+    assert await backend.queued() == ["a", "b", "c", "d"]
 
 
-async def test_a_short_delay_stored_while_the_poller_looks_ahead_is_not_overslept(house: House) -> None:
+async def test_a_short_delay_stored_while_the_poller_looks_ahead_is_not_overslept(backend: SqliteBackend) -> None:
     # Given a poller that knows from its last move that the next message is due in an hour
     now = datetime.now(UTC)
-    await house.hold("now", due=now)
-    await house.hold("hour", due=now + timedelta(hours=1))
-    endpoint = Endpoint("sales", transport=house.transport, delayed_delivery=StoredDelivery(house.store))
+    await backend.hold("now", due=now)
+    await backend.hold("hour", due=now + timedelta(hours=1))
+    endpoint = Endpoint("sales", transport=backend.transport, delayed_delivery=StoredDelivery(backend.store))
     with Signals() as signals:
         async with endpoint:
             await signals.wait_for(Event.SLEEPS)
@@ -189,4 +189,4 @@ async def test_a_short_delay_stored_while_the_poller_looks_ahead_is_not_overslep
             await endpoint.send("billing", b"", message_id="soon", delay=timedelta(milliseconds=50))
             # Then it leaves long before the hour
             await signals.wait_for(Event.DISPATCHED, count=2)
-    assert await house.queued() == ["now", "soon"]
+    assert await backend.queued() == ["now", "soon"]

@@ -57,7 +57,7 @@ asyncio.run(main())
 """
 
 
-class Other:
+class OtherProcess:
     """A process that uses the file too."""
 
     def __init__(self, script: str, file: Path) -> None:
@@ -88,8 +88,8 @@ class Other:
 
 
 @pytest.fixture
-def others() -> Iterator[list[Other]]:
-    started: list[Other] = []
+def others() -> Iterator[list[OtherProcess]]:
+    started: list[OtherProcess] = []
     yield started
     for other in started:
         other.kill()
@@ -118,7 +118,7 @@ async def failing(endpoint: Endpoint, delay: timedelta | None) -> float:
 
 @pytest.mark.parametrize(("timeout", "server_timeout"), [(2.0, None), (60.0, 2.0)])
 async def test_writes_beside_a_process_frozen_in_a_write_end_together(
-    tmp_path: Path, others: list[Other], timeout: float, server_timeout: float | None
+    tmp_path: Path, others: list[OtherProcess], timeout: float, server_timeout: float | None
 ) -> None:
     """Given writes that wait for the same lock, now and delayed, when it is not given, then all end together."""
     file = tmp_path / "file.db"
@@ -131,7 +131,7 @@ async def test_writes_beside_a_process_frozen_in_a_write_end_together(
 
     async with endpoint:
         await endpoint.send("orders", b"", message_id="before")
-        others.append(Other(WRITING, file))
+        others.append(OtherProcess(WRITING, file))
         others[0].freeze()
         hour = timedelta(hours=1)
         waits = await asyncio.gather(*(failing(endpoint, [None, hour][one % 2]) for one in range(20)))
@@ -146,7 +146,7 @@ async def test_writes_beside_a_process_frozen_in_a_write_end_together(
     assert handled["after"] == 1
 
 
-async def test_an_endpoint_stops_beside_a_process_frozen_in_a_write(tmp_path: Path, others: list[Other]) -> None:
+async def test_an_endpoint_stops_beside_a_process_frozen_in_a_write(tmp_path: Path, others: list[OtherProcess]) -> None:
     """Given messages in hand and a timeout of a minute, when another process has the lock, then a stop ends in time."""
     file = tmp_path / "file.db"
     endpoint = endpoint_at(file, 60)
@@ -163,7 +163,7 @@ async def test_an_endpoint_stops_beside_a_process_frozen_in_a_write(tmp_path: Pa
         await endpoint.send("orders", b"")
         await endpoint.send("orders", b"", delay=timedelta(seconds=1))
     await asyncio.wait_for(handling.wait(), 15)
-    others.append(Other(WRITING, file))
+    others.append(OtherProcess(WRITING, file))
     others[0].freeze()
     may_end.set()
     await asyncio.sleep(1.5)
@@ -172,7 +172,9 @@ async def test_an_endpoint_stops_beside_a_process_frozen_in_a_write(tmp_path: Pa
     assert time.monotonic() - began < STOP
 
 
-async def test_a_frozen_process_keeps_only_the_messages_it_has_claimed(tmp_path: Path, others: list[Other]) -> None:
+async def test_a_frozen_process_keeps_only_the_messages_it_has_claimed(
+    tmp_path: Path, others: list[OtherProcess]
+) -> None:
     """Given a process stopped with two messages in hand, then others are handled, and those when it has ended."""
     file = tmp_path / "file.db"
     endpoint = endpoint_at(file, 5)
@@ -187,7 +189,7 @@ async def test_a_frozen_process_keeps_only_the_messages_it_has_claimed(tmp_path:
     async with sender:
         for number in range(2):
             await sender.send("orders", b"", message_id=f"claimed {number}".replace(" ", "-"))
-    others.append(Other(HANDLING, file))
+    others.append(OtherProcess(HANDLING, file))
     claimed = await asyncio.to_thread(others[0].freeze)
     async with endpoint:
         for number in range(20):

@@ -32,7 +32,7 @@ PLENTY = 1 << 20
 NAME = "o'r%d\"e:rs.timeouts"
 
 
-class House:
+class JournaledStore:
     """A store that keeps a journal, and queues beside it."""
 
     def __init__(self, url: str) -> None:
@@ -55,37 +55,37 @@ class House:
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
-async def house(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[House]:
+async def journaled(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JournaledStore]:
     name = request.param
     url = f"sqlite:///{tmp_path / 'house.db'}" if name == "sqlite" else request.getfixturevalue(f"{name}_url")
-    house = House(url)
-    await house.transport.setup_infrastructure(["billing"])
-    await house.store.setup_infrastructure("orders")
-    await house.store.initialize("orders", TransactionMode.TRANSACTION_SCOPE)
-    await house.transport.start()
-    yield house
-    await house.transport.stop()
-    await house.store.close()
+    journaled = JournaledStore(url)
+    await journaled.transport.setup_infrastructure(["billing"])
+    await journaled.store.setup_infrastructure("orders")
+    await journaled.store.initialize("orders", TransactionMode.TRANSACTION_SCOPE)
+    await journaled.transport.start()
+    yield journaled
+    await journaled.transport.stop()
+    await journaled.store.close()
 
 
-async def test_every_way_out_of_the_store_has_its_entry(house: House) -> None:
+async def test_every_way_out_of_the_store_has_its_entry(journaled: JournaledStore) -> None:
     # Given six messages
-    await house.hold("moved", "removed", "retried", "failed")
-    await house.hold("called off", "later", due=FAR)
+    await journaled.hold("moved", "removed", "retried", "failed")
+    await journaled.hold("called off", "later", due=FAR)
     # When one is forwarded inside the database, and the others go the other ways
-    assert (await house.store.forward_due(DUE, 1, max_bytes=PLENTY)).number == 1
-    removed, retried, failed = await house.store.fetch_due(DUE, 10, max_bytes=PLENTY)
-    await house.store.remove(removed)
-    await house.store.retry_many([retried], FAR)
-    house.store.gave_up([failed])
-    await house.store.remove(failed)
-    assert await house.store.cancel("called off") is Outcome.DONE
-    assert await house.store.reschedule("later", FAR + timedelta(hours=1)) is Outcome.DONE
+    assert (await journaled.store.forward_due(DUE, 1, max_bytes=PLENTY)).number == 1
+    removed, retried, failed = await journaled.store.fetch_due(DUE, 10, max_bytes=PLENTY)
+    await journaled.store.remove(removed)
+    await journaled.store.retry_many([retried], FAR)
+    journaled.store.gave_up([failed])
+    await journaled.store.remove(failed)
+    assert await journaled.store.cancel("called off") is Outcome.DONE
+    assert await journaled.store.reschedule("later", FAR + timedelta(hours=1)) is Outcome.DONE
     # Then the journal says which
-    assert sorted(house.entries()[:6]) == sorted(
+    assert sorted(journaled.entries()[:6]) == sorted(
         ("scheduled", one) for one in ("moved", "removed", "retried", "failed", "called off", "later")
     )
-    assert house.entries()[6:] == [
+    assert journaled.entries()[6:] == [
         ("dispatched", "moved"),
         ("dispatched", "removed"),
         ("retried", "retried"),
@@ -93,56 +93,56 @@ async def test_every_way_out_of_the_store_has_its_entry(house: House) -> None:
         ("cancelled", "called off"),
         ("rescheduled", "later"),
     ]
-    assert {row.store for row in house.rows()} == {NAME}
-    assert [row.retries for row in house.rows()[6:]] == [0, 0, 1, 0, 0, 0]
+    assert {row.store for row in journaled.rows()} == {NAME}
+    assert [row.retries for row in journaled.rows()[6:]] == [0, 0, 1, 0, 0, 0]
 
 
-async def test_what_is_rolled_back_is_not_written_down(house: House) -> None:
+async def test_what_is_rolled_back_is_not_written_down(journaled: JournaledStore) -> None:
     with pytest.raises(ZeroDivisionError):
-        async with house.store.transaction() as transaction:
-            await house.store.store(DelayedMessage(Message("undone", {}, b""), "billing", DUE), transaction)
+        async with journaled.store.transaction() as transaction:
+            await journaled.store.store(DelayedMessage(Message("undone", {}, b""), "billing", DUE), transaction)
             raise ZeroDivisionError
-    await house.hold("twice")
-    await house.hold("twice")
-    assert house.entries() == [("scheduled", "twice")]
+    await journaled.hold("twice")
+    await journaled.hold("twice")
+    assert journaled.entries() == [("scheduled", "twice")]
 
 
-async def test_a_message_that_was_given_up_in_vain_is_dispatched_in_the_end(house: House) -> None:
+async def test_a_message_that_was_given_up_in_vain_is_dispatched_in_the_end(journaled: JournaledStore) -> None:
     # Given one that was to go to the error queue, which was undone
-    await house.hold("m")
-    (message,) = await house.store.fetch_due(DUE, 1, max_bytes=1)
-    house.store.gave_up([message])
-    await house.store.release_many([message])
+    await journaled.hold("m")
+    (message,) = await journaled.store.fetch_due(DUE, 1, max_bytes=1)
+    journaled.store.gave_up([message])
+    await journaled.store.release_many([message])
     # When it is fetched again and removed
-    (message,) = await house.store.fetch_due(DUE, 1, max_bytes=1)
-    await house.store.remove(message)
+    (message,) = await journaled.store.fetch_due(DUE, 1, max_bytes=1)
+    await journaled.store.remove(message)
     # Then it counts as dispatched
-    assert house.entries()[-1] == ("dispatched", "m")
+    assert journaled.entries()[-1] == ("dispatched", "m")
 
 
-async def test_an_endpoint_tells_failed_messages_from_dispatched_ones(house: House) -> None:
+async def test_an_endpoint_tells_failed_messages_from_dispatched_ones(journaled: JournaledStore) -> None:
     # Given messages for a queue and for none
-    await house.hold("good", due=datetime.now(UTC))
-    await house.store.store(DelayedMessage(Message("bad", {}, b""), "nowhere", datetime.now(UTC)))
-    await house.store.close()
-    delivery = StoredDelivery(SqlDelayedMessageStore(house.url, table_name=NAME))
-    endpoint = Endpoint("orders", transport=SqlTransport(house.url), delayed_delivery=delivery, send_only=True)
+    await journaled.hold("good", due=datetime.now(UTC))
+    await journaled.store.store(DelayedMessage(Message("bad", {}, b""), "nowhere", datetime.now(UTC)))
+    await journaled.store.close()
+    delivery = StoredDelivery(SqlDelayedMessageStore(journaled.url, table_name=NAME))
+    endpoint = Endpoint("orders", transport=SqlTransport(journaled.url), delayed_delivery=delivery, send_only=True)
     # When an endpoint that knows nothing of the journal deals with them
     async with asyncio.timeout(30), endpoint:
-        while len(house.rows()) < 4:  # noqa: ASYNC110 - the database's, which tells nobody
+        while len(journaled.rows()) < 4:  # noqa: ASYNC110 - the database's, which tells nobody
             await asyncio.sleep(0.05)
     # Then both outcomes are written down, and neither is early
-    assert sorted(house.entries()[2:]) == [("dispatched", "good"), ("failed", "bad")]
-    assert all(row.at >= row.due for row in house.rows()[2:])
+    assert sorted(journaled.entries()[2:]) == [("dispatched", "good"), ("failed", "bad")]
+    assert all(row.at >= row.due for row in journaled.rows()[2:])
 
 
-async def test_a_journal_ends_when_it_is_told_to_and_keeps_its_entries(house: House) -> None:
-    await house.hold("one")
-    await house.store.setup_infrastructure("orders")
-    await SqlDelayedMessageStore(house.url, table_name=NAME, journal=False).setup_infrastructure("orders")
-    await house.hold("two")
-    assert house.entries() == [("scheduled", "one")]
-    assert await house.store.planned_infrastructure("orders") != []
+async def test_a_journal_ends_when_it_is_told_to_and_keeps_its_entries(journaled: JournaledStore) -> None:
+    await journaled.hold("one")
+    await journaled.store.setup_infrastructure("orders")
+    await SqlDelayedMessageStore(journaled.url, table_name=NAME, journal=False).setup_infrastructure("orders")
+    await journaled.hold("two")
+    assert journaled.entries() == [("scheduled", "one")]
+    assert await journaled.store.planned_infrastructure("orders") != []
 
 
 async def test_a_store_that_keeps_none_has_no_journal(tmp_path: Path) -> None:

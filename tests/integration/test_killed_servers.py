@@ -39,7 +39,7 @@ DAY: Final = timedelta(days=1)
 MEGABYTE: Final = 1 << 20
 
 
-class Parts:
+class StoreAndTransport:
     """A store and a transport in use, and every public call of theirs."""
 
     def __init__(self, url: str) -> None:
@@ -136,7 +136,7 @@ class Parts:
         await receiver.stop()
 
 
-CALLS: Final = sorted(Parts("sqlite:///none.db").calls)
+CALLS: Final = sorted(StoreAndTransport("sqlite:///none.db").calls)
 PRODUCTS: Final = ["postgresql", "mariadb"]
 
 
@@ -151,15 +151,15 @@ async def outcome(work: Awaitable[object]) -> DelaylineError | None:
 
 
 @contextlib.asynccontextmanager
-async def behind_a_wire(url: str) -> AsyncIterator[tuple[Wire, Parts]]:
+async def behind_a_wire(url: str) -> AsyncIterator[tuple[Wire, StoreAndTransport]]:
     async with wire_to(url) as (wire, far_url):
-        parts = Parts(far_url)
-        await parts.begin()
+        pair = StoreAndTransport(far_url)
+        await pair.begin()
         try:
-            yield wire, parts
+            yield wire, pair
         finally:
             wire.refuses, wire.requests_left = False, None
-            await parts.end()
+            await pair.end()
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -169,15 +169,15 @@ async def test_a_call_whose_server_dies_raises_an_error_of_delaylines(
 ) -> None:
     """Given open connections, when the server dies before or in each call, then it raises nothing of a driver's."""
     failed = []
-    async with behind_a_wire(request.getfixturevalue(f"{product}_url")) as (wire, parts):
+    async with behind_a_wire(request.getfixturevalue(f"{product}_url")) as (wire, pair):
         for name in CALLS:
-            await outcome(parts.transport.dispatch([operation("billing", name)]))  # connects again
+            await outcome(pair.transport.dispatch([operation("billing", name)]))  # connects again
             if requests == 0:
                 wire.refuses = True
                 wire.cut()
             else:
                 wire.requests_left = requests
-            error = await outcome(parts.calls[name]())
+            error = await outcome(pair.calls[name]())
             if error is not None:
                 assert isinstance(error, BackendUnavailable), f"{name}: {error!r}"
                 failed.append(name)
@@ -189,13 +189,13 @@ async def test_a_call_whose_server_dies_raises_an_error_of_delaylines(
 async def test_each_call_while_no_server_runs_raises_an_error_of_delaylines(product: str) -> None:
     """Given a server that was killed, when each call is made, then it raises BackendUnavailable, or does nothing."""
     with running(PostgresqlServer) if product == "postgresql" else running(MariadbServer) as server:
-        parts = Parts(server.new_database())
-        await parts.begin()
+        pair = StoreAndTransport(server.new_database())
+        await pair.begin()
         try:
             server.kill()
-            outcomes = {name: await outcome(parts.calls[name]()) for name in CALLS}
+            outcomes = {name: await outcome(pair.calls[name]()) for name in CALLS}
         finally:
-            await parts.end()
+            await pair.end()
     assert {type(error) for error in outcomes.values()} <= {BackendUnavailable, type(None)}, outcomes
     # A start shares the connections of what is started; what is held is released with its connection.
     assert [name for name, error in outcomes.items() if error is None] == ["release", "release_many", "start"]

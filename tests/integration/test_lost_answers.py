@@ -25,7 +25,7 @@ PATIENCE = 20.0
 UNKNOWN = "The commit's outcome is unknown: check whether the data was written before repeating it"
 
 
-class Distant:
+class RemoteStore:
     """A store behind a wire, and the same one beside the server, to see what has come."""
 
     def __init__(self, wire: Wire, url: str, near_url: str) -> None:
@@ -66,10 +66,10 @@ class Distant:
 
 
 @contextlib.asynccontextmanager
-async def distant(url: str) -> AsyncIterator[Distant]:
+async def distant(url: str) -> AsyncIterator[RemoteStore]:
     """Provide both, started and used."""
     async with wire_to(url) as (wire, far_url):
-        both = Distant(wire, far_url, url)
+        both = RemoteStore(wire, far_url, url)
         await both.near.setup_infrastructure("sales")
         for store in (both.near, both.store):
             await store.initialize("sales", TransactionMode.RECEIVE_ONLY)

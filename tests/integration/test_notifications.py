@@ -75,7 +75,7 @@ def pipes(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.wake"))
 
 
-class Heard:
+class Listener:
     """What a listener in this process was told."""
 
     def __init__(self, notifications: PipeNotifications, channel: str = "channel") -> None:
@@ -175,11 +175,11 @@ async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
 
     monkeypatch.setattr(os, "mkfifo", making)
     # When it begins to listen
-    heard = Heard(notifications)
+    listener = Listener(notifications)
     # Then its pipe is still there, and works
     assert len(pipes(folder)) == 1
     teller.notify("channel", 7)
-    assert await heard.next() == 7
+    assert await listener.next() == 7
     notifications.close()
     teller.close()
 
@@ -199,10 +199,10 @@ async def test_many_listeners_come_and_go_while_others_tell(folder: Path) -> Non
         for _ in range(40):
             # When others begin to listen meanwhile
             notifications, other = PipeNotifications(folder), PipeNotifications(folder)
-            heard = Heard(notifications)
+            listener = Listener(notifications)
             # Then they are told
             other.notify("channel", 7)
-            assert await heard.next() in (7, 0), "0 is for everybody: the noise has filled the pipe"
+            assert await listener.next() in (7, 0), "0 is for everybody: the noise has filled the pipe"
             notifications.close()
             other.close()
     finally:
@@ -218,7 +218,7 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
 ) -> None:
     # Given a listener, and a teller that is out of descriptors, or another user
     notifications, teller = PipeNotifications(folder), PipeNotifications(folder)
-    heard = Heard(notifications)
+    listener = Listener(notifications)
 
     def failing(*arguments: Any, **settings: Any) -> int:  # noqa: ANN401
         raise OSError(trouble, os.strerror(trouble))
@@ -231,7 +231,7 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
     assert len(pipes(folder)) == 1
     teller.open()
     teller.notify("channel", 7)
-    assert await heard.next() == 7
+    assert await listener.next() == 7
     notifications.close()
     teller.close()
 
@@ -266,10 +266,10 @@ async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> Non
     for _ in range(20):
         notifications = PipeNotifications(folder)
         notifications.open()
-        heard = Heard(notifications)
+        listener = Listener(notifications)
         notifications.notify("channel", 1)
-        assert await heard.next() == 1
-        heard.stop()
+        assert await listener.next() == 1
+        listener.stop()
         notifications.close()
     assert pipes(folder) == []
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []
@@ -280,12 +280,12 @@ async def test_a_listener_whose_loop_is_closed_disturbs_nobody(folder: Path) -> 
     notifications = PipeNotifications(folder)
 
     async def listen() -> None:
-        Heard(notifications)
+        Listener(notifications)
 
     await asyncio.to_thread(asyncio.run, listen())
-    heard = Heard(notifications)
+    listener = Listener(notifications)
     # When something is told
     notifications.notify("channel", 7)
     # Then the living one hears it
-    assert await heard.next() == 7
+    assert await listener.next() == 7
     notifications.close()

@@ -68,7 +68,7 @@ class Blocker:
         ended = [self._watch.execute("SELECT pg_terminate_backend(%s, 5000)", (pid,)) for pid in self.ours(where)]
         assert ended
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._connection.rollback()
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ async def test_cancelled_it_ends_when_its_effect_is_certain(store: SqlDelayedMes
         await asyncio.sleep(0.05)
         assert not storing.done()
     # Then it ends with its statement, whose effect is there
-    blocker.let_go()
+    blocker.release()
     with pytest.raises(asyncio.CancelledError):
         await storing
     assert await waiting(store) == {"m"}
@@ -147,7 +147,7 @@ async def test_others_do_not_wait_for_one_that_waits(store: SqlDelayedMessageSto
     async with asyncio.timeout(PATIENCE):
         await store.store(delayed("other"))
     assert not storing.done()
-    blocker.let_go()
+    blocker.release()
     await storing
     assert await waiting(store) == {"m", "other"}
 
@@ -161,7 +161,7 @@ async def test_a_connection_lost_under_way(store: SqlDelayedMessageStore, blocke
     await asyncio.to_thread(blocker.terminate, HELD)
     with pytest.raises(BackendUnavailable, match="terminating connection"):
         await storing
-    blocker.let_go()
+    blocker.release()
     await store.store(delayed("next"))
     await store.store(delayed("and the one after"))
     assert await waiting(store) == {"next", "and the one after"}
@@ -188,7 +188,7 @@ async def test_closing_waits_for_what_is_under_way(postgresql_url: str, store: S
         closing = asyncio.create_task(closing_store.close())
         await asyncio.sleep(0.1)
         assert not closing.done()
-        blocker.let_go()
+        blocker.release()
         await closing
         with contextlib.suppress(Exception):  # stored; telling others is no longer possible
             await storing
@@ -322,7 +322,7 @@ async def test_a_fork_while_one_is_under_way(
         _, status = await asyncio.to_thread(os.waitpid, child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     # Then the parent's goes on as if nothing had been
-    blocker.let_go()
+    blocker.release()
     await storing
     await store.store(delayed("after"))
     assert await waiting(store) == {"m", "child0", "child1", "child2", "after"}

@@ -65,7 +65,7 @@ HANDLED = {
 }
 
 
-class Shop:
+class RecordingEndpoint:
     """An endpoint under test: what it has handled, and what went wrong with it."""
 
     def __init__(self, url: str, fails: Callable[[], Exception] | None = None) -> None:
@@ -122,7 +122,7 @@ def taken(client: RawClient, queue: str) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_hostile_message_goes_to_the_error_queue_byte_for_byte(name: str, rabbitmq_url: str) -> None:
     """Given one among good ones, when received, then it is in the error queue as it was, and the others are handled."""
-    shop = Shop(rabbitmq_url)
+    shop = RecordingEndpoint(rabbitmq_url)
     async with shop.endpoint:
         with RawClient(rabbitmq_url) as client:
             client.publish("shop", REFUSED[name], b"{}")
@@ -137,7 +137,7 @@ async def test_a_hostile_message_goes_to_the_error_queue_byte_for_byte(name: str
 @pytest.mark.parametrize("name", HANDLED)
 async def test_an_odd_message_is_handled_and_may_fail(name: str, rabbitmq_url: str) -> None:
     """Given a handler that fails, when it gets one, then it is in the error queue, and the others are handled."""
-    shop = Shop(rabbitmq_url, fails=lambda: ValueError("x" * 200_000))
+    shop = RecordingEndpoint(rabbitmq_url, fails=lambda: ValueError("x" * 200_000))
     async with shop.endpoint:
         with RawClient(rabbitmq_url) as client:
             key = NOT_UTF8 if name == "delivered to a key not UTF-8" else b""
@@ -153,7 +153,7 @@ async def test_an_odd_message_is_handled_and_may_fail(name: str, rabbitmq_url: s
 
 async def test_headers_larger_than_a_frame_come_back_from_the_error_queue(rabbitmq_url: str) -> None:
     """Given a failed message whose headers fill a frame, when moved, then its headers are all there."""
-    shop = Shop(rabbitmq_url, fails=lambda: ValueError("no"))
+    shop = RecordingEndpoint(rabbitmq_url, fails=lambda: ValueError("no"))
     async with shop.endpoint:
         with RawClient(rabbitmq_url) as client:
             client.publish("shop", HANDLED["headers of 130 800 bytes"], b"body")
@@ -168,7 +168,7 @@ async def test_headers_larger_than_a_frame_come_back_from_the_error_queue(rabbit
 
 async def test_a_poison_message_without_an_error_queue_delays_no_other(rabbitmq_url: str) -> None:
     """Given an error queue that is gone, when a poison message is received, then it is held, and goes there later."""
-    shop = Shop(rabbitmq_url)
+    shop = RecordingEndpoint(rabbitmq_url)
     async with shop.endpoint:
         with RawClient(rabbitmq_url) as client:
             await shop.endpoint.transport.connection.run(  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ AT_ONCE = 5.0
 PATIENCE = 30.0
 
 
-class Shop:
+class RecordingEndpoint:
     """An endpoint that keeps what it has handled."""
 
     def __init__(self, url: str, server_timeout: float | None = None) -> None:
@@ -77,7 +77,7 @@ def stopped(server: RabbitmqServer) -> Iterator[Callable[[], None]]:
 async def test_a_proxy_that_swallows_is_noticed_and_replaced(rabbitmq_url: str) -> None:
     """Given a limit of 2 s, when nothing comes through, then sends say so in time, and all is well again afterwards."""
     async with wire_to(rabbitmq_url) as (wire, url):
-        shop = Shop(url, SHORT)
+        shop = RecordingEndpoint(url, SHORT)
         with Signals() as signals:
             async with shop.endpoint:
                 await shop.handles("before")
@@ -97,7 +97,7 @@ async def test_a_proxy_that_swallows_is_noticed_and_replaced(rabbitmq_url: str) 
 async def test_a_delayed_send_is_limited_too(rabbitmq_url: str) -> None:
     """Given a connection that has been idle, when a delayed send finds it silent, then it fails in time."""
     async with wire_to(rabbitmq_url) as (wire, url):
-        shop = Shop(f"{url}?server_timeout={SHORT}")
+        shop = RecordingEndpoint(f"{url}?server_timeout={SHORT}")
         async with shop.endpoint:
             wire.hold()
             began = time.monotonic()
@@ -110,7 +110,7 @@ async def test_a_delayed_send_is_limited_too(rabbitmq_url: str) -> None:
 async def test_confirms_that_do_not_come_are_limited_without_heartbeats(rabbitmq_url: str) -> None:
     """Given a connection without heartbeats, when the broker confirms nothing, then the wait ends all the same."""
     async with wire_to(rabbitmq_url) as (wire, url):
-        shop = Shop(f"{url}?heartbeat=0", SHORT)
+        shop = RecordingEndpoint(f"{url}?heartbeat=0", SHORT)
         async with shop.endpoint:
             await shop.handles("before")
             wire.hold_answers()
@@ -124,7 +124,7 @@ async def test_confirms_that_do_not_come_are_limited_without_heartbeats(rabbitmq
 async def test_a_cancelled_send_returns_at_once(rabbitmq_url: str) -> None:
     """Given a silent broker, when sends are cancelled, now and delayed, then they end then, not when it answers."""
     async with wire_to(rabbitmq_url) as (wire, url):
-        shop = Shop(url)
+        shop = RecordingEndpoint(url)
         async with shop.endpoint:
             await shop.handles("before")
             wire.hold()
@@ -141,7 +141,7 @@ async def test_an_endpoint_stops_in_time_while_its_brokers_process_is_stopped(
 ) -> None:
     """Given the limit of 15 s that holds by itself, when the process stops, then sends and stops end in time."""
     url = crashing_rabbitmq.new_vhost()
-    shop, other = Shop(url), Shop(url)
+    shop, other = RecordingEndpoint(url), RecordingEndpoint(url)
     await shop.endpoint.start()
     await other.endpoint.start()
     await shop.handles("before")
@@ -169,7 +169,7 @@ async def test_an_endpoint_stops_in_time_while_its_brokers_process_is_stopped(
 @pytest.mark.slow
 async def test_a_stop_ends_together_what_waits_for_a_silent_broker(crashing_rabbitmq: RabbitmqServer) -> None:
     """Given a limit of a minute and handlers that send, when the process stops, then a stop waits for none of it."""
-    shop = Shop(f"{crashing_rabbitmq.new_vhost()}?heartbeat=10", 60)
+    shop = RecordingEndpoint(f"{crashing_rabbitmq.new_vhost()}?heartbeat=10", 60)
     handling, may_end = asyncio.Event(), asyncio.Event()
 
     @shop.endpoint.handler
@@ -193,7 +193,7 @@ async def test_a_stop_ends_together_what_waits_for_a_silent_broker(crashing_rabb
 async def test_a_broker_that_stays_silent_is_a_critical_error(rabbitmq_url: str) -> None:
     """Given a broker that does not come back, when receiving has failed for 30 s, then the breaker triggers."""
     async with wire_to(rabbitmq_url) as (wire, url):
-        shop = Shop(f"{url}?connection_timeout=2000", SHORT)
+        shop = RecordingEndpoint(f"{url}?connection_timeout=2000", SHORT)
         async with shop.endpoint:
             wire.hold()
             async with asyncio.timeout(60):

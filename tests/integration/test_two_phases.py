@@ -59,7 +59,7 @@ def driven(url: str) -> str:
     return url.replace("postgresql:", "postgresql+psycopg:").replace("mariadb:", "mariadb+pymysql:")
 
 
-class Pair:
+class TwoDatabases:
     """Queues in one database, a store in another, and a count of what was prepared."""
 
     def __init__(self, queues: str, waiting: str) -> None:
@@ -77,9 +77,11 @@ class Pair:
 
 
 @pytest.fixture(params=["postgresql_url", "mariadb_url"])
-async def pair(request: pytest.FixtureRequest, second_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+async def pair(
+    request: pytest.FixtureRequest, second_url: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TwoDatabases]:
     """Queues in either product, the store in PostgreSQL."""
-    pair = Pair(request.getfixturevalue(request.param), second_url)
+    pair = TwoDatabases(request.getfixturevalue(request.param), second_url)
     prepare = PostgresqlTwoPhase.prepare
 
     def noting(self: PostgresqlTwoPhase, connection: Connection, name: str) -> None:
@@ -91,7 +93,7 @@ async def pair(request: pytest.FixtureRequest, second_url: str, monkeypatch: pyt
         yield pair
 
 
-async def test_both_or_neither(pair: Pair) -> None:
+async def test_both_or_neither(pair: TwoDatabases) -> None:
     """Given work in both databases, when the transaction ends, then both have it or neither has."""
     assert pair.endpoint.guarantee is Guarantee.EXACTLY_ONCE
     assert pair.endpoint.transaction_mode is TransactionMode.TRANSACTION_SCOPE
@@ -109,7 +111,7 @@ async def test_both_or_neither(pair: Pair) -> None:
     assert len(pair.prepared) == 1
 
 
-async def test_work_in_one_database_is_an_ordinary_commit(pair: Pair) -> None:
+async def test_work_in_one_database_is_an_ordinary_commit(pair: TwoDatabases) -> None:
     """Given a transaction that touches one database only, when it commits, then nothing is prepared."""
     async with pair.transport.transaction() as transaction:
         await pair.store.store(delayed(1), transaction)
@@ -121,7 +123,7 @@ async def test_work_in_one_database_is_an_ordinary_commit(pair: Pair) -> None:
     assert pair.prepared == []
 
 
-async def test_a_savepoint_spans_both(pair: Pair) -> None:
+async def test_a_savepoint_spans_both(pair: TwoDatabases) -> None:
     """Given a part of a transaction that fails, when it is undone, then it is in both databases."""
     async with pair.transport.transaction() as transaction:
         await pair.store.store(delayed(1), transaction)
@@ -134,7 +136,7 @@ async def test_a_savepoint_spans_both(pair: Pair) -> None:
     assert await pair.exist() == (["3"], ["1"])
 
 
-async def test_a_cancelled_commit_is_finished_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_commit_is_finished_first(pair: TwoDatabases, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a commit under way, when its task is cancelled, then both have committed, and who waits is told."""
     told: list[str] = []
     tasks: list[asyncio.Task[None]] = []
@@ -160,7 +162,7 @@ async def test_a_cancelled_commit_is_finished_first(pair: Pair, monkeypatch: pyt
     assert told == ["committed"]
 
 
-async def test_a_failed_transaction_is_not_prepared(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_transaction_is_not_prepared(pair: TwoDatabases, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a branch that PostgreSQL rolls back without an error, when it is prepared, then nothing is committed."""
     original = PostgresqlTwoPhase.prepare
 
@@ -177,7 +179,7 @@ async def test_a_failed_transaction_is_not_prepared(pair: Pair, monkeypatch: pyt
     assert await pair.exist() == ([], [])
 
 
-async def test_decisions_are_forgotten(pair: Pair) -> None:
+async def test_decisions_are_forgotten(pair: TwoDatabases) -> None:
     """Given transactions that are finished, when the endpoint stops, then no decision is left."""
     for number in range(3):
         async with pair.transport.transaction() as transaction:
@@ -188,7 +190,7 @@ async def test_decisions_are_forgotten(pair: Pair) -> None:
         assert connection.execute(text("SELECT id FROM delayline_decisions")).all() == [("log",)]
 
 
-async def test_other_pairs_are_left_alone(pair: Pair, postgresql: PostgresqlServer, second_url: str) -> None:
+async def test_other_pairs_are_left_alone(pair: TwoDatabases, postgresql: PostgresqlServer, second_url: str) -> None:
     """Given something prepared by a pair with the same store and other queues, when we recover, then it stays."""
     other_queues = postgresql.new_database()
     with psycopg.connect(second_url, autocommit=True) as connection:
@@ -205,10 +207,10 @@ async def test_other_pairs_are_left_alone(pair: Pair, postgresql: PostgresqlServ
 async def test_a_server_that_prepares_nothing_is_refused(postgresql_url: str) -> None:
     """Given a server as it is installed, when an endpoint starts that needs prepared transactions, then it says so."""
     with running(PostgresqlServer, "fsync=off", "max_prepared_transactions=0") as server:
-        pair = Pair(postgresql_url, server.new_database())
+        pair = TwoDatabases(postgresql_url, server.new_database())
         with pytest.raises(BackendUnusable, match=r"set max_prepared_transactions in postgresql\.conf .* restart"):
             await pair.endpoint.start()
-        other = Pair(server.new_database(), postgresql_url)  # the queues' database prepares nothing
+        other = TwoDatabases(server.new_database(), postgresql_url)  # the queues' database prepares nothing
         async with other.endpoint:
             pass
 
@@ -222,7 +224,7 @@ def test_databases_that_cannot_prepare_are_refused(tmp_path: Path) -> None:
         SqlDelayedMessageStore(f"sqlite:///{tmp_path}/two.db", two_phase=TwoPhaseCommit())
 
 
-async def test_a_pair_is_a_pair(postgresql_url: str, second_url: str, pair: Pair) -> None:
+async def test_a_pair_is_a_pair(postgresql_url: str, second_url: str, pair: TwoDatabases) -> None:
     """Given a TwoPhaseCommit, when it is used with two transports, or with none, then the error says so."""
     with pytest.raises(ConfigurationError, match="one transport's database"):
         SqlTransport(second_url, two_phase=pair.both)

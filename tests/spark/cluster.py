@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyspark
 from tests.servers.postgresql import free_port
-from tests.spark.small import JAVA
+from tests.spark.spark_settings import JAVA
 
 from delayline.spark import find_java
 

@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.spark`, however pytest was started
 
 from tests.spark.daemon import forking
-from tests.spark.small import variables
+from tests.spark.spark_settings import variables
 from tests.spark.stores import StoreAt
 from tests.spark.tiers import Tiers
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 from pyspark.errors import PySparkException
-from tests.spark.held import held
+from tests.spark.blocked_statements import blocked_statements
 from tests.spark.stores import many
 from tests.spark.test_dispatch import PATIENCE
 from tests.spark.test_failures import staged
@@ -53,12 +53,12 @@ def source(spark: SparkSession, tmp_path: Path) -> Path:
 def killed_at(step: str, store: StoreAt, work: Callable[[], object]) -> Iterator[Callable[[], object]]:
     """Kill the process that commits the work, as with kill -9; yields what returns as the work does."""
     Staging(store.url, "sales.timeouts", name=STREAMS).create()  # for the ledger
-    with held(store.url, STEPS[step]) as commit, ThreadPoolExecutor(1) as pool:
+    with blocked_statements(store.url, STEPS[step]) as commit, ThreadPoolExecutor(1) as pool:
         running = pool.submit(work)
         commit.wait(1, running.done)
         for process in commit.senders():
             os.kill(process, signal.SIGKILL)
-        commit.let_go()
+        commit.release()
         yield lambda: running.result(PATIENCE)
 
 

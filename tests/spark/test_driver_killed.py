@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 from tests.eventually import eventually
-from tests.spark.attached import must_die
-from tests.spark.driven import COMMIT, EXPORT, UNTIL, dispatching, exporting, promoting, scheduling
+from tests.spark.driver_process import run_until_killed
+from tests.spark.killed_drivers import COMMIT, EXPORT, UNTIL, dispatching, exporting, promoting, scheduling
 from tests.spark.stores import ENDPOINT, PAST, many
 from tests.spark.test_dispatch import arrived, running, settings
 from tests.spark.tiers import spread
@@ -34,14 +34,14 @@ def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: P
     spread(spark, NUMBER, hours=4).write.parquet(str(source))
     # When the driver that schedules them is killed, at a later step each time
     for step in COMMIT:
-        must_die(spark, scheduling, step, tiers.target, str(source))
+        run_until_killed(spark, scheduling, step, tiers.target, str(source))
         # Then everything or nothing has happened
         held = sum(one.messages for one in tiers.tier.files()[0])
         assert (held, tiers.hot.ids()) == (NUMBER if step == "committed" else 0, []), step
     assert tiers.schedule(source, run="campaign", spark=spark).repeated
     # When the one that promotes them is killed
     for step in COMMIT:
-        must_die(spark, promoting, step, tiers.target)
+        run_until_killed(spark, promoting, step, tiers.target)
         held = sum(one.messages for one in tiers.tier.files()[0])
         assert (held, len(tiers.hot.ids())) == ((0, NUMBER) if step == "committed" else (NUMBER, 0)), step
     # Then nothing is left to do, and every message is there once
@@ -54,7 +54,7 @@ def test_scheduling_to_a_store_alone(spark: SparkSession, store: StoreAt, tmp_pa
     source, target = tmp_path / "source.parquet", JobTarget(store.url, endpoint=ENDPOINT)
     many(spark, NUMBER).write.parquet(str(source))
     for step in COMMIT:
-        must_die(spark, scheduling, step, target, str(source))
+        run_until_killed(spark, scheduling, step, target, str(source))
         # Then everything or nothing has happened
         assert len(store.ids()) == (NUMBER if step == "committed" else 0), step
     # And a repeated run has nothing left to do
@@ -69,7 +69,7 @@ def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     schedule(many(spark, NUMBER), target, spark=spark)
     # When the driver that exports it is killed, at a later step each time
     for step in EXPORT:
-        must_die(spark, exporting, step, target, str(tmp_path))
+        run_until_killed(spark, exporting, step, target, str(tmp_path))
         # Then everything or nothing counts
         found = read_journal(target, tmp_path, spark=spark).count()
         assert found == (NUMBER if step == "finished" else 0), step
@@ -80,7 +80,7 @@ def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
 def test_dispatching(spark: SparkSession, store: StoreAt, step: str) -> None:
     # Given a driver that has begun a generation, or is about to, and is killed
     store.put("a", due=PAST)
-    must_die(spark, dispatching, step, store.url)
+    run_until_killed(spark, dispatching, step, store.url)
     assert store.ids() == ["a"]
     # When another one begins under the same name
     with running(Dispatcher(settings(store), shards=1, spark=spark)):

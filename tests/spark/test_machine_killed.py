@@ -12,9 +12,9 @@ import psycopg
 import pytest
 from tests.eventually import eventually
 from tests.integration.test_rabbitmq_migration import conventional, taken
+from tests.spark.blocked_statements import blocked_statements
 from tests.spark.broker import on_broker
-from tests.spark.held import held
-from tests.spark.machine import Pipeline, kill, machine
+from tests.spark.pipeline_process import Pipeline, kill_session, pipeline_process
 from tests.spark.stores import ENDPOINT, PAST, StoreAt
 from tests.spark.test_commit_killed import LEDGER
 from tests.spark.test_dispatch import PATIENCE, arrived, running, settings
@@ -108,13 +108,13 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
     # Given a machine that does all of it, and dies in the middle of each
     sales.put(*ids("d0"), due=PAST)
     shop.put(*ids("r0"), due=PAST)
-    with held(sales.url, *IN_FLIGHT) as flight, machine(pipeline) as process:
+    with blocked_statements(sales.url, *IN_FLIGHT) as flight, pipeline_process(pipeline) as process:
         eventually(lambda: sorted(arrived(sales)) == ids("d0") and shop.ids() == [], patience=2 * PATIENCE)
         sales.put(*ids("d1"), due=PAST)
         shop.put(*ids("r1"), due=PAST)
         flight.wait(len(IN_FLIGHT), lambda: process.poll() is not None)
-        kill(process.pid)
-        flight.let_go()
+        kill_session(process.pid)
+        flight.release()
 
     # Then what has not committed never was; what leaves in one statement the server may have finished by itself
     gone = sorted(arrived(sales))

@@ -12,7 +12,7 @@ from pamqp.commands import Basic
 from tests.integration.test_rabbitmq_migration import V1, V2
 from tests.spark.arrivals import arrivals_at
 from tests.spark.broker import count, in_levels, with_levels
-from tests.spark.mortal import Killed
+from tests.spark.kills import DriverKilled
 from tests.spark.stores import StoreAt
 
 from delayline.delayed.delivery import StoredDelivery
@@ -162,12 +162,12 @@ def test_a_driver_that_dies_while_it_takes_loses_and_doubles_nothing(
         if len(calls) == 4:
             await acknowledge(self, *arguments)
         if len(calls) in (2, 4):
-            raise Killed
+            raise DriverKilled
         await acknowledge(self, *arguments)
 
     monkeypatch.setattr(RabbitmqLevelsSource, "_acknowledge", die)
     for _ in range(2):
-        with pytest.raises(Killed):
+        with pytest.raises(DriverKilled):
             Migration(plan).run(spark)
 
     # When it runs again

@@ -16,8 +16,8 @@ import pytest
 from sqlalchemy import delete, insert, text
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import count, in_levels, with_levels
+from tests.spark.kills import DriverKilled, KillingTarget, TaskKills
 from tests.spark.legacy import Legacy, Timeout, fill, some
-from tests.spark.mortal import Deaths, Killed, Mortal
 from tests.spark.stores import StoreAt
 
 from delayline.bulk.ledger import CLOSED
@@ -55,12 +55,12 @@ def plan(legacy: Legacy, url: str, **how: Any) -> Plan:  # noqa: ANN401 - Plan's
     return Plan(legacy.source, target_at(url), **{"endpoints": [ENDPOINT], "batch_size": 4, **how})
 
 
-def mortal_plan(legacy: Legacy, store: StoreAt, folder: Path, *, number: int, before: bool = False) -> Plan:
+def plan_with_kills(legacy: Legacy, store: StoreAt, folder: Path, *, number: int, before: bool = False) -> Plan:
     """Return a plan whose tasks die around the batch of the first timeout."""
     target = target_at(store.url)
     assert target is not None
-    mortal: Any = Mortal(target, Deaths(folder, number, Timeout(1).id, before))
-    return Plan(legacy.source, mortal, [ENDPOINT], batch_size=4)
+    killing: Any = KillingTarget(target, TaskKills(folder, number, Timeout(1).id, before))
+    return Plan(legacy.source, killing, [ENDPOINT], batch_size=4)
 
 
 @contextlib.contextmanager
@@ -71,11 +71,11 @@ def dying(monkeypatch: pytest.MonkeyPatch, where: type, name: str, *, after: boo
     def die(self: object, *arguments: object, **named: object) -> object:
         if after:
             real(self, *arguments, **named)
-        raise Killed
+        raise DriverKilled
 
     with monkeypatch.context() as patched:
         patched.setattr(where, name, die)
-        with pytest.raises(Killed):
+        with pytest.raises(DriverKilled):
             yield
 
 
@@ -104,7 +104,7 @@ def test_a_commit_that_nobody_knows_of_counts_once(
     legacy.add(ENDPOINT, *some(4))
     before = legacy.rows(ENDPOINT)
     with pytest.raises(DelaylineError):
-        Migration(mortal_plan(legacy, store, tmp_path, number=9, before=not committed)).run(spark)
+        Migration(plan_with_kills(legacy, store, tmp_path, number=9, before=not committed)).run(spark)
     assert len(store.ids()) == (4 if committed else 0)
     # When it is resumed, or aborted
     if then == "resume":
@@ -127,7 +127,7 @@ def test_what_was_set_aside_is_what_the_attempt_that_counts_has_set_aside(
     legacy.add(ENDPOINT, *some(4))
     store.put(Timeout(2).id)
     # When it is tried again, and finds that all of its ids wait there now
-    outcome = Migration(mortal_plan(legacy, store, tmp_path, number=1)).run(spark)
+    outcome = Migration(plan_with_kills(legacy, store, tmp_path, number=1)).run(spark)
     # Then one was rejected and returned; the others have moved
     assert [number for _, number in outcome.reasons] == [1]
     assert legacy.ids(ENDPOINT) == [Timeout(2).id]
@@ -141,7 +141,7 @@ def test_a_task_that_outlives_an_abort_commits_nothing(
     # Given a batch that a task has read and not committed
     legacy.add(ENDPOINT, *some(4))
     with pytest.raises(DelaylineError):
-        Migration(mortal_plan(legacy, store, tmp_path, number=9, before=True)).run(spark)
+        Migration(plan_with_kills(legacy, store, tmp_path, number=9, before=True)).run(spark)
     # When the run is aborted, and then the task goes on
     Migration(plan(legacy, store.url)).abort()
     batches = SqlStore(store.url).batches(ENDPOINT)
@@ -171,11 +171,11 @@ def test_an_abort_gives_back_exactly_what_was_not_completed(
     def die_at_second(self: Migration, *arguments: Any) -> None:  # noqa: ANN401 - as they are
         calls.append(arguments)
         if len(calls) == 2:
-            raise Killed
+            raise DriverKilled
         deliver(self, *arguments)
 
     monkeypatch.setattr(Migration, "_deliver", die_at_second)
-    with pytest.raises(Killed):
+    with pytest.raises(DriverKilled):
         Migration(plan(legacy, store.url)).run(spark)
 
     # When it is aborted

@@ -17,14 +17,13 @@ from tests.spark.legacy import Legacy, Timeout, some
 from delayline import Endpoint, Message, MessageContext
 from delayline.errors import DelaylineError
 from delayline.migration import Migration, Plan, preview, target_at
-from delayline.migration.targets.rabbitmq_levels import LevelsRound, RabbitmqLevelsTarget
+from delayline.migration.targets.rabbitmq_levels import LevelsSession, RabbitmqLevelsTarget
 from delayline.migration.verify import verify
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import AsyncExitStack
     from pathlib import Path
 
     import pyarrow as pa
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
 
     from delayline.migration.target import Attempted, Delivered
-    from delayline.migration.targets.rabbitmq_levels import ConfirmedSession
 
 ENDPOINT = "sales"
 
@@ -130,17 +128,10 @@ def test_a_batch_in_doubt_is_given_back_by_an_abort_and_named(
     with_levels(rabbitmq_url, V2)
     legacy.add(ENDPOINT, *some(6))
 
-    class Failing(LevelsRound):
-        async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
-            session = await super().session(stack)
-            deliver = session.deliver
-
-            async def publish_and_fail(messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-                await deliver(messages, attempt)
-                raise ConnectionError("the task fails on purpose")
-
-            session.deliver = publish_and_fail  # type: ignore[method-assign]
-            return session
+    class Failing(LevelsSession):
+        async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+            await super().deliver(messages, attempt)
+            raise ConnectionError("the task fails on purpose")
 
     with monkeypatch.context() as patched:
         patched.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Failing(self))
@@ -168,22 +159,15 @@ def test_an_executor_that_is_killed_is_replaced(
     legacy.add(ENDPOINT, *some(40))
     flag = str(tmp_path / "killed")
 
-    class Dying(LevelsRound):
-        async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
-            session = await super().session(stack)
-            deliver = session.deliver
-
-            async def publish_and_die(messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-                delivered = await deliver(messages, attempt)
-                try:
-                    os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    return delivered
-                os.kill(os.getpid(), signal.SIGKILL)
+    class Dying(LevelsSession):
+        async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+            delivered = await super().deliver(messages, attempt)
+            try:
+                os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
                 return delivered
-
-            session.deliver = publish_and_die  # type: ignore[method-assign]
-            return session
+            os.kill(os.getpid(), signal.SIGKILL)
+            return delivered
 
     monkeypatch.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Dying(self))
     outcome = Migration(plan(legacy, rabbitmq_url, batch_size=5)).run(spark)
@@ -202,7 +186,7 @@ def test_an_executor_that_is_killed_is_replaced(
 def test_a_broker_that_dies_stops_the_run_which_goes_on_with_it(
     spark: SparkSession, legacy: Legacy, crashing_rabbitmq: RabbitmqServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given a broker that goes away with the second wave
+    # Given a broker that stops when the second round begins
     url = crashing_rabbitmq.new_vhost()
     with_levels(url, V2)
     crashing_rabbitmq.settle()
@@ -210,7 +194,7 @@ def test_a_broker_that_dies_stops_the_run_which_goes_on_with_it(
     monkeypatch.setattr("delayline.migration.run.ROUND_ROWS", 10)
     begin, rounds = RabbitmqLevelsTarget.begin, []
 
-    def stop_at_second(self: RabbitmqLevelsTarget, endpoint: str) -> LevelsRound:
+    def stop_at_second(self: RabbitmqLevelsTarget, endpoint: str) -> LevelsSession:
         rounds.append(endpoint)
         if len(rounds) == 2:
             crashing_rabbitmq.stop()

@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.spark.kills import DriverKilled
 from tests.spark.legacy import LATER, Legacy, some
-from tests.spark.mortal import Killed
 from tests.spark.stores import StoreAt
 
 from delayline.errors import BackendUnavailable
@@ -61,10 +61,10 @@ def test_what_is_not_taken_aside_yet_is_where_it_was(
     def die_at_third(self: Migration, *arguments: Any) -> HeldPartition:  # noqa: ANN401 - as they are
         calls.append(arguments)
         if len(calls) == 3:
-            raise Killed
+            raise DriverKilled
         return take(self, *arguments)
 
-    with monkeypatch.context() as patched, pytest.raises(Killed):
+    with monkeypatch.context() as patched, pytest.raises(DriverKilled):
         patched.setattr(Migration, "_take_aside", die_at_third)
         Migration(plan(legacy, store.url)).run(spark)
     moved, left = store.ids(), legacy.ids(ENDPOINT)

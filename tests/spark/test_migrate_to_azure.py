@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.spark.arrivals import arrivals_at
+from tests.spark.kills import KillingTarget, TaskKills
 from tests.spark.legacy import LATER, Legacy, Timeout, some
-from tests.spark.mortal import Deaths, Mortal
 from tests.spark.test_migrate_interrupted import dying
 
 from delayline import DelayedMessage, Message, TransactionMode
@@ -139,20 +139,20 @@ def test_tasks_that_die_behind_a_batch_lose_nothing_and_what_may_be_double_is_na
     asyncio.run(AzureStorageQueueTransport(azure_url).setup_infrastructure(["billing"]))
     legacy.add(ENDPOINT, *some(9), Timeout(10, "gone", LATER))
     ids, again = [one.id for one in some(9)], [one.id for one in some(3, first=4)]
-    sane = Plan(legacy.source, azure(azure_url), [ENDPOINT], batch_size=4)
-    deaths = Deaths(tmp_path, 1 if then == "retried" else 3, Timeout(5).id)
-    mortal = Plan(legacy.source, Mortal(azure(azure_url), deaths), [ENDPOINT], batch_size=4)  # type: ignore[arg-type]
+    plan = Plan(legacy.source, azure(azure_url), [ENDPOINT], batch_size=4)
+    kills = TaskKills(tmp_path, 1 if then == "retried" else 3, Timeout(5).id)
+    killing = Plan(legacy.source, KillingTarget(azure(azure_url), kills), [ENDPOINT], batch_size=4)  # type: ignore[arg-type]
     # When the migration runs, and is resumed or aborted
     if then == "retried":
-        outcome = Migration(mortal).run(spark)
+        outcome = Migration(killing).run(spark)
     else:
         with pytest.raises(DelaylineError):
-            Migration(mortal).run(spark)
-        outcome = Migration(sane).resume(spark) if then == "resumed" else Migration(sane).abort()
+            Migration(killing).run(spark)
+        outcome = Migration(plan).resume(spark) if then == "resumed" else Migration(plan).abort()
     # Then everything is there once, or back, and what may come twice is among what verify names
     found, left = set(waiting(azure_url)), set(legacy.ids(ENDPOINT))
     assert found | left == {*ids, Timeout(10).id}
-    verified = verify(legacy.source, sane.target, spark)  # type: ignore[arg-type]
+    verified = verify(legacy.source, plan.target, spark)  # type: ignore[arg-type]
     assert found & left <= set(verified.repeatable)
     assert set(again) <= set(verified.repeatable)
     assert verified.ok

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from tests.spark.arrivals import arrivals_at
+from tests.spark.kills import KillingTarget, TaskKills
 from tests.spark.legacy import LATER, Legacy, Timeout
-from tests.spark.mortal import Deaths, Mortal
 from tests.spark.stores import StoreAt, frame
 from tests.spark.test_migrate_cli import Shell
 from tests.spark.test_migrate_interrupted import dying
@@ -21,7 +21,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration import Migration, Plan, preview, target_at
 from delayline.migration.journal import MigrationJournal
-from delayline.migration.targets.cold_tier import TiersRound
+from delayline.migration.targets.cold_tier import TiersSession
 from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore
 
@@ -113,8 +113,8 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
 @pytest.mark.parametrize(
     ("where", "step", "after"),
     [
-        (TiersRound, "commit", False),
-        (TiersRound, "commit", True),
+        (TiersSession, "commit", False),
+        (TiersSession, "commit", True),
         (MigrationJournal, "mark", False),
         (Migration, "_end", False),
     ],
@@ -151,10 +151,10 @@ def test_what_tasks_that_died_have_left_counts_nothing(
     near = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
     legacy.add(ENDPOINT, *(Timeout(number, time=near if number % 2 else LATER) for number in range(1, 9)))
     ids = legacy.ids(ENDPOINT)
-    (tmp_path / "deaths").mkdir()
-    mortal = Mortal(cold(tiers), Deaths(tmp_path / "deaths", 1, Timeout(8).id))
+    (tmp_path / "kills").mkdir()
+    target = KillingTarget(cold(tiers), TaskKills(tmp_path / "kills", 1, Timeout(8).id))
     # When the migration runs, and the task is tried again
-    assert Migration(Plan(legacy.source, mortal, [ENDPOINT], batch_size=2)).run(spark).complete  # type: ignore[arg-type]
+    assert Migration(Plan(legacy.source, target, [ENDPOINT], batch_size=2)).run(spark).complete  # type: ignore[arg-type]
     # Then each message is there once
     assert (tiers.ids(), len(tiers.hot.ids()), legacy.ids(ENDPOINT)) == (ids, 4, [])
     assert verify(legacy.source, cold(tiers), spark).ok
@@ -170,7 +170,7 @@ def test_files_of_a_round_that_fails_hold_nothing(
         raise BackendUnavailable("on purpose")
 
     with monkeypatch.context() as patched:
-        patched.setattr(TiersRound, "_register", fail)
+        patched.setattr(TiersSession, "_register", fail)
         with pytest.raises(BackendUnavailable):
             Migration(plan).run(spark)
     assert (len(tiers.files()), tiers.ids()) == (1, [])
@@ -183,14 +183,14 @@ def test_a_round_whose_batches_were_closed_commits_nothing(
 ) -> None:
     # Given a driver that somebody's abort overtakes
     legacy.add(ENDPOINT, *(Timeout(number) for number in range(1, 4)))
-    ids, plan, commit = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT]), TiersRound.commit
+    ids, plan, commit = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT]), TiersSession.commit
 
-    def close_and_commit(self: TiersRound, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+    def close_and_commit(self: TiersSession, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         cold(tiers).close(ENDPOINT, list(attempts))
         commit(self, staged, attempts)
 
     with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="abort of this migration has begun"):
-        patched.setattr(TiersRound, "commit", close_and_commit)
+        patched.setattr(TiersSession, "commit", close_and_commit)
         Migration(plan).run(spark)
     # Then nothing is in either tier, and the abort gives everything back
     assert tiers.ids() == []

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.servers.sqlserver import drop_database, new_database
 from tests.spark.arrivals import arrivals_at
+from tests.spark.kills import KillingTarget, TaskKills
 from tests.spark.legacy import LATER, Legacy, Timeout, some
-from tests.spark.mortal import Deaths, Mortal
 from tests.spark.stores import StoreAt
 
 from delayline import SqlTransport, TransactionMode
@@ -23,7 +23,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.migration import Migration, Plan, target_at
 from delayline.migration.rows import record_batch
 from delayline.migration.target import Attempted
-from delayline.migration.targets.plain_store import PlainRound, PlainSession, PlainStore
+from delayline.migration.targets.plain_store import PlainSession, PlainStore
 from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore
 
@@ -106,16 +106,16 @@ def test_tasks_that_die_behind_a_batch_lose_nothing_and_what_may_be_double_is_na
     legacy.add(ENDPOINT, *some(9), Timeout(10, "gone", some(5)[4].time))
     ids, again = [one.id for one in some(9)], [one.id for one in some(3, first=5)]
     target = PlainStore(plain.url)
-    deaths = Deaths(tmp_path, 1 if then == "retried" else 3, Timeout(6).id)
-    mortal = Plan(legacy.source, Mortal(target, deaths), [ENDPOINT], batch_size=4)  # type: ignore[arg-type]
-    sane = Plan(legacy.source, target, [ENDPOINT], batch_size=4)
+    kills = TaskKills(tmp_path, 1 if then == "retried" else 3, Timeout(6).id)
+    killing = Plan(legacy.source, KillingTarget(target, kills), [ENDPOINT], batch_size=4)  # type: ignore[arg-type]
+    plan = Plan(legacy.source, target, [ENDPOINT], batch_size=4)
     # When the migration runs, and is resumed or aborted
     if then == "retried":
-        Migration(mortal).run(spark)
+        Migration(killing).run(spark)
     else:
         with pytest.raises(DelaylineError):
-            Migration(mortal).run(spark)
-        Migration(sane).resume(spark) if then == "resumed" else Migration(sane).abort()
+            Migration(killing).run(spark)
+        Migration(plan).resume(spark) if then == "resumed" else Migration(plan).abort()
     # Then everything is there once, or back, and what may come twice is among what verify names
     found, left = set(plain.ids()), set(legacy.ids(ENDPOINT))
     assert len(found) == len(plain.ids())
@@ -147,7 +147,8 @@ def test_a_message_that_the_store_refuses_keeps_no_other_from_it(tmp_path: Path)
     async def deliver() -> Delivered:
         folding = Folding(store.url)
         await folding.initialize(ENDPOINT, TransactionMode.RECEIVE_ONLY)
-        session = PlainSession(PlainRound(PlainStore(store.url), ENDPOINT), folding)
+        session = PlainSession(PlainStore(store.url), ENDPOINT)
+        session._store = folding
         try:
             messages = record_batch((one, "billing", LATER, None, b"") for one in ("a", "A", "b"))
             return await session.deliver(messages, Attempted("batch", 1, nothing))

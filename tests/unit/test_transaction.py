@@ -18,16 +18,16 @@ ONCE, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guara
 
 
 @dataclass(frozen=True)
-class Part:
+class Participant:
     transaction_domain: Hashable | None
 
 
 @dataclass(frozen=True)
-class Queues(Part):
+class Queues(Participant):
     highest_transaction_mode: TransactionMode = SCOPE
 
 
-SAME, OTHER, LONELY = Part("db"), Part("other"), Part(None)
+SAME, OTHER, LONELY = Participant("db"), Participant("other"), Participant(None)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ SAME, OTHER, LONELY = Part("db"), Part("other"), Part(None)
         *[(lone, mode, AT_LEAST) for lone in (OTHER, LONELY) for mode in (RECEIVE_ONLY, ATOMIC)],
     ],
 )
-def test_what_a_pair_promises(delivery: Part | None, mode: TransactionMode, promise: Guarantee) -> None:
+def test_what_a_pair_promises(delivery: Participant | None, mode: TransactionMode, promise: Guarantee) -> None:
     assert guarantee(Queues("db"), delivery, mode) is promise
 
 
 @pytest.mark.parametrize(("queues", "delivery"), [("db", OTHER), ("db", LONELY), (None, LONELY), (None, SAME)])
-def test_a_scope_over_two_databases_is_refused_with_the_remedy(queues: str | None, delivery: Part) -> None:
+def test_a_scope_over_two_databases_is_refused_with_the_remedy(queues: str | None, delivery: Participant) -> None:
     with pytest.raises(UnsupportedTransactionMode, match="Keep both in the same database") as caught:
         guarantee(Queues(queues), delivery, SCOPE)
     assert str(delivery.transaction_domain) in str(caught.value)
@@ -77,7 +77,7 @@ def test_the_strongest_mode_of_a_pair_is_never_refused(highest: TransactionMode)
 
 def test_parts_without_a_domain_share_nothing() -> None:
     assert not share_transactions(LONELY, LONELY)
-    assert share_transactions(SAME, Part("db"))
+    assert share_transactions(SAME, Participant("db"))
 
 
 class Journal(Transaction):

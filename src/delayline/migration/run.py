@@ -226,23 +226,23 @@ class Migration:
     def _deliver(
         self, run: MigrationRun, target: Target, partition: HeldPartition, batches: Sequence[int], spark: SparkSession
     ) -> None:
-        delivery_round = target.begin(partition.target)
-        delivery = BatchDelivery(self._source, delivery_round, run.name, partition, target.exactly_once)
+        session = target.begin(partition.target)
+        delivery = BatchDelivery(self._source, session, run.name, partition, target.exactly_once)
         try:
             with translated_errors():
                 tasks = min(len(batches), parallelism(spark))
                 numbers = _numbers(spark, batches, tasks)
                 done = numbers.mapInArrow(delivery.deliver, DONE).toArrow().to_pylist()
-            if not delivery_round.confirms:
+            if not session.confirms:
                 staged = [Staged.of(one["staged"]) for one in done if one["staged"] is not None]
                 attempts = {one["batch"]: one["attempt"] for one in done if one["batch"] is not None}
                 self._must_add_up(run, partition, attempts, staged)
                 named = {batch_name(run.name, partition.number, batch): attempt for batch, attempt in attempts.items()}
-                delivery_round.commit(staged, named)
+                session.commit(staged, named)
                 self._write(partial(self._journal.mark, run=run.name, partition=partition.number, attempts=attempts))
         except BaseException:
             with contextlib.suppress(Exception):
-                delivery_round.discard()
+                session.discard()
             raise
 
     def _must_add_up(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -62,37 +63,34 @@ class Delivered(NamedTuple):
     """Reasons of refused messages, by position, unless `record_refusals` has recorded them."""
 
 
-class DeliverySession(Protocol):
-    """One task's connection to the target."""
+class DeliverySession(ABC):
+    """Some batches of one endpoint that are delivered together: pickled to tasks, which open it and deliver.
 
+    `end`, `commit` and `discard` are those of a target that has committed a batch when `deliver` returns.
+    """
+
+    confirms: bool = True
+    """Whether delivered messages are durable at once, so that their batch can be marked."""
+    largest_message: int
+    """Bytes that headers and body may have together."""
+
+    @abstractmethod
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Connect, in a task; the connections close with the stack."""
+
+    @abstractmethod
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Hand over the messages; any failure but those of single messages is raised."""
-        ...
 
     async def end(self) -> Sequence[Staged]:
         """Return the deliveries that the driver has to commit; none if the target has committed them."""
-        ...
+        return ()
 
-
-class DeliveryRound(Protocol):
-    """Some batches of one endpoint that go together; pickled to tasks."""
-
-    largest_message: int
-    """Bytes that headers and body may have together."""
-    confirms: bool
-    """Whether delivered messages are durable at once, so that their batch can be marked."""
-
-    async def session(self, stack: AsyncExitStack) -> DeliverySession:
-        """Return an open session that closes with the stack."""
-        ...
-
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:  # noqa: B027 - see the class
         """Commit the messages of these attempts under the names of their batches, all or none."""
-        ...
 
-    def discard(self) -> None:
+    def discard(self) -> None:  # noqa: B027 - see the class
         """Remove deliveries that were not committed."""
-        ...
 
 
 class Target(Protocol):
@@ -127,8 +125,8 @@ class Target(Protocol):
         """Return id, destination and due time of the endpoint's pending messages; None if they cannot be listed."""
         ...
 
-    def begin(self, endpoint: str) -> DeliveryRound:
-        """Return a new round for the endpoint, given its name at the target."""
+    def begin(self, endpoint: str) -> DeliverySession:
+        """Return a new session for the endpoint, given its name at the target."""
         ...
 
     def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
@@ -150,23 +148,3 @@ class WithoutLedger:
 
     def close(self, endpoint: str, names: Sequence[str]) -> None:
         """Do nothing."""
-
-
-class ConfirmingRound:
-    """Batches that the target has committed when a session has delivered them."""
-
-    confirms = True
-
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """No-op: the target has committed its deliveries."""
-
-    def discard(self) -> None:
-        """No-op: the target has committed its deliveries."""
-
-
-class ConfirmingSession:
-    """One task's connection to such a target."""
-
-    async def end(self) -> Sequence[Staged]:
-        """Return nothing: the target has committed its deliveries."""
-        return ()

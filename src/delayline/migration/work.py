@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from delayline.migration.journal import HeldPartition, StartedRun
     from delayline.migration.source import SourcePartition, TableSource
-    from delayline.migration.target import DeliveryRound, DeliverySession, Staged
+    from delayline.migration.target import DeliverySession, Staged
 
 DONE: Final = "staged STRING, batch BIGINT, attempt BIGINT"
 DONE_SCHEMA: Final = pa.schema([("staged", pa.string()), ("batch", pa.int64()), ("attempt", pa.int64())])
@@ -54,7 +54,7 @@ class BatchDelivery:
     """The batches of one partition that a job delivers; pickled to its tasks."""
 
     source: TableSource
-    delivery_round: DeliveryRound
+    session: DeliverySession
     run: str
     partition: HeldPartition
     once: bool
@@ -75,33 +75,30 @@ class BatchDelivery:
         await database.open()
         try:
             async with contextlib.AsyncExitStack() as stack:
-                session = await self.delivery_round.session(stack)
+                await self.session.open(stack)
                 attempts: dict[int, int] = {}
                 at_once = BATCHES_AT_ONCE if self.once else 1
                 for first in range(0, len(batches), at_once):
-                    attempts |= await self._some(journal, session, batches[first : first + at_once])
-                return await session.end(), attempts
+                    attempts |= await self._some(journal, batches[first : first + at_once])
+                return await self.session.end(), attempts
         finally:
             await database.close()
 
-    async def _some(
-        self, journal: MigrationJournal, session: DeliverySession, batches: Sequence[int]
-    ) -> Mapping[int, int]:
+    async def _some(self, journal: MigrationJournal, batches: Sequence[int]) -> Mapping[int, int]:
         """Deliver batches and return the attempts that count; those that are done are left out."""
         write, run, partition = self.source.database.write, self.run, self.partition.number
         begun = await write(partial(journal.deliver, run=run, partition=partition, batches=batches))
         attempts: dict[int, int] = {}
         async with contextlib.aclosing(self._read_ahead(begun)) as found:
             async for batch, numbers, messages in found:
-                attempts[batch] = await self._one(journal, session, batch, begun[batch].number, numbers, messages)
-        if self.delivery_round.confirms:
+                attempts[batch] = await self._one(journal, batch, begun[batch].number, numbers, messages)
+        if self.session.confirms:
             await write(partial(journal.mark, run=run, partition=partition, attempts=attempts))
         return attempts
 
     async def _one(
         self,
         journal: MigrationJournal,
-        session: DeliverySession,
         batch: int,
         number: int,
         numbers: Sequence[int],
@@ -109,7 +106,7 @@ class BatchDelivery:
     ) -> int:
         """Deliver a batch and return the attempt that counts."""
         write, run, partition = self.source.database.write, self.run, self.partition.number
-        reasons = reasons_of(messages, largest=self.delivery_round.largest_message)
+        reasons = reasons_of(messages, largest=self.session.largest_message)
         known = {place: reason for place, reason in enumerate(reasons.to_pylist()) if reason is not None}
         places = [place for place in range(messages.num_rows) if place not in known]
         record_rejected = partial(journal.record_rejected, run=run, partition=partition, batch=batch, attempt=number)
@@ -123,7 +120,7 @@ class BatchDelivery:
 
         attempt = Attempted(batch_name(run, partition, batch), number, record_refusals)
         await record_refusals({})
-        counts, refused = await session.deliver(sound(messages, reasons), attempt)
+        counts, refused = await self.session.deliver(sound(messages, reasons), attempt)
         if refused:
             await record_refusals(refused)
         return counts

@@ -21,7 +21,7 @@ from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
+from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
 from delayline.migration.targets.sql_store import DUPLICATE_ID, UNKNOWN
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ class AzureTable(WithoutLedger):
             while (page := runner.run(following())) is not None:
                 yield pa.RecordBatch.from_pylist(page, WAITING_SCHEMA)
 
-    def begin(self, endpoint: str) -> AzureRound:
-        """Return a round; nothing is staged."""
-        return AzureRound(self, endpoint)
+    def begin(self, endpoint: str) -> AzureSession:
+        """Return a session; nothing is staged."""
+        return AzureSession(self, endpoint)
 
     @asynccontextmanager
     async def opened(self, endpoint: str) -> AsyncIterator[tuple[AzureAccount, Table]]:
@@ -148,28 +148,24 @@ class Queues:
         return self._known[destination]
 
 
-class AzureRound(ConfirmingRound):
-    """Batches of one endpoint on their way into its table."""
+class AzureSession(DeliverySession):
+    """Writes batches of one endpoint into its table."""
 
     largest_message = AzureTable.largest_message
+
+    _table: Table
+    _places: MessageIndex
+    _queues: Queues
 
     def __init__(self, target: AzureTable, endpoint: str) -> None:
         self._target = target
         self._endpoint = endpoint
 
-    async def session(self, stack: AsyncExitStack) -> AzureSession:
-        """Connect."""
-        account, table = await stack.enter_async_context(self._target.opened(self._endpoint))
-        return AzureSession(table, Queues(account))
-
-
-class AzureSession(ConfirmingSession):
-    """One task's connections to the account."""
-
-    def __init__(self, table: Table, queues: Queues) -> None:
-        self._table = table
-        self._places = MessageIndex(table)
-        self._queues = queues
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Connect to the account."""
+        account, self._table = await stack.enter_async_context(self._target.opened(self._endpoint))
+        self._places = MessageIndex(self._table)
+        self._queues = Queues(account)
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Write each message under its key; one from an earlier attempt is overwritten."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from delayline.bulk.batch_writer import LedgerBatchWriter
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.migration.target import Attempted
-    from delayline.sql.database import Database
 
 #: Messages that a task keeps in memory before it writes them.
 STAGED_AT_ONCE: Final = 16 * 1024 * 1024
@@ -66,14 +65,14 @@ class ColdTierStore(SqlStore):
         """Return the pending messages of both tiers of the endpoint's store."""
         return super().waiting(endpoint, spark).dropDuplicates(["id"])
 
-    def begin(self, endpoint: str) -> TiersRound:
-        """Return a new generation with its own staging area."""
+    def begin(self, endpoint: str) -> TiersSession:
+        """Return a new session with its own staging area."""
         tier, staging = self.tier(endpoint), Staging(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
         folder = tier.create()
         staging.create()
         now = staging.now()
         far_from = now + self.hot_horizon if self.hot_horizon < LATEST - now else LATEST
-        return TiersRound(
+        return TiersSession(
             self.batches(endpoint), self.queues(), staging, self.options(endpoint), folder, to_microseconds(far_from),
             self._ours, journaled=tier.journaled,
         )  # fmt: skip
@@ -83,14 +82,18 @@ class ColdTierStore(SqlStore):
         return ColdTier(self.options(endpoint), self.folder.path)
 
 
-class TiersRound:
-    """Batches of one endpoint on their way into both tiers of its store: tasks stage, the driver commits.
+class TiersSession(StoreSession):
+    """Stages batches of one endpoint for both tiers of its store, in groups; the driver commits them.
 
     Args:
-        ours: the names of files of earlier rounds; a source has no id twice.
+        ours: Names of the files of earlier sessions, whose ids the source does not have again.
     """
 
     confirms = False
+
+    _cold_ids: FileIds
+    _waiting: list[pa.RecordBatch]
+    _staged: list[Staged]
 
     def __init__(
         self,
@@ -104,9 +107,7 @@ class TiersRound:
         *,
         journaled: bool,
     ) -> None:
-        self.batches = batches
-        self.queues = queues
-        self.largest_message = staging.largest_message
+        super().__init__(batches, queues, staging.largest_message)
         self._staging = staging
         self._options = options
         self._folder = folder
@@ -120,23 +121,35 @@ class TiersRound:
         """The cold tier."""
         return ColdTier(self._options, self._folder.path)
 
-    async def session(self, stack: AsyncExitStack) -> TiersSession:
-        """Return a session, which has read the ids in the files."""
-        files, dead = self.tier.files()
-        held = HeldIds(self._folder, [one for one in files if one.name not in self._ours], dead)
-        return TiersSession(self, await self.batches.opened(stack), held)
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Connect to the store and read the ids in the files."""
+        await super().open(stack)
+        files, cancelled = self.tier.files()
+        self._cold_ids = FileIds(self._folder, [one for one in files if one.name not in self._ours], cancelled)
+        self._waiting = []
+        self._staged = []
 
-    def stage(self, batches: Sequence[pa.RecordBatch]) -> Staged:
-        """Stage near messages and write far ones to files, in a task; a transaction registers the files later."""
-        rows = pa.Table.from_batches(batches).sort_by("due")
-        far = pc.greater_equal(rows.column("due").cast(INSTANT, safe=False).cast(pa.int64()), self._far_from)
-        writer = HourWriter(self._folder)
-        for batch in rows.filter(far).to_batches():
-            writer.write(batch)
-        files = writer.close()
-        attempt = self._staging.write(rows.filter(pc.invert(far)).to_batches())
-        noted = [stage_journal_rows(self._staging, self._folder, files)] if self._journaled and files else []
-        return Staged(attempt, files, noted)
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+        """Stage the accepted messages; they count once the driver has committed them."""
+        refused = {**await self.duplicates(messages), **self.nowhere(messages)}
+        kept = without(messages, refused)
+        if kept.num_rows:
+            self._waiting.append(kept)
+        if sum(batch.nbytes for batch in self._waiting) > STAGED_AT_ONCE:
+            self._stage()
+        return Delivered(attempt.number, refused)
+
+    async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
+        """Return the reasons of messages whose id is pending in a tier or repeated in the batch, by position."""
+        ids = messages.column("id")
+        found = self._cold_ids.among(ids)
+        cold = {at: DUPLICATE_ID for at, one in enumerate(ids.to_pylist()) if one in found} if found else {}
+        return {**cold, **await super().duplicates(messages)}
+
+    async def end(self) -> Sequence[Staged]:
+        """Stage the rest."""
+        self._stage()
+        return self._staged
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         """Move staged messages into the store and register the files, in one transaction with the ledger."""
@@ -164,47 +177,24 @@ class TiersRound:
                 "an abort of this migration has begun, or another process goes on with it: resume it"
             )
 
-
-class TiersSession(StoreSession):
-    """Collects a task's messages with ids that neither tier has, and stages them in groups."""
-
-    def __init__(self, delivery_round: TiersRound, database: Database, held: HeldIds) -> None:
-        super().__init__(delivery_round, database)
-        self._tiers = delivery_round
-        self._held = held
-        self._waiting: list[pa.RecordBatch] = []
-        self._staged: list[Staged] = []
-
-    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Stage the accepted messages; they count once the driver has committed them."""
-        refused = {**await self.duplicates(messages), **self.nowhere(messages)}
-        kept = without(messages, refused)
-        if kept.num_rows:
-            self._waiting.append(kept)
-        if sum(batch.nbytes for batch in self._waiting) > STAGED_AT_ONCE:
-            self._stage()
-        return Delivered(attempt.number, refused)
-
-    async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
-        """Return the reasons of messages whose id is pending in a tier or repeated in the batch, by position."""
-        ids = messages.column("id")
-        held = self._held.among(ids)
-        cold = {at: DUPLICATE_ID for at, one in enumerate(ids.to_pylist()) if one in held} if held else {}
-        return {**cold, **await super().duplicates(messages)}
-
-    async def end(self) -> Sequence[Staged]:
-        """Stage the rest."""
-        self._stage()
-        return self._staged
-
     def _stage(self) -> None:
-        if self._waiting:
-            self._staged.append(self._tiers.stage(self._waiting))
-            self._waiting = []
+        """Stage near messages and write far ones to files; `commit` registers the files."""
+        if not self._waiting:
+            return
+        rows = pa.Table.from_batches(self._waiting).sort_by("due")
+        far = pc.greater_equal(rows.column("due").cast(INSTANT, safe=False).cast(pa.int64()), self._far_from)
+        writer = HourWriter(self._folder)
+        for batch in rows.filter(far).to_batches():
+            writer.write(batch)
+        files = writer.close()
+        attempt = self._staging.write(rows.filter(pc.invert(far)).to_batches())
+        noted = [stage_journal_rows(self._staging, self._folder, files)] if self._journaled and files else []
+        self._staged.append(Staged(attempt, files, noted))
+        self._waiting = []
 
 
-class HeldIds:
-    """The ids in a tier's files, of each 64 bits in memory: a file is read again only for those that look alike."""
+class FileIds:
+    """The ids in a tier's files, as 64-bit hashes in memory; a file is read again only for equal hashes."""
 
     def __init__(self, folder: ColdFolder, files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> None:
         self._folder = folder

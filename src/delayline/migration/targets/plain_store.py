@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
-from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
+from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
 from delayline.migration.targets.sql_store import DUPLICATE_ID, SUFFIX, UNKNOWN, SqlStore
 from delayline.sql.databases import database_at
 from delayline.sql.store import SqlDelayedMessageStore
@@ -37,13 +37,15 @@ class PlainStore(WithoutLedger, SqlStore):
     #: SQL Server's `datetime` has steps of a three-hundredth of a second.
     grain: ClassVar[timedelta] = timedelta(milliseconds=4)
 
-    def begin(self, endpoint: str) -> PlainRound:
-        """Return a round; nothing is staged."""
-        return PlainRound(self, endpoint)
+    def begin(self, endpoint: str) -> PlainSession:
+        """Return a session; nothing is staged."""
+        return PlainSession(self, endpoint)
 
 
-class PlainRound(ConfirmingRound):
-    """Batches of one endpoint on their way into its store."""
+class PlainSession(DeliverySession):
+    """Stores batches of one endpoint."""
+
+    _store: SqlDelayedMessageStore
 
     def __init__(self, target: PlainStore, endpoint: str) -> None:
         self.url = target.url
@@ -52,31 +54,11 @@ class PlainRound(ConfirmingRound):
         self.queues = target.queues()
         self.largest_message = target.largest_message
 
-    async def session(self, stack: AsyncExitStack) -> PlainSession:
+    async def open(self, stack: AsyncExitStack) -> None:
         """Open the store."""
-        store = SqlDelayedMessageStore(self.url, schema=self.schema)
-        await store.initialize(self.endpoint, TransactionMode.RECEIVE_ONLY)
-        stack.push_async_callback(store.close)
-        return PlainSession(self, store)
-
-    def pending(self, ids: Sequence[str]) -> Mapping[str, tuple[str, datetime]]:
-        """Return destination and due time of the pending messages among these ids."""
-        found: dict[str, tuple[str, datetime]] = {}
-        for first in range(0, len(ids), ASKED_AT_ONCE):
-            asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
-            waiting = PendingScan(self.url, f"{self.endpoint}{SUFFIX}", self.schema, asked)
-            for rows in waiting.rows(KEPT, Span(None, None), ASKED_AT_ONCE):
-                found |= {one: (destination, due) for one, destination, due in rows}
-        return found
-
-
-class PlainSession(ConfirmingSession):
-    """One task's connection to the store."""
-
-    def __init__(self, delivery_round: PlainRound, store: SqlDelayedMessageStore) -> None:
-        self._round = delivery_round
-        self._store = store
-        self._dialect = database_at(delivery_round.url).dialect
+        self._store = SqlDelayedMessageStore(self.url, schema=self.schema)
+        await self._store.initialize(self.endpoint, TransactionMode.RECEIVE_ONLY)
+        stack.push_async_callback(self._store.close)
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Store the messages; one that an earlier attempt has stored is not stored twice."""
@@ -84,7 +66,7 @@ class PlainSession(ConfirmingSession):
         sound: dict[int, DelayedMessage] = {}
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
             message_id, destination, due, headers, body = row
-            if self._round.queues is not None and destination not in self._round.queues:
+            if self.queues is not None and destination not in self.queues:
                 refused[position] = UNKNOWN.format(destination)
                 continue
             try:
@@ -97,13 +79,14 @@ class PlainSession(ConfirmingSession):
 
     def _duplicates(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
         """Return the reasons of messages whose id another pending message has, which storing left unchanged."""
-        there = self._round.pending([one.id for one in messages.values()])
+        there = self.pending([one.id for one in messages.values()])
         ours = {position: (one.destination, one.due) for position, one in messages.items()}
         return {at: DUPLICATE_ID for at, one in messages.items() if there.get(one.id, ours[at]) != ours[at]}
 
     def _kept(self, due: datetime) -> datetime:
         """Return the time that the database keeps for it, not before it. Raises InvalidDueTime."""
-        return self._dialect.from_due(self._dialect.to_due(due))
+        dialect = database_at(self.url).dialect
+        return dialect.from_due(dialect.to_due(due))
 
     async def _stored(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
         """Store all of them, or each that can be where one cannot; return why some cannot."""
@@ -117,3 +100,13 @@ class PlainSession(ConfirmingSession):
                 refused |= await self._stored({position: message})
             return refused
         return {}
+
+    def pending(self, ids: Sequence[str]) -> Mapping[str, tuple[str, datetime]]:
+        """Return destination and due time of the pending messages among these ids."""
+        found: dict[str, tuple[str, datetime]] = {}
+        for first in range(0, len(ids), ASKED_AT_ONCE):
+            asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
+            waiting = PendingScan(self.url, f"{self.endpoint}{SUFFIX}", self.schema, asked)
+            for rows in waiting.rows(KEPT, Span(None, None), ASKED_AT_ONCE):
+                found |= {one: (destination, due) for one, destination, due in rows}
+        return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
-from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered, WithoutLedger
+from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
 from delayline.spark.broker_sink import ANY_SIZE, LONGEST, BrokerSink
 
 if TYPE_CHECKING:
@@ -40,31 +40,26 @@ class RabbitmqLevelsTarget(WithoutLedger, BrokerSink):
         """Return None: messages in levels can be counted, not listed."""
         del endpoint, spark
 
-    def begin(self, endpoint: str) -> LevelsRound:
-        """Return a round; nothing is staged."""
+    def begin(self, endpoint: str) -> LevelsSession:
+        """Return a session; nothing is staged."""
         del endpoint
-        return LevelsRound(self)
+        return LevelsSession(self)
 
 
-class LevelsRound(ConfirmingRound):
-    """Batches on their way into the levels."""
+class LevelsSession(DeliverySession):
+    """Publishes batches to the levels."""
 
     largest_message = ANY_SIZE
+
+    _writer: BrokerWriter
 
     def __init__(self, levels: BrokerSink) -> None:
         self._levels = levels
 
-    async def session(self, stack: AsyncExitStack) -> ConfirmedSession:
-        """Connect."""
-        return ConfirmedSession(await self._levels.writer(stack))
-
-
-class ConfirmedSession(ConfirmingSession):
-    """One task's connection to the broker."""
-
-    def __init__(self, session: BrokerWriter) -> None:
-        self._session = session
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Connect to the broker."""
+        self._writer = await self._levels.writer(stack)
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Publish the messages; returns once the broker has confirmed them."""
-        return Delivered(attempt.number, await self._session.deliver(messages))
+        return Delivered(attempt.number, await self._writer.deliver(messages))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from sqlalchemy import inspect, select
 
@@ -13,7 +13,7 @@ from delayline.bulk.ledger import CLOSED
 from delayline.bulk.staging import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING
-from delayline.migration.target import ConfirmingRound, ConfirmingSession, Delivered
+from delayline.migration.target import Delivered, DeliverySession
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
 from delayline.sql.database import Database
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
-    from delayline.migration.target import Attempted, DeliveryRound
+    from delayline.migration.target import Attempted
 
 SUFFIX: Final = ".timeouts"
 #: How often ids are looked for that others store meanwhile.
@@ -92,11 +92,11 @@ class SqlStore:
         del endpoint
         return None
 
-    def begin(self, endpoint: str) -> DeliveryRound:
-        """Return a new round; nothing is staged."""
+    def begin(self, endpoint: str) -> DeliverySession:
+        """Return a new session; nothing is staged."""
         batches = self.batches(endpoint)
         batches.create()
-        return StoreRound(batches, self.queues(), self.largest_message)
+        return StoreSession(batches, self.queues(), self.largest_message)
 
     def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
         """Return which attempts the store's ledger has."""
@@ -131,34 +131,22 @@ class SqlStore:
         return found[0]
 
 
-class StoreRound(ConfirmingRound):
-    """Batches of one endpoint on their way into its store."""
+class StoreSession(DeliverySession):
+    """Stores batches of one endpoint, each in one transaction with its entry in the ledger."""
+
+    _database: Database
+    _pending: Prepared
 
     def __init__(self, batches: LedgerBatchWriter, queues: frozenset[str] | None, largest_message: int) -> None:
         self.batches = batches
         self.queues = queues
         self.largest_message = largest_message
 
-    async def session(self, stack: AsyncExitStack) -> StoreSession:
-        """Connect."""
-        return StoreSession(self, await self.batches.opened(stack))
-
-
-class InStore(Protocol):
-    """Settings of a generation that its sessions need."""
-
-    batches: LedgerBatchWriter
-    queues: frozenset[str] | None
-
-
-class StoreSession(ConfirmingSession):
-    """One task's connection to the store."""
-
-    def __init__(self, delivery_round: InStore, database: Database) -> None:
-        self._round = delivery_round
-        self._database = database
-        ids, dialect = delivery_round.batches.table.c.id, database.dialect
-        self._there = Prepared(select(ids).where(dialect.one_of(ids, "keys")), dialect.sql, ["keys"])
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Connect to the store."""
+        self._database = await self.batches.opened(stack)
+        ids, dialect = self.batches.table.c.id, self._database.dialect
+        self._pending = Prepared(select(ids).where(dialect.one_of(ids, "keys")), dialect.sql, ["keys"])
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Store the messages; if an id exists already, find out which."""
@@ -167,7 +155,7 @@ class StoreSession(ConfirmingSession):
             if refused:
                 await attempt.record_refusals(refused)
             try:
-                counts = await self._round.batches.store(attempt.name, attempt.number, without(messages, refused))
+                counts = await self.batches.store(attempt.name, attempt.number, without(messages, refused))
             except IdTaken:
                 refused = {**await self.duplicates(messages), **refused}
                 continue
@@ -181,7 +169,7 @@ class StoreSession(ConfirmingSession):
 
     def nowhere(self, messages: pa.RecordBatch) -> dict[int, str]:
         """Return the reasons of messages for a queue that does not exist, by position."""
-        known = self._round.queues
+        known = self.queues
         if known is None:
             return {}
         destinations = messages.column("destination").to_pylist()
@@ -190,7 +178,7 @@ class StoreSession(ConfirmingSession):
     async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
         """Return the reasons of messages whose id is pending in the store or repeated in the batch, by position."""
         ids = messages.column("id").to_pylist()
-        waiting = {row[0] for row in await self._database.read(partial(self._there.rows_each, keys=ids))}
+        waiting = {row[0] for row in await self._database.read(partial(self._pending.rows_each, keys=ids))}
         first = {one: at for at, one in reversed(list(enumerate(ids)))}
         return {at: DUPLICATE_ID for at, one in enumerate(ids) if one in waiting or first[one] < at}
 

@@ -1,4 +1,4 @@
-"""Statements that PostgreSQL holds up half way, for as long as a test likes, and who has sent them."""
+"""Block statements of other processes in PostgreSQL half way, with triggers that wait for an advisory lock."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ BEGIN
   RETURN NEW;
 END $$
 """
-#: Those that wait for the lock.
+#: Sessions that wait for the lock.
 WAITING: Final = """
 SELECT pid, client_port FROM pg_stat_activity JOIN pg_locks USING (pid)
 WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()
 """
 
 
-class Held:
-    """What is held up."""
+class BlockedStatements:
+    """Statements that wait for the lock."""
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
 
     def wait(self, number: int, over: Callable[[], bool]) -> None:
-        """Wait until so many statements are held up; fails where it is over before."""
+        """Wait until this many statements are blocked; fails if `over` returns True first."""
         eventually(lambda: over() or len(self._connection.execute(WAITING).fetchall()) == number)
-        assert not over(), "it was over before it was held up"
+        assert not over(), "the work ended before its statements were blocked"
 
     def senders(self) -> list[int]:
-        """Return the processes that have sent what is held up."""
+        """Return the ids of the processes that sent the blocked statements."""
         server = self._connection.info.port
         return [_process_at(port, server) for _, port in self._connection.execute(WAITING).fetchall()]
 
-    def let_go(self) -> None:
-        """Go on with them, and wait until the database has noticed that their senders are dead."""
+    def release(self) -> None:
+        """Unblock the statements, and wait until the database has ended the sessions of dead processes."""
         pids = [pid for pid, _ in self._connection.execute(WAITING).fetchall()]
         self._connection.execute("SELECT pg_advisory_unlock(%s)", [LOCK])
         there = "SELECT FROM pg_stat_activity WHERE pid = ANY(%s)"
@@ -53,15 +53,15 @@ class Held:
 
 
 @contextmanager
-def held(url: str, *where: str) -> Iterator[Held]:
-    """Hold up whatever fires one of the triggers: each as in CREATE, from when it fires to its condition."""
+def blocked_statements(url: str, *where: str) -> Iterator[BlockedStatements]:
+    """Block statements that fire one of the triggers, each as in CREATE TRIGGER, from its time to its condition."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("SELECT pg_advisory_lock(%s)", [LOCK])
         connection.execute(FUNCTION)
         for number, when in enumerate(where):
             kind = "CONSTRAINT TRIGGER" if "DEFERRED" in when else "TRIGGER"
             connection.execute(f"CREATE {kind} held_{number} {when} EXECUTE FUNCTION held()".encode())
-        yield Held(connection)
+        yield BlockedStatements(connection)
 
 
 def _process_at(port: int, server: int) -> int:
@@ -72,4 +72,4 @@ def _process_at(port: int, server: int) -> int:
         with suppress(OSError):
             if str(file.readlink()) == f"socket:[{inode}]":
                 return int(file.parts[2])
-    raise AssertionError(f"nobody is at port {port}")
+    raise AssertionError(f"no process has port {port}")

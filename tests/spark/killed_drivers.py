@@ -1,11 +1,11 @@
-"""What drivers do until they are killed: functions that another process finds by their module."""
+"""The work of drivers that are killed: functions that `run_until_killed` finds by their module."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from tests.spark.attached import killed
+from tests.spark.driver_process import kill_at
 from tests.spark.stores import StoreAt
 from tests.spark.test_dispatch import settings
 from tests.spark.tiers import FIRST, HOUR
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.spark import JobTarget
 
 UNTIL: Final = FIRST + 5 * HOUR
-#: What a step is: a method, and whether the driver dies before it or after it.
+#: The method of each step, and whether the driver is killed before it.
 COMMIT: Final = {
     "staged": ("commit", True),
     "moved": ("_stored", False),
@@ -36,22 +36,22 @@ EXPORT: Final = {
 
 def scheduling(spark: SparkSession, step: str, target: JobTarget, source: str) -> None:
     name, before = COMMIT[step]
-    killed(Staging, name, before=before)
+    kill_at(Staging, name, before=before)
     schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
 
 
 def promoting(spark: SparkSession, step: str, target: JobTarget) -> None:
     name, before = COMMIT[step]
-    killed(Staging, name, before=before)
+    kill_at(Staging, name, before=before)
     promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
 
 
 def exporting(spark: SparkSession, step: str, target: JobTarget, path: str) -> None:
     name, before = EXPORT[step]
-    killed(JournalExport, name, before=before)
+    kill_at(JournalExport, name, before=before)
     export(target, path, spark=spark)
 
 
 def dispatching(spark: SparkSession, step: str, url: str) -> None:
-    killed(DispatcherControl, step, before=False)
+    kill_at(DispatcherControl, step, before=False)
     Dispatcher(settings(StoreAt(url)), shards=1, spark=spark).run()

@@ -1,6 +1,6 @@
-"""A driver in a process of its own that shares the JVM of the tests' session: it can be killed in a second or two.
+"""Run a driver in a process of its own that shares the JVM of the tests' session, and kill it.
 
-For steps that the driver's Python takes while no task runs; where the JVM has to die too, a driver needs its own.
+For steps of the driver's Python code while no task runs. To kill the JVM too, start a separate driver.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PRELOADED: Final = [
 ]
 
 
-def must_die(spark: SparkSession, work: Callable[..., object], *arguments: object) -> None:
-    """Run a function of a module in a driver, given a session, and wait until it has died of its own hand."""
+def run_until_killed(spark: SparkSession, work: Callable[..., object], *arguments: object) -> None:
+    """Run a module-level function with a session in another process, and wait until it has killed itself."""
     gateway: Any = spark.sparkContext._gateway
     parameters = gateway.java_parameters
     place = (parameters.port, parameters.auth_token)
@@ -40,8 +40,8 @@ def must_die(spark: SparkSession, work: Callable[..., object], *arguments: objec
     assert process.exitcode == -signal.SIGKILL, process.exitcode
 
 
-def killed(where: type, name: str, *, before: bool) -> None:
-    """Have this process die, as with kill -9, when it comes to a method, or when it comes from it."""
+def kill_at(where: type, name: str, *, before: bool) -> None:
+    """Kill this process with SIGKILL before or after its next call of the method."""
     work = getattr(where, name)
 
     def run(*arguments: Any, **settings: Any) -> None:  # noqa: ANN401 - as it takes

@@ -1,4 +1,4 @@
-"""The whole pipeline in processes of its own, JVM and all: a machine, as far as anybody can kill one."""
+"""Run the whole pipeline, with its JVM, in a session of processes that can be killed like a machine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from delayline.spark import Scheduled
 
-PROGRAM: Final = "import sys; from tests.spark.machine import Pipeline; Pipeline(*sys.argv[1:]).live()"
+PROGRAM: Final = "import sys; from tests.spark.pipeline_process import Pipeline; Pipeline(*sys.argv[1:]).live()"
 
 
 class Pipeline(NamedTuple):
-    """What runs, wherever it does."""
+    """The jobs, with their database, broker and folder."""
 
     url: str
     broker: str
@@ -39,12 +39,12 @@ class Pipeline(NamedTuple):
 
     @property
     def target(self) -> JobTarget:
-        """Both tiers of the endpoint whose queues are beside its store."""
+        """Both tiers of the endpoint with its queues in the store's database."""
         return JobTarget(self.url, endpoint=ENDPOINT, cold_tier=f"{self.folder}/cold")
 
     @property
     def settings(self) -> list[Settings]:
-        """That endpoint, and one whose queues are a broker's."""
+        """That endpoint, and one with its queues at a broker."""
         return [
             Settings(endpoint=ENDPOINT, url=self.url),
             Settings(endpoint="shop", store_url=self.url, transport_url=self.broker, batch_size=50),
@@ -64,7 +64,7 @@ class Pipeline(NamedTuple):
         return schedule_stream(source, target, checkpoint=f"{self.folder}/checkpoint", trigger=trigger)
 
     def live(self) -> None:
-        """Run all of it at once, until somebody kills it."""
+        """Run all jobs at once until killed."""
         with forking() as place:
             os.environ[PLACE] = place
             spark = spark_session("local[4]")
@@ -76,17 +76,17 @@ class Pipeline(NamedTuple):
 
 
 @contextmanager
-def machine(pipeline: Pipeline) -> Iterator[subprocess.Popen[bytes]]:
-    """Start it, and yield its first process, whose session all of them are in; kills what is left of it."""
+def pipeline_process(pipeline: Pipeline) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the pipeline and yield its first process, which leads the session; kill the rest at the end."""
     with subprocess.Popen([sys.executable, "-c", PROGRAM, *pipeline], start_new_session=True) as process:
         try:
             yield process
         finally:
-            kill(process.pid)
+            kill_session(process.pid)
 
 
-def kill(session: int) -> None:
-    """Kill all of its processes, as with kill -9."""
+def kill_session(session: int) -> None:
+    """Kill all processes of the session with SIGKILL."""
     while there := [place.name for place in Path("/proc").glob("[0-9]*") if _session(place) == session]:
         for pid in map(int, there):
             with suppress(ProcessLookupError):
@@ -94,7 +94,7 @@ def kill(session: int) -> None:
 
 
 def _session(process: Path) -> int | None:
-    """Return what session a process is of, None for a dead one."""
+    """Return the session of a process; None for a dead one."""
     with suppress(OSError):
         state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
         return None if state == "Z" else int(session)

@@ -1,4 +1,4 @@
-"""Spark as tests start it: JVMs that compile little, and Python workers that are forked and find the tests."""
+"""Spark settings for tests: JVMs that compile little, and forked Python workers that can import the tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 #: For JVMs that live for seconds.
 JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-#: What a user would have set on this machine.
+#: Settings for this machine.
 DEFAULTS: Final = {
     "spark.python.daemon.module": "tests.spark.daemon",
     "spark.driver.memory": "1g",
     "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
 }
-#: The setting above is for tasks; whatever plans, or commits, has a daemon whose name cannot be set.
+#: The setting above covers tasks. The daemon of planning and committing cannot be set, so this Python replaces it.
 PYTHON: Final = """#!/bin/sh
 if [ "$1 $2" = "-m pyspark.daemon" ]; then
   shift 2
@@ -31,7 +31,7 @@ exec "{python}" "$@"
 
 
 def variables(folder: Path, place: str) -> Mapping[str, str]:
-    """Return the variables that make Spark small; what they name is written to the folder. place: `forking`'s."""
+    """Return the environment variables; the files that they name are written to the folder. place: from `forking`."""
     (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in DEFAULTS.items()))
     python = folder / "python"
     python.write_text(PYTHON.format(python=sys.executable))
