@@ -9,7 +9,7 @@ import psycopg
 import pyarrow as pa
 
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
-from delayline.bulk.staging import Staging
+from delayline.bulk.writer import BulkWriter
 from delayline.external import ExternalTransaction
 from delayline.sql.dialect import OnConflict
 from delayline.testing.conformance.messages import delayed, operation
@@ -45,7 +45,7 @@ async def everything_works(url: str, other_url: str, schema: str | None, due: da
         stop()
         # When rows are staged and moved, new ones and ones that are there already
         for on_conflict in (OnConflict.IGNORE, OnConflict.REPLACE):
-            staging = Staging(url, TABLE, schema=schema)
+            staging = BulkWriter(url, TABLE, schema=schema)
             await asyncio.to_thread(staging.create)
             attempt = await asyncio.to_thread(staging.write, [staged("m0", f"new {on_conflict}")])
             await asyncio.to_thread(staging.commit, [attempt], on_conflict=on_conflict)

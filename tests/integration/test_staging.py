@@ -16,7 +16,7 @@ from sqlalchemy import text
 
 from delayline import BackendUnavailable, BackendUnusable, ConfigurationError, DuplicateMessage, TransactionMode
 from delayline.bulk.ledger import Committed
-from delayline.bulk.staging import STREAMS, Staging
+from delayline.bulk.writer import STREAMS, BulkWriter
 from delayline.sql import SqlDelayedMessageStore
 from delayline.sql.dialect import OnConflict
 
@@ -44,9 +44,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def make_job(url: str) -> Callable[..., Staging]:
-    def make(name: str | None = None) -> Staging:
-        staging = Staging(url, TABLE, name=name)
+def make_job(url: str) -> Callable[..., BulkWriter]:
+    def make(name: str | None = None) -> BulkWriter:
+        staging = BulkWriter(url, TABLE, name=name)
         staging.create()
         return staging
 
@@ -80,7 +80,7 @@ def ids(url: str) -> list[str]:
     return sorted(message.id for message in waiting(url))
 
 
-def test_what_is_committed_waits_as_it_was_written(url: str, make_job: Callable[..., Staging]) -> None:
+def test_what_is_committed_waits_as_it_was_written(url: str, make_job: Callable[..., BulkWriter]) -> None:
     # Given a task with text of every kind, an empty and a large body, and due times at the edges
     job = make_job()
     headers = '{"naïve":"日本 🚀"}'
@@ -108,7 +108,7 @@ def test_what_is_committed_waits_as_it_was_written(url: str, make_job: Callable[
     assert url.startswith("mariadb") or found["early"].due == early
 
 
-def test_an_attempt_that_is_not_named_does_not_count(url: str, make_job: Callable[..., Staging]) -> None:
+def test_an_attempt_that_is_not_named_does_not_count(url: str, make_job: Callable[..., BulkWriter]) -> None:
     # Given a task that failed in the middle and one that repeated it
     job = make_job()
     job.write([rows("a")])
@@ -119,7 +119,7 @@ def test_an_attempt_that_is_not_named_does_not_count(url: str, make_job: Callabl
     assert ids(url) == ["a", "b"]
 
 
-def test_a_task_after_the_end_of_its_job_is_refused(url: str, make_job: Callable[..., Staging]) -> None:
+def test_a_task_after_the_end_of_its_job_is_refused(url: str, make_job: Callable[..., BulkWriter]) -> None:
     job = make_job()
     attempt = job.write([rows("a")])
     job.discard()
@@ -130,14 +130,16 @@ def test_a_task_after_the_end_of_its_job_is_refused(url: str, make_job: Callable
     assert ids(url) == []
 
 
-def test_a_job_without_rows_commits_nothing(url: str, make_job: Callable[..., Staging]) -> None:
+def test_a_job_without_rows_commits_nothing(url: str, make_job: Callable[..., BulkWriter]) -> None:
     job = make_job()
     assert job.commit([job.write([]), job.write([rows()])]) == Committed(0)
     assert make_job().commit([]) == Committed(0)
     assert ids(url) == []
 
 
-def test_an_id_that_waits_already_fails_the_whole_job_and_is_named(url: str, make_job: Callable[..., Staging]) -> None:
+def test_an_id_that_waits_already_fails_the_whole_job_and_is_named(
+    url: str, make_job: Callable[..., BulkWriter]
+) -> None:
     first, second = make_job(), make_job()
     first.commit([first.write([rows("a")])])
     with pytest.raises(DuplicateMessage, match=r"'a' waits already.*nothing was stored"):
@@ -148,14 +150,14 @@ def test_an_id_that_waits_already_fails_the_whole_job_and_is_named(url: str, mak
     assert third.commit([third.write([rows("b")])], run="second") == Committed(1)
 
 
-def test_an_id_that_comes_twice_fails_the_whole_job(url: str, make_job: Callable[..., Staging]) -> None:
+def test_an_id_that_comes_twice_fails_the_whole_job(url: str, make_job: Callable[..., BulkWriter]) -> None:
     job = make_job()
     with pytest.raises(DuplicateMessage, match="'b'"):
         job.commit([job.write([rows("a", "b")]), job.write([rows("b")])])
     assert ids(url) == []
 
 
-def test_ignore_keeps_what_waits_and_counts_the_rest(url: str, make_job: Callable[..., Staging]) -> None:
+def test_ignore_keeps_what_waits_and_counts_the_rest(url: str, make_job: Callable[..., BulkWriter]) -> None:
     first, second = make_job(), make_job()
     first.commit([first.write([rows("a", body=b"first")])])
     attempts = [second.write([rows("a", "b", "b", body=b"second")]), second.write([rows("c", "b")])]
@@ -164,7 +166,7 @@ def test_ignore_keeps_what_waits_and_counts_the_rest(url: str, make_job: Callabl
     assert ids(url) == ["a", "b", "c"]
 
 
-def test_replace_takes_the_new_content_and_due_time(url: str, make_job: Callable[..., Staging]) -> None:
+def test_replace_takes_the_new_content_and_due_time(url: str, make_job: Callable[..., BulkWriter]) -> None:
     first, second = make_job(), make_job()
     first.commit([first.write([rows("a", "other", body=b"first")])])
     later = DUE + timedelta(days=1)
@@ -176,7 +178,7 @@ def test_replace_takes_the_new_content_and_due_time(url: str, make_job: Callable
     assert sorted(found) == ["a", "b", "other"]
 
 
-def test_what_a_poller_has_is_not_replaced(url: str, make_job: Callable[..., Staging]) -> None:
+def test_what_a_poller_has_is_not_replaced(url: str, make_job: Callable[..., BulkWriter]) -> None:
     # Given a message that somebody is dispatching, who will remove it by its id
     due = datetime(2020, 1, 1, tzinfo=UTC)
     first, second = make_job(), make_job()
@@ -197,7 +199,7 @@ def test_what_a_poller_has_is_not_replaced(url: str, make_job: Callable[..., Sta
     assert [one.message.body for one in waiting(url)] == [b"second"]
 
 
-def test_a_run_that_is_run_again_does_nothing(url: str, make_job: Callable[..., Staging]) -> None:
+def test_a_run_that_is_run_again_does_nothing(url: str, make_job: Callable[..., BulkWriter]) -> None:
     first, second = make_job(), make_job()
     assert first.committed("nightly") is None
     first.commit([first.write([rows("a")], rejected=lambda: 2)], run="nightly")
@@ -207,12 +209,12 @@ def test_a_run_that_is_run_again_does_nothing(url: str, make_job: Callable[..., 
     assert ids(url) == ["a"]
 
 
-def test_of_two_drivers_of_one_run_one_commits(url: str, make_job: Callable[..., Staging]) -> None:
+def test_of_two_drivers_of_one_run_one_commits(url: str, make_job: Callable[..., BulkWriter]) -> None:
     jobs = [make_job() for _ in range(4)]
     attempts = [job.write([rows(f"{number}")]) for number, job in enumerate(jobs)]
     results: list[Committed] = []
 
-    def commit(job: Staging, number: int) -> None:
+    def commit(job: BulkWriter, number: int) -> None:
         results.append(job.commit([attempts[number]], run="shared"))
 
     threads = [threading.Thread(target=commit, args=(job, number)) for number, job in enumerate(jobs)]
@@ -224,7 +226,7 @@ def test_of_two_drivers_of_one_run_one_commits(url: str, make_job: Callable[...,
     assert len(ids(url)) == 1
 
 
-def test_a_streams_batch_is_committed_once_and_batches_go_on(url: str, make_job: Callable[..., Staging]) -> None:
+def test_a_streams_batch_is_committed_once_and_batches_go_on(url: str, make_job: Callable[..., BulkWriter]) -> None:
     first, again, second = (make_job(STREAMS) for _ in range(3))
     others = again.write([rows("c")])
     first.commit([first.write([rows("a")])], run="loader", batch=0)
@@ -236,7 +238,7 @@ def test_a_streams_batch_is_committed_once_and_batches_go_on(url: str, make_job:
     assert again.commit([others], run="another", batch=0) == Committed(1)
 
 
-def test_what_runs_along_shares_the_transaction(url: str, make_job: Callable[..., Staging]) -> None:
+def test_what_runs_along_shares_the_transaction(url: str, make_job: Callable[..., BulkWriter]) -> None:
     job, failing = make_job(), make_job()
     seen: list[int | None] = []
 
@@ -254,7 +256,7 @@ def test_what_runs_along_shares_the_transaction(url: str, make_job: Callable[...
     assert failing.committed("failing") is None
 
 
-def test_a_poller_that_sleeps_is_woken_by_the_commit(url: str, make_job: Callable[..., Staging]) -> None:
+def test_a_poller_that_sleeps_is_woken_by_the_commit(url: str, make_job: Callable[..., BulkWriter]) -> None:
     async def wait_for_it() -> datetime:
         store = SqlDelayedMessageStore(url, poll_interval=timedelta(milliseconds=50))
         await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
@@ -274,7 +276,7 @@ def test_a_poller_that_sleeps_is_woken_by_the_commit(url: str, make_job: Callabl
     assert asyncio.run(wait_for_it()) > datetime.now(UTC)
 
 
-def test_a_commit_inside_a_running_event_loop_works(url: str, make_job: Callable[..., Staging]) -> None:
+def test_a_commit_inside_a_running_event_loop_works(url: str, make_job: Callable[..., BulkWriter]) -> None:
     async def in_a_notebook() -> Committed:
         job = make_job()
         return job.commit([job.write([rows("a")])])
@@ -282,17 +284,19 @@ def test_a_commit_inside_a_running_event_loop_works(url: str, make_job: Callable
     assert asyncio.run(in_a_notebook()) == Committed(1)
 
 
-def test_jobs_are_pickled_without_their_connections(url: str, make_job: Callable[..., Staging]) -> None:
+def test_jobs_are_pickled_without_their_connections(url: str, make_job: Callable[..., BulkWriter]) -> None:
     job = make_job()
     job.write([rows("b")])
     copy = pickle.loads(pickle.dumps(job))  # noqa: S301 - our own
     assert job.commit([copy.write([rows("a")])]).stored == 1
 
 
-def test_what_old_jobs_have_left_is_swept_and_that_of_others_is_not(url: str, make_job: Callable[..., Staging]) -> None:
+def test_what_old_jobs_have_left_is_swept_and_that_of_others_is_not(
+    url: str, make_job: Callable[..., BulkWriter]
+) -> None:
     # Given a job that died long ago, one that is running, and a stream
     running, stream = make_job(), make_job(STREAMS)
-    dead = Staging(url, TABLE, name="delayline_stage_202001010000_0123456789ab")
+    dead = BulkWriter(url, TABLE, name="delayline_stage_202001010000_0123456789ab")
     dead.create()
     # When another one begins
     make_job()
@@ -304,17 +308,17 @@ def test_what_old_jobs_have_left_is_swept_and_that_of_others_is_not(url: str, ma
 
 def test_a_store_that_is_not_set_up_is_refused_before_any_task(url: str) -> None:
     with pytest.raises(BackendUnusable, match="delayline setup"):
-        Staging(url, "nobody.timeouts").create()
+        BulkWriter(url, "nobody.timeouts").create()
 
 
 @pytest.mark.parametrize("run", ["", "  ", "x" * 251, "a\nb"])
 def test_names_of_runs_that_could_not_be_kept_are_refused(tmp_path: Path, run: str) -> None:
     with pytest.raises(ConfigurationError, match="printable characters"):
-        Staging(f"sqlite:///{tmp_path / 'x.db'}", TABLE).commit([], run=run)
+        BulkWriter(f"sqlite:///{tmp_path / 'x.db'}", TABLE).commit([], run=run)
 
 
 def test_rows_that_the_server_has_lost_are_missed(
-    postgresql_url: str, make_postgresql_job: Callable[..., Staging]
+    postgresql_url: str, make_postgresql_job: Callable[..., BulkWriter]
 ) -> None:
     """An unlogged table is empty after a crash of the server."""
     job = make_postgresql_job()
@@ -328,7 +332,7 @@ def test_rows_that_the_server_has_lost_are_missed(
 
 
 def test_a_zombie_that_still_writes_does_not_stop_the_end_of_its_job(
-    postgresql_url: str, make_postgresql_job: Callable[..., Staging]
+    postgresql_url: str, make_postgresql_job: Callable[..., BulkWriter]
 ) -> None:
     # Given a late task in the middle of its copy, and one that has finished
     job = make_postgresql_job()
@@ -353,11 +357,11 @@ def test_a_zombie_that_still_writes_does_not_stop_the_end_of_its_job(
 
 
 @pytest.fixture
-def make_postgresql_job(postgresql_url: str) -> Callable[..., Staging]:
+def make_postgresql_job(postgresql_url: str) -> Callable[..., BulkWriter]:
     asyncio.run(SqlDelayedMessageStore(postgresql_url).setup_infrastructure("sales"))
 
-    def make() -> Staging:
-        staging = Staging(postgresql_url, TABLE)
+    def make() -> BulkWriter:
+        staging = BulkWriter(postgresql_url, TABLE)
         staging.create()
         return staging
 
@@ -365,7 +369,7 @@ def make_postgresql_job(postgresql_url: str) -> Callable[..., Staging]:
 
 
 def test_a_server_that_is_not_there_is_an_error_that_says_so() -> None:
-    job = Staging(f"postgresql://nobody@127.0.0.1:1/{uuid.uuid4().hex}", TABLE)
+    job = BulkWriter(f"postgresql://nobody@127.0.0.1:1/{uuid.uuid4().hex}", TABLE)
     with pytest.raises(BackendUnavailable, match="cannot reach PostgreSQL"):
         job.create()
     with pytest.raises(BackendUnavailable, match="cannot reach PostgreSQL"):

@@ -23,9 +23,9 @@ COMMIT = """
 import sys
 from datetime import UTC, datetime, timedelta
 import pyarrow as pa
-from delayline.bulk.staging import Staging
+from delayline.bulk.writer import BulkWriter
 due = datetime.now(UTC) + timedelta(seconds=30)
-job = Staging(sys.argv[1], "sales.timeouts")
+job = BulkWriter(sys.argv[1], "sales.timeouts")
 job.create()
 kinds = {"id": pa.string(), "destination": pa.string(), "due": pa.timestamp("us", "UTC"), "headers": pa.string(),
          "body": pa.binary()}

@@ -12,7 +12,7 @@ from tests.spark.tiers import FIRST, HOUR
 
 from delayline.bulk.dispatchers import DispatcherControl
 from delayline.bulk.journal_export import JournalExport
-from delayline.bulk.staging import Staging
+from delayline.bulk.writer import BulkWriter
 from delayline.spark import Dispatcher, export, promote, schedule
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ EXPORT: Final = {
 
 def scheduling(spark: SparkSession, step: str, target: JobTarget, source: str) -> None:
     name, before = COMMIT[step]
-    kill_at(Staging, name, before=before)
+    kill_at(BulkWriter, name, before=before)
     schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
 
 
 def promoting(spark: SparkSession, step: str, target: JobTarget) -> None:
     name, before = COMMIT[step]
-    kill_at(Staging, name, before=before)
+    kill_at(BulkWriter, name, before=before)
     promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from sqlalchemy import select, text
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.migration import source_at
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tests.spark.test_failures import in_java, in_python, once
 from tests.spark.tiers import FIRST, HOUR, spread
 
 from delayline import BackendUnusable, ConfigurationError, DelaylineError, DuplicateMessage
-from delayline.bulk.staging import Staging
+from delayline.bulk.writer import BulkWriter
 from delayline.spark import JobTarget, Promoted, promote, promote_every, promote_stream
 from delayline.spi import Outcome
 
@@ -39,14 +39,14 @@ def ids(number: int = NUMBER, prefix: str = "m") -> list[str]:
 
 def before_commit(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
     """Do something once, between the end of the next job's tasks and its commit."""
-    commit = Staging.commit
+    commit = BulkWriter.commit
 
-    def late(self: Staging, *arguments: Any, **settings: Any) -> Any:  # noqa: ANN401 - commit's own
-        monkeypatch.setattr(Staging, "commit", commit)
+    def late(self: BulkWriter, *arguments: Any, **settings: Any) -> Any:  # noqa: ANN401 - commit's own
+        monkeypatch.setattr(BulkWriter, "commit", commit)
         work()
         return commit(self, *arguments, **settings)
 
-    monkeypatch.setattr(Staging, "commit", late)
+    monkeypatch.setattr(BulkWriter, "commit", late)
 
 
 def test_what_is_far_waits_in_files_and_is_promoted_once(spark: SparkSession, any_tiers: Tiers) -> None:
@@ -314,6 +314,6 @@ def test_what_cannot_work_is_told_in_a_line(spark: SparkSession, tiers: Tiers, t
     assert promote(blocked, spark=spark) == Promoted()
     tiers.schedule(frame(spark, "a"))
     elsewhere = JobTarget(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "elsewhere"))
-    with pytest.raises(BackendUnusable, match="where it was held"):
+    with pytest.raises(BackendUnusable, match="name the tier's folder"):
         promote(elsewhere, horizon=DUE + HOUR - datetime.now(UTC), spark=spark)
     assert tiers.promote(DUE + HOUR).stored == 1

@@ -17,7 +17,7 @@ from tests.spark.test_failures import staged
 from tests.spark.test_stream import files, write
 
 from delayline import ConfigurationError
-from delayline.bulk.staging import STREAMS, Staging
+from delayline.bulk.writer import STREAMS, BulkWriter
 from delayline.spark.errors import translated_errors
 from delayline.spark.options import FORMAT
 from delayline.spark.session import activated
@@ -52,7 +52,7 @@ def source(spark: SparkSession, tmp_path: Path) -> Path:
 @contextmanager
 def killed_at(step: str, store: StoreAt, work: Callable[[], object]) -> Iterator[Callable[[], object]]:
     """Kill the process that commits the work, as with kill -9; yields what returns as the work does."""
-    Staging(store.url, "sales.timeouts", name=STREAMS).create()  # for the ledger
+    BulkWriter(store.url, "sales.timeouts", name=STREAMS).create()  # for the ledger
     with blocked_statements(store.url, STEPS[step]) as commit, ThreadPoolExecutor(1) as pool:
         running = pool.submit(work)
         commit.wait(1, running.done)

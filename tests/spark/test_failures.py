@@ -63,9 +63,9 @@ def write(data: DataFrame, store: StoreAt, **options: str) -> None:
 
 def staged(store: StoreAt) -> list[str]:
     """Return the staging areas that are left."""
-    from delayline.bulk.staging import Staging
+    from delayline.bulk.writer import BulkWriter
 
-    staging = Staging(store.url, "sales.timeouts")
+    staging = BulkWriter(store.url, "sales.timeouts")
 
     async def look() -> list[str]:
         database = staging._database

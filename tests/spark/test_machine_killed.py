@@ -21,7 +21,7 @@ from tests.spark.test_dispatch import PATIENCE, arrived, running, settings
 from tests.spark.test_failures import staged
 
 from delayline import SqlDelayedMessageStore
-from delayline.bulk.staging import STREAMS, Staging
+from delayline.bulk.writer import STREAMS, BulkWriter
 from delayline.config import endpoint_from
 from delayline.spark import audit, export, read_journal, waiting_ids
 from delayline.sql.dialects.staging import PREFIX
@@ -71,7 +71,7 @@ def set_up(spark: SparkSession, sales: StoreAt, broker: str, folder: Path) -> Pi
     pipeline = Pipeline(sales.url, broker, str(folder))
     asyncio.run(endpoint_from(pipeline.settings[1]).setup())
     on_broker(broker, lambda channel: conventional(channel, "billing"))
-    Staging(sales.url, f"{ENDPOINT}.timeouts", name=STREAMS).create()  # for the ledger
+    BulkWriter(sales.url, f"{ENDPOINT}.timeouts", name=STREAMS).create()  # for the ledger
     soon = datetime.now(UTC) + SOON
     write(spark, folder / "campaign.parquet", "near", soon)
     write(spark, folder / "campaign.parquet", "far", soon + timedelta(days=300))

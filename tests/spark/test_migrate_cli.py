@@ -51,7 +51,7 @@ def shell(spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pyte
 
 def test_the_commands_tell_one_story(shell: Shell, legacy: Legacy, tmp_path: Path) -> None:
     legacy.add(ENDPOINT, *some(5), Timeout(9, destination=None))
-    assert "nothing was ever moved" in shell.run("history")
+    assert "no migration has run" in shell.run("history")
     looked = shell.run("preview", "--all-endpoints", code=1)
     assert "sales: 6 messages, due 2031-05-06 07:08:09" in looked
     assert "destination must be a text" in looked
@@ -83,8 +83,8 @@ def test_a_dry_run_and_a_whole_run_end_with_their_codes(shell: Shell, legacy: Le
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "say whose messages"),
-        (["--endpoint", "a", "--all-endpoints"], "say whose messages"),
+        ([], "name the endpoints"),
+        (["--endpoint", "a", "--all-endpoints"], "name the endpoints"),
         (["--all-endpoints", "--cutoff", "2026-05-01 00:00:00"], "zone"),
         (["--all-endpoints", "--target", "ftp://me:hunter2@host/x"], "nothing moves to 'ftp://me:***@host/x'"),
         (["--endpoint", "nobody"], "no endpoint 'nobody' has timeouts"),
@@ -112,7 +112,7 @@ def test_a_row_without_a_due_time_is_reported_by_every_command(shell: Shell, leg
     assert (status["moved"], status["rejected"], status["skipped"], status["reasons"]) == (3, 0, 1, {why: 1})
     assert Timeout(9).id in shell.run("status")
     assert shell.document("verify")["skipped"] == 1
-    assert "stay in the source: no run takes them" in shell.run("verify")
+    assert "rows without a readable due time stay in the source" in shell.run("verify")
     # And also where there is nothing else
     again = shell.run("run", "--endpoint", ENDPOINT, code=1)
     assert "0 rejected, 1 skipped" in again

@@ -144,13 +144,13 @@ def test_a_task_that_outlives_an_abort_commits_nothing(
         Migration(plan_with_kills(legacy, store, tmp_path, number=9, before=True)).run(spark)
     # When the run is aborted, and then the task goes on
     Migration(plan(legacy, store.url)).abort()
-    batches = SqlStore(store.url).batches(ENDPOINT)
+    writer = SqlStore(store.url).writer(ENDPOINT)
 
     async def go_on() -> int:
         async with contextlib.AsyncExitStack() as stack:
-            await batches.opened(stack)
+            await writer.open(stack)
             rows = record_batch((timeout.id, "billing", timeout.time, "{}", b"") for timeout in some(4))
-            return await batches.store(batch_name(run_named(legacy.source, None).name, 0, 0), 1, rows)
+            return await writer.store_batch(batch_name(run_named(legacy.source, None).name, 0, 0), 1, rows)
 
     # Then its batch is closed
     assert asyncio.run(go_on()) == CLOSED

@@ -40,7 +40,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[HeldPartition]:
         partitions.append(take(self, *arguments))
         return partitions[-1]
 
-    monkeypatch.setattr(Migration, "_take_aside", noted)
+    monkeypatch.setattr(Migration, "_hold_slice", noted)
     return partitions
 
 
@@ -49,7 +49,7 @@ def plan(legacy: Legacy, url: str) -> Plan:
 
 
 @pytest.mark.parametrize("then", ["resume", "abort"])
-def test_what_is_not_taken_aside_yet_is_where_it_was(
+def test_slices_that_are_not_held_yet_stay_in_the_source(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     # Given more rows than one slice has, some due at the same time, and a driver that dies in between
@@ -65,7 +65,7 @@ def test_what_is_not_taken_aside_yet_is_where_it_was(
         return take(self, *arguments)
 
     with monkeypatch.context() as patched, pytest.raises(DriverKilled):
-        patched.setattr(Migration, "_take_aside", die_at_third)
+        patched.setattr(Migration, "_hold_slice", die_at_third)
         Migration(plan(legacy, store.url)).run(spark)
     moved, left = store.ids(), legacy.ids(ENDPOINT)
     assert moved
@@ -116,7 +116,7 @@ def test_a_file_is_written_to_by_one_at_a_time(
     for number, one in enumerate(ids):
         old.put(one, due=LATER + timedelta(seconds=number))
     steps: list[str] = []
-    for step in ("_take_aside", "_deliver"):
+    for step in ("_hold_slice", "_deliver"):
         real = getattr(Migration, step)
 
         def noted(self: Migration, *arguments: Any, _real: Any = real, _step: str = step) -> Any:  # noqa: ANN401 - as it is
@@ -128,8 +128,8 @@ def test_a_file_is_written_to_by_one_at_a_time(
     # When they move
     source = source_at("delayline", old.url)
     assert Migration(Plan(source, target_at(new.url), [ENDPOINT], batch_size=4)).run(spark).complete
-    # Then no slice is taken while tasks have to write to the file
-    assert steps == ["_take_aside", "_deliver"] * 3
+    # Then no slice is held while tasks have to write to the file
+    assert steps == ["_hold_slice", "_deliver"] * 3
     assert (old.ids(), new.ids()) == ([], ids)
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import select, text
 from tests.spark.legacy import LATER
 from tests.spark.stores import DUE, ENDPOINT, StoreAt
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.migration import Migration, Plan, preview, source_at, target_at
 from delayline.migration.journal import MigrationJournal
@@ -122,7 +122,7 @@ def test_a_message_whose_id_waits_at_the_target_already_stays(
     # Then neither of the two messages is lost
     assert [(one.id, one.destination) for one in before.messages()] == [("b", "billing")]
     assert {one.id: one.destination for one in after.messages()} == {"a": "billing", "b": "crm"}
-    assert "waits in the target's store already" in outcome.reasons[0][0]
+    assert "is pending in the target's store already" in outcome.reasons[0][0]
 
 
 @pytest.mark.parametrize(("old", "new"), [("sqlite", "postgresql"), ("postgresql", "mariadb"), ("mariadb", "sqlite")])

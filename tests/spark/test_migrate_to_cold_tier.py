@@ -76,7 +76,7 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
         # and when they are moved, those that cannot go are back
         outcome = Migration(plan).run(spark)
         assert sorted(reason for reason, _ in outcome.reasons) == [
-            "a message with this id waits in the target's store already: cancel one of the two",
+            "a message with this id is pending in the target's store already: cancel one of the two",
             "destination must be a text of 1 to 200 characters",
             "queue 'gone' does not exist at the target: start its endpoint once, or run delayline setup --queue NAME",
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, Table, delete, insert, inspect, select, update
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import long_work

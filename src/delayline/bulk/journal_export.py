@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import delete, func, insert, inspect, select
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work

@@ -14,11 +14,10 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, insert
 
 from delayline.bulk.scan import readings
 from delayline.errors import BackendUnavailable
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import CONTENT, DUE, TableGroup, register, text
+from delayline.sql.schema import TableGroup, message_columns, register, text
 from delayline.sql.setup import RequiredTables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
@@ -54,11 +53,7 @@ def stream_tables(schema: str | None = None) -> tuple[Table, Table]:
         metadata,
         Column("reader", text(KEY_LENGTH), primary_key=True),
         Column("claim", BigInteger, primary_key=True, autoincrement=False),
-        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
-        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-        Column("due", DUE, nullable=False),
-        Column("headers", CONTENT, nullable=False),
-        Column("body", CONTENT, nullable=False),
+        *message_columns(),
     )
     return readers, claimed
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from sqlalchemy import Column, Integer, and_, delete, false, func, inspect, null, or_, select, update
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.migration.journal import chunks
 from delayline.migration.rows import record_batch
 from delayline.migration.source import SourcePartition, TableSource

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import and_, case, func, null, select
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc

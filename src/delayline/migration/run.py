@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.collected import CollectedSource
 from delayline.migration.holding_table import create_holding_table, drop_holding_table, give_back, hold, slices_of

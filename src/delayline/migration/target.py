@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from delayline.bulk.cold_catalog import ColdFile
-from delayline.bulk.staging import Attempt
+from delayline.bulk.writer import Attempt
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from sqlalchemy import select
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import ConfigurationError
 from delayline.migration.holding_table import read_batch
 from delayline.migration.journal import BatchState, HeldPartition, MigrationJournal, MigrationRun

@@ -6,7 +6,7 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnusable, InvalidMessage
 from delayline.message import Headers, Message, to_wire_time

@@ -13,7 +13,7 @@ import pyarrow as pa
 from delayline.bulk.cold_catalog import ColdFile, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.bulk.ledger import JobLedger
-from delayline.bulk.staging import Attempt, blocking
+from delayline.bulk.writer import Attempt, blocking
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.writer import completed
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
-    from delayline.bulk.staging import Staging
+    from delayline.bulk.writer import BulkWriter
 
 Result = TypeVar("Result")
 #: The attempt of a task without rows.
@@ -181,7 +181,7 @@ def _rows(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder, columns: Seq
         yield from folder.batches(file, dead, columns=columns)
 
 
-def stage_journal_rows(staging: Staging, folder: ColdFolder, files: Sequence[ColdFile]) -> Attempt:
+def stage_journal_rows(staging: BulkWriter, folder: ColdFolder, files: Sequence[ColdFile]) -> Attempt:
     """Stage journal rows for the messages in the files of a task."""
     if not files:
         return NO_ROWS

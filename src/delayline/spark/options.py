@@ -13,7 +13,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType, T
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from delayline.bulk.staging import Staging
+from delayline.bulk.writer import BulkWriter
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
 
@@ -100,9 +100,9 @@ class StoreOptions:
         except (ArgumentError, ValueError):
             raise ConfigurationError("the url cannot be read: write it like postgresql://user@host/database") from None
 
-    def staging(self, name: str | None = None) -> Staging:
+    def staging(self, name: str | None = None) -> BulkWriter:
         """Return a staging area of the store; a new one without a name."""
-        return Staging(self.address, self.table, schema=self.schema, name=name)
+        return BulkWriter(self.address, self.table, schema=self.schema, name=name)
 
 
 def check_columns(schema: StructType) -> None:

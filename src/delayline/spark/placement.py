@@ -32,7 +32,7 @@ from delayline.bulk.cold_catalog import HOUR
 from delayline.bulk.cold_folder import HourWriter
 from delayline.bulk.ledger import Committed, JobLedger
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
-from delayline.bulk.staging import Attempt, blocking, new_area
+from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import SystemClock, from_microseconds, to_microseconds
 from delayline.errors import ConfigurationError, DuplicateMessage
 from delayline.message import MAXIMUM_ID_LENGTH

@@ -13,7 +13,7 @@ from sqlalchemy import delete
 
 from delayline.bulk.cold_catalog import FileState
 from delayline.bulk.cold_folder import ColdFolder
-from delayline.bulk.staging import Attempt, new_area
+from delayline.bulk.writer import Attempt, new_area
 from delayline.checks import time_span, whole_number
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError

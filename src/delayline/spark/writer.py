@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from delayline.bulk.staging import STREAMS, Attempt, Staging, new_area
+from delayline.bulk.writer import STREAMS, Attempt, BulkWriter, new_area
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, invalid_reasons, raise_for_invalid, valid_rows
 from delayline.spark.options import COLUMNS, StoreOptions, choice
@@ -45,7 +45,7 @@ class StagingWriter:
         self._staging.create()
 
     @property
-    def _staging(self) -> Staging:
+    def _staging(self) -> BulkWriter:
         return self._store.staging(self._area)
 
     def _stage(self, batches: Iterator[pa.RecordBatch]) -> Attempt:

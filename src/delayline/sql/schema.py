@@ -189,6 +189,17 @@ QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=3))
 DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 
+def message_columns(*, unique: bool = False) -> list[Column[Any]]:
+    """Return the columns of a delayed message, in the order of its fields; unique: no two rows have one id."""
+    return [
+        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False, unique=unique or None),
+        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+        Column("due", DUE, nullable=False),
+        Column("headers", CONTENT, nullable=False),
+        Column("body", CONTENT, nullable=False),
+    ]
+
+
 def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False) -> Table:
     """Return the logical table of a delayed message store under that name.
 
@@ -201,11 +212,7 @@ def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False
         name,
         MetaData(schema=schema),
         _sequence(primary_key=True),
-        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False, unique=True),
-        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-        Column("due", DUE, nullable=False),
-        Column("headers", CONTENT, nullable=False),
-        Column("body", CONTENT, nullable=False),
+        *message_columns(unique=True),
         Column("retry_count", Integer, nullable=False, default=0),
         *([Column("leased_until", DUE)] if leases else []),
         Index(_index_name(name), "due", "seq"),

@@ -21,7 +21,7 @@ from delayline.azure.account import AzureAccount
 from delayline.azure.names import Key
 from delayline.azure.requests import Requests
 from delayline.azure.table import LARGEST_PAGE, Table
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.migration.collected import IN_DOUBT, PAGE, SURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.migration.collected import IN_DOUBT, PAGE, CollectedMessage, Selection, key_of
 from delayline.migration.sources.celery_tasks import FOLLOWERS, JSON, NoMessage, queue_in, task_of

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidMessage
 from delayline.message import Headers, Message

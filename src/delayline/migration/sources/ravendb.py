@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import pyarrow as pa
 
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable
 from delayline.migration.collected import PAGE, CollectedMessage, Selection, key_of
 from delayline.migration.sources.exported import ExportedFiles

@@ -17,7 +17,7 @@ from delayline.azure.requests import Requests
 from delayline.azure.rows import ForeignRow, MessageIndex, from_entity, row_of, to_entity
 from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.azure.transport import AzureStorageQueueTransport
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA

@@ -11,12 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.bulk.cold_folder import ColdFolder, HourWriter, without_secrets
-from delayline.bulk.staging import Staging
 from delayline.checks import time_span
 from delayline.clock import to_microseconds
 from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
-from delayline.migration.targets.sql_store import DUPLICATE_ID, SUFFIX, SqlStore, StoreSession, without
+from delayline.migration.targets.sql_store import DUPLICATE_ID, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
 from delayline.spark.headers import INSTANT
 from delayline.sql.dialect import OnConflict
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection, Table
 
-    from delayline.bulk.batch_writer import LedgerBatchWriter
     from delayline.bulk.cold_catalog import ColdFile
+    from delayline.bulk.writer import BulkWriter
     from delayline.migration.target import Attempted
 
 #: Messages that a task keeps in memory before it writes them.
@@ -67,13 +66,13 @@ class ColdTierStore(SqlStore):
 
     def begin(self, endpoint: str) -> TiersSession:
         """Return a new session with its own staging area."""
-        tier, staging = self.tier(endpoint), Staging(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
+        tier, writer = self.tier(endpoint), self.writer(endpoint)
         folder = tier.create()
-        staging.create()
-        now = staging.now()
+        writer.create()
+        now = writer.now()
         far_from = now + self.hot_horizon if self.hot_horizon < LATEST - now else LATEST
         return TiersSession(
-            self.batches(endpoint), self.queues(), staging, self.options(endpoint), folder, to_microseconds(far_from),
+            writer, self.queues(), self.options(endpoint), folder, to_microseconds(far_from),
             self._ours, journaled=tier.journaled,
         )  # fmt: skip
 
@@ -97,9 +96,8 @@ class TiersSession(StoreSession):
 
     def __init__(
         self,
-        batches: LedgerBatchWriter,
+        writer: BulkWriter,
         queues: frozenset[str] | None,
-        staging: Staging,
         options: Mapping[str, str],
         folder: ColdFolder,
         far_from: int,
@@ -107,8 +105,7 @@ class TiersSession(StoreSession):
         *,
         journaled: bool,
     ) -> None:
-        super().__init__(batches, queues, staging.largest_message)
-        self._staging = staging
+        super().__init__(writer, queues)
         self._options = options
         self._folder = folder
         self._far_from = far_from
@@ -154,7 +151,7 @@ class TiersSession(StoreSession):
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         """Move staged messages into the store and register the files, in one transaction with the ledger."""
         files = [file for one in staged for file in one.files]
-        self._staging.commit(
+        self.writer.commit(
             [one.attempt for one in staged],
             on_conflict=OnConflict.FAIL,
             pre_commit=partial(self._register, files=files, attempts=attempts),
@@ -164,7 +161,7 @@ class TiersSession(StoreSession):
 
     def discard(self) -> None:
         """Remove the staging area."""
-        self._staging.discard()
+        self.writer.discard()
 
     def _register(
         self, connection: Connection, staged: Table, *, files: Sequence[ColdFile], attempts: Mapping[str, int]
@@ -172,7 +169,7 @@ class TiersSession(StoreSession):
         del staged
         check_job_duration(self._began)
         self.tier.catalog.register(connection, files)
-        if not self.batches.add(connection, attempts):
+        if not self.writer.record_batches(connection, attempts):
             raise BackendUnavailable(
                 "an abort of this migration has begun, or another process goes on with it: resume it"
             )
@@ -187,8 +184,8 @@ class TiersSession(StoreSession):
         for batch in rows.filter(far).to_batches():
             writer.write(batch)
         files = writer.close()
-        attempt = self._staging.write(rows.filter(pc.invert(far)).to_batches())
-        noted = [stage_journal_rows(self._staging, self._folder, files)] if self._journaled and files else []
+        attempt = self.writer.write(rows.filter(pc.invert(far)).to_batches())
+        noted = [stage_journal_rows(self.writer, self._folder, files)] if self._journaled and files else []
         self._staged.append(Staged(attempt, files, noted))
         self._waiting = []
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from sqlalchemy import inspect, select
 
-from delayline.bulk.batch_writer import IdTaken, LedgerBatchWriter
 from delayline.bulk.ledger import CLOSED
-from delayline.bulk.staging import blocking
+from delayline.bulk.writer import BulkWriter, IdTaken, blocking
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING
 from delayline.migration.target import Delivered, DeliverySession
@@ -94,21 +93,21 @@ class SqlStore:
 
     def begin(self, endpoint: str) -> DeliverySession:
         """Return a new session; nothing is staged."""
-        batches = self.batches(endpoint)
-        batches.create()
-        return StoreSession(batches, self.queues(), self.largest_message)
+        writer = self.writer(endpoint)
+        writer.create_ledger()
+        return StoreSession(writer, self.queues())
 
     def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
         """Return which attempts the store's ledger has."""
-        return self.batches(endpoint).committed(names)
+        return self.writer(endpoint).committed_batches(names)
 
     def close(self, endpoint: str, names: Sequence[str]) -> None:
         """Close the batches in the store's ledger."""
-        self.batches(endpoint).close(names)
+        self.writer(endpoint).close_batches(names)
 
-    def batches(self, endpoint: str) -> LedgerBatchWriter:
-        """Return the way into the endpoint's store."""
-        return LedgerBatchWriter(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
+    def writer(self, endpoint: str) -> BulkWriter:
+        """Return a bulk writer of the endpoint's store."""
+        return BulkWriter(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
 
     def _named(self, connection: Connection, name: str) -> str:
         dialect = self._database.dialect
@@ -137,15 +136,15 @@ class StoreSession(DeliverySession):
     _database: Database
     _pending: Prepared
 
-    def __init__(self, batches: LedgerBatchWriter, queues: frozenset[str] | None, largest_message: int) -> None:
-        self.batches = batches
+    def __init__(self, writer: BulkWriter, queues: frozenset[str] | None) -> None:
+        self.writer = writer
         self.queues = queues
-        self.largest_message = largest_message
+        self.largest_message = writer.largest_message
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Connect to the store."""
-        self._database = await self.batches.opened(stack)
-        ids, dialect = self.batches.table.c.id, self._database.dialect
+        self._database = await self.writer.open(stack)
+        ids, dialect = self.writer.table.c.id, self._database.dialect
         self._pending = Prepared(select(ids).where(dialect.one_of(ids, "keys")), dialect.sql, ["keys"])
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
@@ -155,7 +154,7 @@ class StoreSession(DeliverySession):
             if refused:
                 await attempt.record_refusals(refused)
             try:
-                counts = await self.batches.store(attempt.name, attempt.number, without(messages, refused))
+                counts = await self.writer.store_batch(attempt.name, attempt.number, without(messages, refused))
             except IdTaken:
                 refused = {**await self.duplicates(messages), **refused}
                 continue

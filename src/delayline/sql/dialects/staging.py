@@ -11,8 +11,7 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, inspec
 from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnusable, MissingExtra
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
-from delayline.sql.schema import CONTENT, DUE, text
+from delayline.sql.schema import message_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -115,11 +114,7 @@ def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = 
         MetaData(schema=schema),
         Column("attempt", BigInteger, primary_key=numbered, autoincrement=False, nullable=False),
         *([Column("number", BigInteger, primary_key=True, autoincrement=False)] if numbered else []),
-        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False),
-        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-        Column("due", DUE, nullable=False),
-        Column("headers", CONTENT, nullable=False),
-        Column("body", CONTENT, nullable=False),
+        *message_columns(),
         prefixes=list(prefixes),
     )
 

@@ -1,6 +1,10 @@
-"""Bulk writing in two steps: tasks write to a staging area, one transaction moves the named attempts to the store.
+"""Bulk writing to a delayed message store, in two ways.
 
-A task that fails, is repeated or outlives its job leaves rows of attempts that are never named.
+Staged: tasks write to a staging area, and one transaction moves the attempts that the driver names to the store. A task
+that fails, is repeated or outlives its job leaves rows of attempts that are never named.
+
+Batch by batch: a task stores each batch in a transaction with the batch's name in the ledger. A later attempt finds the
+name, so that each batch is stored once.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import Table, select
 
-from delayline.bulk.ledger import Committed, JobLedger, check_run
+from delayline.bulk.ledger import CLOSED, Committed, JobLedger, check_run
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
@@ -30,7 +34,8 @@ from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from contextlib import AsyncExitStack
 
     import pyarrow as pa
     from sqlalchemy import Connection
@@ -56,11 +61,18 @@ class Attempt(NamedTuple):
     rejected: int = 0
 
 
-class Staging:
-    """Bulk writer of one job to a delayed message store; pickled to its tasks. Every method blocks.
+class IdTaken(Exception):
+    """An id of a batch is pending in the store already, or is in the batch twice; nothing of the batch was stored."""
+
+
+class BulkWriter:
+    """Bulk writer of one job to a delayed message store; pickled to its tasks. Every method blocks, except coroutines.
 
     Args:
-        name: the staging area. A job has its own, removed at its end; all streams share `STREAMS`, which stays.
+        url: The store's database.
+        table_name: The store's table.
+        schema: The table's schema; by default the connection's.
+        name: The staging area. A job has its own, removed at its end; all streams share `STREAMS`, which stays.
     """
 
     def __init__(self, url: str, table_name: str, *, schema: str | None = None, name: str | None = None) -> None:
@@ -71,17 +83,28 @@ class Staging:
         _ = self._stage
 
     @property
+    def table(self) -> Table:
+        """The store's table."""
+        dialect = self._database.dialect
+        return dialect.timeouts_table(dialect.kept_name(self.table_name), dialect.schema_of(self.schema))
+
+    @property
     def largest_message(self) -> int:
         """How many bytes the headers and the body of a message may have together."""
         return self._database.dialect.largest_message
 
     def create(self) -> None:
-        """Make the area and the ledger, on the driver; removes those that jobs older than a day have left.
+        """Create the staging area and the ledger, on the driver, and remove areas of jobs that are older than a day.
 
-        Raises BackendUnusable where the store is not set up.
+        Raises BackendUnusable if the store is not set up.
         """
         self._database.dialect.must_exist()
         blocking(self._opened(self._create))
+
+    def create_ledger(self) -> None:
+        """Create the ledger, for writing batch by batch. Raises BackendUnusable if the store is not set up."""
+        self._database.dialect.must_exist()
+        blocking(self._opened(self._create_ledger))
 
     def write(self, batches: Iterable[pa.RecordBatch], *, rejected: Callable[[], int] = int) -> Attempt:
         """Stage the rows of a task: columns id, destination, due (in UTC), headers (JSON), body; nulls are empty.
@@ -136,7 +159,7 @@ class Staging:
         move = partial(self._move, work=work, run=run, batch=batch)
         if run is not None:
             check_run(run)
-        committed: Committed = blocking(self._opened(self._and_tell, move, attempts))
+        committed: Committed = blocking(self._opened(self._move_and_notify, move, attempts))
         if self.name != STREAMS:
             self.discard()
         return committed
@@ -150,6 +173,47 @@ class Staging:
     def committed(self, run: str, batch: int = 0) -> Committed | None:
         """Return the result that the run has committed; None if there is none, or none yet for the batch."""
         return blocking(self._opened(lambda: self._database.read(partial(self._runs.find, run=run, batch=batch))))
+
+    def committed_batches(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the attempt that has committed each of these batches; uncommitted batches are left out."""
+        return blocking(self._opened(self._database.read, partial(self._runs.attempts, runs=names)))
+
+    def close_batches(self, names: Sequence[str]) -> None:
+        """Prevent later commits of these batches; committed ones are unaffected."""
+        blocking(self._opened(self._database.write, partial(self._close, names=names)))
+
+    def record_batches(self, connection: Connection, attempts: Mapping[str, int]) -> bool:
+        """Record the attempts in the caller's transaction; False if another attempt was or the batch is closed."""
+        self._runs.add(connection, attempts)
+        return self._runs.attempts(connection, list(attempts)) == attempts
+
+    async def open(self, stack: AsyncExitStack) -> Database:
+        """Return the database, open for `store_batch`; it closes with the stack."""
+        database = self._database
+        await database.open()
+        stack.push_async_callback(database.close)
+        self._register_table()
+        return database
+
+    @job_work
+    async def store_batch(self, name: str, attempt: int, batch: pa.RecordBatch) -> int:
+        """Store the batch in one transaction with its name, and return the attempt that has stored it.
+
+        Args:
+            name: The batch's name.
+            attempt: The number of this attempt.
+            batch: Columns id, destination, due (in UTC), headers (JSON) and body; nulls are empty.
+
+        Returns:
+            This attempt, an earlier one, or CLOSED if the batch may not be stored any more.
+
+        Raises:
+            IdTaken: An id is pending already or is in the batch twice.
+        """
+        counts: int = await self._database.write(partial(self._store_batch, name=name, attempt=attempt, batch=batch))
+        if counts == attempt and batch.num_rows:
+            await self._database.notify_on_commit({store_channel(self.table): earliest_due(batch)})
+        return counts
 
     def now(self) -> datetime:
         """Return the upper bound of the time on the clock that decides whether a message is due, in UTC."""
@@ -172,13 +236,8 @@ class Staging:
     def _stage(self) -> Stage:
         found: Stage | None = self.__dict__.get("_kept_stage")
         if found is None:
-            found = self.__dict__["_kept_stage"] = self._database.dialect.stage(self._store_table, self.name)
+            found = self.__dict__["_kept_stage"] = self._database.dialect.stage(self.table, self.name)
         return found
-
-    @property
-    def _store_table(self) -> Table:
-        dialect = self._database.dialect
-        return dialect.timeouts_table(dialect.kept_name(self.table_name), dialect.schema_of(self.schema))
 
     @property
     def _runs(self) -> JobLedger:
@@ -193,18 +252,21 @@ class Staging:
             await self._database.close()
 
     async def _create(self) -> None:
-        await self._database.read(self._check)
-        await self._database.write(self._runs.create)
-        await self._database.write(self._make)
+        await self._create_ledger()
+        await self._database.write(self._create_stage)
         for name in await self._database.read(self._left_over):
             with contextlib.suppress(BackendUnavailable):  # a task still holds it: next time
                 await self._database.write(self._stage.named(name).drop)
 
+    async def _create_ledger(self) -> None:
+        await self._database.read(self._check)
+        await self._database.write(self._runs.create)
+
     def _check(self, connection: Connection) -> None:
-        table = self._store_table
+        table = self.table
         RequiredTables(self._database.dialect, table.schema, QUEUES, others=[table]).check(connection)
 
-    def _make(self, connection: Connection) -> None:
+    def _create_stage(self, connection: Connection) -> None:
         dialect = self._database.dialect
         with dialect.setting_up(connection):
             self._stage.create(connection)
@@ -212,14 +274,34 @@ class Staging:
     def _left_over(self, connection: Connection) -> list[str]:
         return [name for name in self._stage.found(connection) if _is_old(name)]
 
-    async def _and_tell(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
-        database, table = self._database, self._store_table
-        statements = StoreStatements(table, database.dialect)
-        row_claims(database, statements, queue_tables(table.schema))  # with them its notifications know the table
-        committed = await database.write(move)
+    def _register_table(self) -> None:
+        statements = StoreStatements(self.table, self._database.dialect)
+        row_claims(self._database, statements, queue_tables(self.table.schema))  # registers the table for notifications
+
+    def _store_batch(self, connection: Connection, name: str, attempt: int, batch: pa.RecordBatch) -> int:
+        before = self._runs.begin_attempt(connection, name)
+        if before is not None:
+            return before
+        if batch.num_rows:
+            try:
+                self._stage.append(connection, batch.sort_by("id"))  # neighbours in the index of ids, the largest
+            except self._database.dialect.errors as error:
+                if not breaks_a_key(error):
+                    raise
+                raise IdTaken from error
+        self._runs.end(connection, name, attempt, Committed(batch.num_rows))
+        return attempt
+
+    def _close(self, connection: Connection, names: Sequence[str]) -> None:
+        self._runs.create(connection)
+        self._runs.add(connection, dict.fromkeys(names, CLOSED))
+
+    async def _move_and_notify(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
+        self._register_table()
+        committed = await self._database.write(move)
         earliest = [one.earliest for one in attempts if one.earliest is not None]
         if committed.stored and earliest and not committed.repeated:
-            await database.notify_on_commit({store_channel(table): min(earliest)})
+            await self._database.notify_on_commit({store_channel(self.table): min(earliest)})
         return committed
 
     def _move(
@@ -242,7 +324,7 @@ class Staging:
         pre_commit: Callable[[Connection, Table], object] | None,
         connection: Connection,
     ) -> Committed:
-        journal, staged = Journal(self._store_table, self._database.dialect), self._stage.table
+        journal, staged = Journal(self.table, self._database.dialect), self._stage.table
         journal.look(connection)
         if journal_only and journal.kept:
             numbers = self._gathered(connection, journal_only)
@@ -281,7 +363,7 @@ class Staging:
             if not breaks_a_key(error):
                 raise
             dialect.roll_back_to_savepoint(connection)
-            doubled = doubled_id(connection, self._stage.table, self._store_table)
+            doubled = doubled_id(connection, self._stage.table, self.table)
             dialect.release_savepoint(connection)
             raise DuplicateMessage(doubled) from error
         dialect.release_savepoint(connection)
