@@ -89,7 +89,7 @@ def test_timeouts_arrive_at_an_endpoint_on_azure_when_they_are_due(
         assert set(waiting(azure_url)) == {Timeout(8).id}
         # and when they are moved, those that cannot go are back
         reasons = sorted(reason for reason, _ in Migration(plan).run(spark).reasons)
-        expected = ["message with this id waits", "headers and body have more", "headers are not JSON"]
+        expected = ["message with this id is pending", "headers and body have more", "headers are not JSON"]
         expected += ["it has no due time", "queue 'gone' does not exist", "queue 'never_a_queue' does not exist"]
         assert len(reasons) == len(expected)
         assert [why for why, reason in zip(expected, reasons, strict=True) if why not in reason] == []

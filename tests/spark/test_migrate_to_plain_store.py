@@ -77,7 +77,7 @@ def test_timeouts_arrive_when_they_are_due(spark: SparkSession, legacy: Legacy, 
         outcome = Migration(Plan(legacy.source, target, [ENDPOINT], batch_size=3)).run(spark)
         reasons = sorted(reason for reason, _ in outcome.reasons)
         assert [why in reason for why, reason in zip(
-            ["message with this id waits", "destination must be", "headers are not JSON", "queue 'gone' does not"],
+            ["message with this id is pending", "destination must be", "headers are not JSON", "queue 'gone' does not"],
             reasons, strict=True)] == [True] * 4  # fmt: skip
         assert legacy.ids(ENDPOINT) == [Timeout(number).id for number in (5, 6, 7, 8)]
         verified = verify(legacy.source, target, spark)
