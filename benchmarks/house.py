@@ -82,7 +82,7 @@ async def single_rate(place: Path | str, number: int) -> float:
     async with endpoint_on(place, polling=False) as endpoint:
         started = time.perf_counter()
         for _ in range(number):
-            await endpoint.send(DESTINATION, BODY, delay=timedelta(days=365))
+            await endpoint.send(DESTINATION, BODY, delay=timedelta(days=365), check_destination=False)
         return number / (time.perf_counter() - started)
 
 
@@ -91,7 +91,8 @@ async def together_rate(place: Path | str, number: int) -> float:
     async with endpoint_on(place, polling=False) as endpoint:
         started = time.perf_counter()
         for _ in range(0, number, 1000):
-            sends = (endpoint.send(DESTINATION, BODY, delay=timedelta(days=365)) for _ in range(1000))
+            far = timedelta(days=365)
+            sends = (endpoint.send(DESTINATION, BODY, delay=far, check_destination=False) for _ in range(1000))
             await asyncio.gather(*sends)
         return number / (time.perf_counter() - started)
 
