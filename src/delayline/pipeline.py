@@ -1,18 +1,26 @@
-"""Receiving: take a message, run the handlers, commit their sends together with the receive, or recover."""
+"""Receiving: take messages, run the handlers, commit their sends together with the receive, or recover.
+
+A receiver that supports it is asked for messages ahead of the handlers, as many as they handle in a tenth of a second;
+and messages whose handlers end at about the same time are completed together: their removal from the queue and, where
+the transaction mode has both in one transaction, their sends. Each message waits for the commit before its own at most.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
 from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.events import Event, emit
+from delayline.grouping import Grouping
 from delayline.message import Message
 from delayline.outgoing import Composer, HeaderMap, Outgoing
 from delayline.recoverability import (
@@ -30,7 +38,12 @@ from delayline.recoverability import (
     may_fit_smaller,
 )
 from delayline.transaction import TransactionMode
-from delayline.transport import SupportsServerTimeout, SupportsTransportTransactions, TransportOperation
+from delayline.transport import (
+    SupportsPrefetch,
+    SupportsServerTimeout,
+    SupportsTransportTransactions,
+    TransportOperation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -52,6 +65,17 @@ RECOVERED_AFTER: Final = timedelta(seconds=5)
 MOST_APART: Final = 500
 MOST_BYTES_APART: Final = 64 << 20
 MOST_COUNTED: Final = 10_000
+#: Messages that are received ahead of their handlers: as many as were handled in this time ...
+PREFETCH_TIME: Final = 0.1
+#: ... measured over at least this time ...
+PREFETCH_MEASURED: Final = 0.02
+#: ... but no more than these, in number and in bytes of their bodies.
+MOST_PREFETCHED: Final = 1000
+MOST_BYTES_PREFETCHED: Final = 16 << 20
+#: Prefetched messages go back to the queue when no handler has ended for so long.
+PREFETCH_KEPT: Final = 1.0
+#: Messages that are completed together.
+MAXIMUM_COMPLETED: Final = 500
 #: A satellite attempts a message 5 times at once, as NServiceBus does.
 SATELLITE_RETRIES: Final = 4
 
@@ -180,6 +204,78 @@ class Defers(Protocol):
         ...
 
 
+class _Completion(NamedTuple):
+    """A handled message, with the sends that are dispatched in the transaction of its removal."""
+
+    received: ReceivedMessage
+    now: Sequence[TransportOperation] = ()
+    later: Sequence[Outgoing] = ()
+
+
+class Prefetch:
+    """Messages that were received ahead of their handlers, and how many are worth it."""
+
+    def __init__(self) -> None:
+        self._messages: deque[ReceivedMessage] = deque()
+        self._bytes = 0
+        self._mean_bytes = 1.0
+        self._target = 0
+        self._handled = 0
+        self._since = 0.0
+        self._last_end = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    def wanted(self, free: int, *, allowed: bool) -> int:
+        """Return how many messages to ask for, given how many handlers are free; 0 or less for none."""
+        if not allowed:
+            return free
+        elapsed = time.monotonic() - self._since
+        if elapsed >= PREFETCH_MEASURED:
+            self._target = min(MOST_PREFETCHED, int(self._handled * PREFETCH_TIME / elapsed))
+            self._handled, self._since = 0, time.monotonic()
+        if self._messages and not self.is_low:
+            return 0
+        affordable = int((MOST_BYTES_PREFETCHED - self._bytes) / self._mean_bytes)
+        return free + min(self._target - len(self._messages), affordable)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it is time for more messages."""
+        return len(self._messages) <= self._target // 2
+
+    def add(self, batch: Sequence[ReceivedMessage], *, idle: bool) -> None:
+        """Append received messages; idle: no message is being handled."""
+        if idle and not self._messages:
+            self._target, self._handled, self._since = 0, 0, time.monotonic()
+        size = sum(len(received.message.body) for received in batch)
+        self._messages.extend(batch)
+        self._bytes += size
+        self._mean_bytes = max(1.0, size / max(1, len(batch)))
+
+    def pop(self) -> ReceivedMessage:
+        """Return the next message."""
+        received = self._messages.popleft()
+        self._bytes -= len(received.message.body)
+        return received
+
+    def clear(self) -> list[ReceivedMessage]:
+        """Return all messages, which are not prefetched any more."""
+        messages = list(self._messages)
+        self._messages.clear()
+        self._bytes = self._target = 0
+        return messages
+
+    def handled(self) -> None:
+        """Count a message whose handler has ended."""
+        self._handled += 1
+
+    def ended_since(self) -> bool:
+        """Return whether a handler has ended since the last measurement."""
+        return self._handled > 0
+
+
 class _AlreadyHandled(Exception):
     """The message left its queue while it was being handled here: another receiver has handled it."""
 
@@ -198,6 +294,8 @@ class Pipeline:
     concurrency: int
     destinations: Destinations | None = None
     """Where destinations of delayed sends are looked for; None for nowhere."""
+    completes_together: bool = True
+    """Whether messages are completed in groups, if the receiver supports that."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _apart: dict[asyncio.Task[object], int] = field(default_factory=dict)
     """The tasks, with their messages' sizes, that wait to give back a message that could not be moved."""
@@ -207,8 +305,18 @@ class Pipeline:
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _breaker: RepeatedFailuresOverTime = field(init=False)
+    _prefetch: Prefetch = field(default_factory=lambda: Prefetch())
+    _prefetches: SupportsPrefetch | None = field(init=False)
+    _completions: Grouping[_Completion, bool] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._prefetches = self.receiver if isinstance(self.receiver, SupportsPrefetch) else None
+        together = self.completes_together and self._prefetches is not None
+        self._completions = Grouping(
+            self._complete_group,
+            maximum=MAXIMUM_COMPLETED if together else 1,
+            at_once=1 if together else self.concurrency + MOST_APART,
+        )
         self._breaker = RepeatedFailuresOverTime(
             "Receive",
             time_to_trigger=TIME_TO_TRIGGER_RECEIVE,
@@ -231,6 +339,7 @@ class Pipeline:
         await self.receiver.stop()
         if self._loop is not None:
             await asyncio.wait([self._loop])
+        await self._release(self._prefetch.clear())
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._breaker.close()
@@ -238,12 +347,12 @@ class Pipeline:
     async def _receive(self) -> None:
         while not self._stopping.is_set():
             self._room.clear()
-            free = self.concurrency - len(self._tasks) + len(self._apart)
-            if free <= 0:
-                await self._room.wait()
+            wanted = self._prefetch.wanted(self._free, allowed=self._prefetches is not None)
+            if wanted <= 0:
+                await self._wait_for_room()
                 continue
             try:
-                batch = await self._next_batch(free)
+                batch = await self._next_batch(wanted)
             except Exception as error:
                 text = "Failed to receive from %s: %s"
                 self._breaker.log_failure(
@@ -252,10 +361,36 @@ class Pipeline:
                 await self._pause(error)
                 continue
             self._breaker.success()
-            for received in batch:
-                task = asyncio.create_task(self._process(received))
-                self._tasks.add(task)
-                task.add_done_callback(self._done)
+            self._prefetch.add(batch, idle=not self._tasks)
+            self._start_handlers()
+
+    @property
+    def _free(self) -> int:
+        """How many further messages may be handled."""
+        return self.concurrency - len(self._tasks) + len(self._apart)
+
+    async def _wait_for_room(self) -> None:
+        """Wait until more messages are wanted; give prefetched ones back that no handler gets to."""
+        if not self._prefetch:
+            await self._room.wait()
+            return
+        await first_of(self._room.wait(), self.host.clock.sleep(PREFETCH_KEPT))
+        if not self._room.is_set() and not self._prefetch.ended_since():
+            await self._release(self._prefetch.clear())
+
+    def _start_handlers(self) -> None:
+        """Start a task for each prefetched message, up to the concurrency limit."""
+        while self._prefetch and self._free > 0 and not self._stopping.is_set():
+            received = self._prefetch.pop()
+            if self._prefetches is not None and not self._prefetches.holds(received):
+                continue  # another receiver may have it since a connection was lost
+            task = asyncio.create_task(self._process(received))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+
+    async def _release(self, received: Sequence[ReceivedMessage]) -> None:
+        if received and self._prefetches is not None:
+            await self._prefetches.release_many(received)
 
     async def _next_batch(self, limit: int) -> Sequence[ReceivedMessage]:
         if self._breaker.state is BreakerState.DISARMED:
@@ -275,13 +410,16 @@ class Pipeline:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._room.set()
+        self._prefetch.handled()
+        self._start_handlers()
+        if self._prefetch.is_low:
+            self._room.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, "a receive task failed", exception=error)
 
     async def _process(self, received: ReceivedMessage) -> None:
         try:
-            if self.host.mode is TransactionMode.NONE and not await self.receiver.acknowledge(received):
+            if self.host.mode is TransactionMode.NONE and not await self._completions.run(_Completion(received)):
                 return
             await self._handle(received)
         except _AlreadyHandled as error:
@@ -437,28 +575,40 @@ class Pipeline:
             if entry.check and self.destinations is not None:
                 await self.destinations.check(entry.operation.destination)
         match self.host.mode:
-            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE | TransactionMode.TRANSACTION_SCOPE if not outgoing:
-                await self._acknowledge(received, None)
-            case TransactionMode.TRANSACTION_SCOPE:
-                async with self._transaction() as transaction:
-                    await self._acknowledge(received, transaction)
-                    await self._send(now, later, transaction)
-            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
-                await self._send([], later, None)
-                async with self._transaction() as transaction:
-                    await self._acknowledge(received, transaction)
-                    await self._send(now, [], transaction)
-            case TransactionMode.RECEIVE_ONLY:
-                await self._send(now, later, None)
-                await self._acknowledge(received, None)
             case TransactionMode.NONE:
                 await self._send(now, later, None)
-
-    async def _acknowledge(self, received: ReceivedMessage, transaction: Transaction | None) -> None:
-        if not await self.receiver.acknowledge(received, transaction):
+                return
+            case TransactionMode.RECEIVE_ONLY:
+                await self._send(now, later, None)
+                completion = _Completion(received)
+            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+                await self._send([], later, None)
+                completion = _Completion(received, now)
+            case TransactionMode.TRANSACTION_SCOPE:
+                completion = _Completion(received, now, later)
+        if not await self._completions.run(completion):
             raise _AlreadyHandled(
                 f"message {received.message.id!r} left queue {self.queue!r} while it was handled: a possible duplicate"
             )
+
+    async def _complete_group(self, group: Sequence[_Completion]) -> Sequence[bool]:
+        """Remove the messages from the queue, and dispatch the sends of those that were there, in one transaction."""
+        if not any(one.now or one.later for one in group):
+            return await self._acknowledge(group, None)
+        async with self._transaction() as transaction:
+            removed = await self._acknowledge(group, transaction)
+            sends = [one for one, was_there in zip(group, removed, strict=True) if was_there]
+            await self._send(
+                [operation for one in sends for operation in one.now],
+                [outgoing for one in sends for outgoing in one.later],
+                transaction,
+            )
+        return removed
+
+    async def _acknowledge(self, group: Sequence[_Completion], transaction: Transaction | None) -> Sequence[bool]:
+        if len(group) > 1 and self._prefetches is not None:
+            return await self._prefetches.acknowledge_many([one.received for one in group], transaction)
+        return [await self.receiver.acknowledge(one.received, transaction) for one in group]
 
     async def _send(
         self, now: list[TransportOperation], later: list[Outgoing], transaction: Transaction | None
@@ -555,6 +705,7 @@ async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:
             immediate_retries=SATELLITE_RETRIES, immediate_pause=timedelta(0), delayed_retries=0
         ),
         concurrency=satellite.concurrency,
+        completes_together=False,  # each waits for the timeout storage by itself
     )
 
 

@@ -57,6 +57,28 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
+class SupportsPrefetch(Protocol):
+    """Capability of a receiver: messages can be received ahead of their handlers and acknowledged together."""
+
+    async def acknowledge_many(
+        self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
+    ) -> Sequence[bool]:
+        """Remove the messages from the queue together, in `transaction` if given; return for each as `acknowledge` does.
+
+        If it raises, none was removed or, as with BackendUnavailable, that is unknown.
+        """
+        ...
+
+    async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
+        """Give the messages back to the queue, visible at once. Idempotent."""
+        ...
+
+    def holds(self, received: ReceivedMessage) -> bool:
+        """Return False if another receiver may have the message by now, for example after a lost connection."""
+        ...
+
+
+@runtime_checkable
 class SupportsServerTimeout(Protocol):
     """Capability of a receiver: its waits for an answer have a limit, after which `receive` raises."""
 

@@ -192,7 +192,7 @@ async def test_callers_do_not_hang_when_the_writer_is_cancelled(
     await settle()
     grouped = asyncio.create_task(group.store(delayed("grouped")))
     await settle()
-    (writer,) = [task for task in asyncio.all_tasks() if task.get_name() == "delayline store"]
+    (writer,) = [task for task in asyncio.all_tasks() if task.get_name() == "delayline group"]
     # When the group's writer is cancelled
     writer.cancel()
     # Then both callers get the error, and the next one can store

@@ -5,10 +5,9 @@ Concurrent sends share the store's transactions, and each waits for its own mess
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
@@ -26,14 +25,14 @@ from delayline.delayed.store import (
     SupportsSetup,
     SupportsTransactions,
 )
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, NotStarted
+from delayline.errors import ConfigurationError, InvalidMessage, NotStarted
 from delayline.events import Event, emit
 from delayline.external import SupportsExternalTransactions
+from delayline.grouping import Grouping
 from delayline.message import DelayedMessage
-from delayline.transaction import WAITING_TASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
@@ -333,16 +332,16 @@ class StoredDelivery:
 logger = logging.getLogger(__name__)
 
 MAXIMUM_GROUP: Final = 500
+#: Stores at the same time of a store without batches.
+SINGLE_STORES: Final = 1000
 ABANDONED: Final = "Message %s, whose send was cancelled, is not sent: %s"
-
-PendingStore = tuple["DelayedMessage", "asyncio.Future[None]"]
 
 
 class StoreGroup:
     """Stores messages; messages that arrive while a transaction is running share the next one.
 
     Args:
-        store: Takes the messages, in batches if it can.
+        store: Stores the messages, in batches if it can.
         breaker: Counts failures.
         stored: Called with the due time of each stored message.
     """
@@ -355,31 +354,20 @@ class StoreGroup:
     ) -> None:
         self._store = store
         self._stored = stored
-        self._batches = store if isinstance(store, SupportsBatches) else None
         self._breaker = breaker
-        self._waiting: list[PendingStore] = []
-        self._writing = False
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._group: Grouping[DelayedMessage, None] = (
+            Grouping(self._store_many, maximum=MAXIMUM_GROUP, abandoned=_log_abandoned)
+            if isinstance(store, SupportsBatches)
+            else Grouping(self._store_each, maximum=1, at_once=SINGLE_STORES, abandoned=_log_abandoned)
+        )
 
     async def store(self, message: DelayedMessage) -> None:
         """Return when the message is durable; raises the store's error.
 
         If cancelled, it returns at once, and the message is usually stored all the same, though not twice.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        caller = asyncio.current_task()
         try:
-            if self._batches is None:
-                self._start(self._store_one((message, done), caller))
-            else:
-                self._waiting.append((message, done))
-                if not self._writing:
-                    self._writing = True
-                    self._idle.clear()
-                    self._start(self._write(self._batches, caller))
-            await done
+            await self._group.run(message)
         except Exception as error:
             emit(
                 logger,
@@ -399,66 +387,22 @@ class StoreGroup:
 
     async def stop(self) -> None:
         """Wait until every accepted message is stored or has failed."""
-        while self._under_way or not self._idle.is_set():
-            await asyncio.gather(self._idle.wait(), *self._under_way, return_exceptions=True)
+        await self._group.stop()
 
-    async def _store_one(self, pending: PendingStore, caller: asyncio.Task[Any] | None) -> None:
-        WAITING_TASK.set(caller)
-        try:
-            await self._store.store(pending[0])
-        except Exception as error:
-            self._finish([pending], error)
-        except BaseException:
-            pending[1].cancel()
-            raise
-        else:
-            self._finish([pending], None)
+    async def _store_many(self, messages: Sequence[DelayedMessage]) -> Sequence[None]:
+        await cast("SupportsBatches", self._store).store_many(messages)
+        return self._notify(messages)
 
-    async def _write(self, batches: SupportsBatches, caller: asyncio.Task[Any] | None) -> None:
-        WAITING_TASK.set(caller)
-        try:
-            while self._waiting:
-                group, self._waiting = self._waiting[:MAXIMUM_GROUP], self._waiting[MAXIMUM_GROUP:]
-                await self._write_group(batches, group)
-        except asyncio.CancelledError:
-            for _, done in self._waiting:
-                done.cancel()
-            self._waiting = []
-            raise
-        finally:
-            self._writing = False
-            self._idle.set()
+    async def _store_each(self, messages: Sequence[DelayedMessage]) -> Sequence[None]:
+        for message in messages:
+            await self._store.store(message)
+        return self._notify(messages)
 
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name="delayline store")
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return task
+    def _notify(self, messages: Sequence[DelayedMessage]) -> Sequence[None]:
+        for message in messages:
+            self._stored(message.due)
+        return [None] * len(messages)
 
-    async def _write_group(self, batches: SupportsBatches, group: list[PendingStore]) -> None:
-        try:
-            await batches.store_many([message for message, _ in group])
-        except (BackendUnavailable, BackendUnusable) as error:
-            self._finish(group, error)
-        except Exception as error:
-            if len(group) == 1:
-                self._finish(group, error)
-                return
-            # A message that the store cannot take must not fail the others.
-            for one in group:
-                await self._write_group(batches, [one])
-        except BaseException:
-            for _, done in group:
-                done.cancel()
-            raise
-        else:
-            self._finish(group, None)
 
-    def _finish(self, group: list[PendingStore], error: Exception | None) -> None:
-        for message, done in group:
-            if error is None:
-                self._stored(message.due)
-            if not done.done():
-                done.set_result(None) if error is None else done.set_exception(error)
-            elif error is not None:
-                emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, message.id, error)
+def _log_abandoned(message: DelayedMessage, error: Exception) -> None:
+    emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, message.id, error)

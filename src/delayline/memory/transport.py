@@ -203,6 +203,12 @@ class MemoryReceiver:
                 batch.append(ReceivedMessage(message, sequence))
         return batch
 
+    async def acknowledge_many(
+        self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
+    ) -> Sequence[bool]:
+        """Forget the hidden messages, now or at the commit."""
+        return [await self.acknowledge(one, transaction) for one in received]
+
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         """Forget the hidden message, now or at the commit."""
         hidden, sequence = self._queue.hidden, received.receipt
@@ -219,6 +225,15 @@ class MemoryReceiver:
         sequence = received.receipt
         if isinstance(sequence, int) and sequence in self._queue.hidden:
             self._queue.give_back(sequence)
+
+    async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
+        """Put the messages back where they were."""
+        for one in received:
+            await self.release(one)
+
+    def holds(self, received: ReceivedMessage) -> bool:
+        """Return whether the message is hidden."""
+        return received.receipt in self._queue.hidden
 
     async def stop(self) -> None:
         """End a waiting receive."""

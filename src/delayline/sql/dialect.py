@@ -66,6 +66,10 @@ class Claims(Protocol):
         """How many rows this process holds."""
         ...
 
+    def holds(self, row: int) -> bool:
+        """Return whether this process holds the row, as of its last request."""
+        ...
+
 
 class DecisionReader(Protocol):
     """How one database is asked for a decision that may be being taken."""

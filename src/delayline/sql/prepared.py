@@ -31,7 +31,8 @@ class Prepared:
     def __init__(self, statement: ClauseElement, dialect: sqlalchemy.Dialect, names: Sequence[str]) -> None:
         if isinstance(statement, Insert):
             statement = statement.inline()  # no caller needs the new row's number
-        compiled = statement.compile(dialect=dialect, column_keys=names if isinstance(statement, Insert) else None)
+        values = isinstance(statement, Insert) and statement.select is None
+        compiled = statement.compile(dialect=dialect, column_keys=names if values else None)
         self.sql = str(compiled)
         order = list(getattr(compiled, "positiontup", None) or [])
         constants = [name for name in order if name not in names]

@@ -8,7 +8,7 @@ from sqlalchemy import bindparam, case, delete, exists, func, insert, literal_co
 
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
-from delayline.sql.prepared import Prepared
+from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 
 if TYPE_CHECKING:
@@ -117,14 +117,45 @@ class QueueStatements:
         self.register = Prepared(dialect.insert_new(queues, "name"), sql, ["name"])
         expired = case((columns.expires <= dialect.in_seconds(0), literal_column("1")), else_=literal_column("0"))
         self.put = Prepared(insert(queued), sql, PUT)
+        put_existing = insert(queued).from_select(
+            PUT,
+            select(
+                queues.c.name,
+                *(bindparam(f"new_{name}", type_=columns[name].type) for name in PUT[1:]),
+            ).where(queues.c.name == bindparam("name")),
+        )
+        self.put_existing = Prepared(put_existing, sql, ["name", *(f"new_{name}" for name in PUT[1:])])
+        """Inserts a message if its queue exists."""
         self.put_expiring = Prepared(insert(queued), sql, [*PUT, "expires"])
         self.now = Prepared(select(dialect.in_seconds(0)), sql, [])
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
         self.claimed = Prepared(kept.add_columns(expired).where(by_numbers), sql, ["numbers"])
         self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
+        self._delete_returning = (
+            Prepared(delete(queued).where(by_numbers).returning(columns.seq), sql, ["numbers"])
+            if sql.delete_returning
+            else None
+        )
+        self._lock = Prepared(select(columns.seq).where(by_numbers).with_for_update(), sql, ["numbers"])
         self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])
         self.copies = Prepared(copies, sql, ["name", "key"])
         self.page = Prepared(page, sql, ["name", "number", "skip"])
+
+    def remove(self, connection: Connection, numbers: Sequence[int]) -> set[int]:
+        """Delete the messages with these numbers and return the numbers that there were.
+
+        One statement for up to 500 numbers; on MySQL, for several, two in the caller's transaction.
+        """
+        if self._delete_returning is not None:
+            return {number for (number,) in self._delete_returning.rows_each(connection, keys=numbers)}
+        if len(numbers) > 1:
+            numbers = [number for (number,) in self._lock.rows_each(connection, keys=numbers)]
+        deleted = self.delete.change_each(connection, keys=numbers)
+        return set(numbers) if deleted else set()
+
+    def removes_at_once(self, number: int) -> bool:
+        """Return whether `remove` deletes so many messages with one statement."""
+        return number == 1 or (self._delete_returning is not None and number <= LONGEST_LIST)
 
     def missing(self, connection: Connection, names: Iterable[str]) -> set[str]:
         """Return the names that are no queues."""

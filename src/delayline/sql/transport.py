@@ -14,6 +14,7 @@ from sqlalchemy import inspect, select
 from delayline.checks import time_span
 from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
+from delayline.grouping import Grouping
 from delayline.message import Message
 from delayline.sql.backend import SqlBackend
 from delayline.sql.database import Database
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ONE_SECOND: Final = timedelta(seconds=1)
+#: Concurrent sends that share a transaction.
+MAXIMUM_GROUP: Final = 500
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 
 
@@ -82,6 +85,7 @@ class SqlTransport(SqlBackend):
         self._statements = QueueStatements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
+        self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP)
         if two_phase is not None:
             two_phase.decide_in(self._database, self._schema)
 
@@ -133,6 +137,7 @@ class SqlTransport(SqlBackend):
 
     async def stop(self) -> None:
         """Undo one `start`."""
+        await self._sends.stop()
         await self._close_database()
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
@@ -140,9 +145,10 @@ class SqlTransport(SqlBackend):
         for operation in operations:
             check_size(operation.message, self._database.dialect)
         await self._check_tables()
-        missing = await self._database.write(partial(self._put, operations=operations), transaction)
-        reached = {operation.destination for operation in operations} - missing
-        await self._database.notify_on_commit({queue_channel(name): 0 for name in reached}, transaction)
+        if transaction is None:
+            missing = await self._sends.run(operations)
+        else:
+            missing = await self._dispatch(operations, transaction)
         if missing:
             raise DispatchFailed(
                 {
@@ -151,6 +157,20 @@ class SqlTransport(SqlBackend):
                     if operation.destination in missing
                 }
             )
+
+    async def _dispatch_groups(self, groups: Sequence[Sequence[TransportOperation]]) -> Sequence[set[str]]:
+        """Insert the operations of concurrent sends in one transaction; return the missing queues for each send."""
+        missing = await self._dispatch([operation for operations in groups for operation in operations], None)
+        return [missing & {operation.destination for operation in operations} for operations in groups]
+
+    async def _dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
+        """Insert the messages whose queues exist, notify receivers, and return the queues that do not exist."""
+        one = len(operations) == 1 and operations[0].message.time_to_be_received is None
+        put = partial(self._put_one, operations[0]) if one else partial(self._put, operations=operations)
+        missing = await self._database.write(put, transaction, one_statement=one)
+        reached = {operation.destination for operation in operations} - missing
+        await self._database.notify_on_commit({queue_channel(name): 0 for name in reached}, transaction)
+        return missing
 
     async def receiver(self, queue: str) -> SqlReceiver:
         """Return a receiver on the queue. Raises BackendUnusable for tables of an older delayline."""
@@ -260,6 +280,11 @@ class SqlTransport(SqlBackend):
             self._two_phase.identify(connection)
         self._statements.register.change_many(connection, [(name,) for name in names])
 
+    def _put_one(self, operation: TransportOperation, connection: Connection) -> set[str]:
+        message, queue = operation.message, operation.destination
+        put = self._statements.put_existing.change(connection, queue, message.id, message.encoded_headers, message.body)
+        return set() if put else {queue}
+
     def _put(self, connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:
         """Insert the messages whose queues exist and return the names of those that do not."""
         missing = self._statements.missing(connection, (operation.destination for operation in operations))
@@ -329,19 +354,33 @@ class SqlReceiver:
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         """Delete the message, now or at the commit."""
-        number = _number(received)
-        delete = partial(self._statements.delete.change_each, keys=[number])
-        forget = partial(self._claims.forget, [number])
-        deleted = await self._database.write(delete, transaction, one_statement=True)
+        return (await self.acknowledge_many([received], transaction))[0]
+
+    async def acknowledge_many(
+        self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
+    ) -> Sequence[bool]:
+        """Delete the messages, now or at the commit."""
+        numbers = [_number(one) for one in received]
+        remove, forget = partial(self._statements.remove, numbers=numbers), partial(self._claims.forget, numbers)
+        one_statement = self._statements.removes_at_once(len(numbers))
+        removed = await self._database.write(remove, transaction, one_statement=one_statement)
         forget() if transaction is None else transaction.after_commit(forget)
-        return deleted == 1
+        return [number in removed for number in numbers]
 
     async def release(self, received: ReceivedMessage) -> None:
         """Give up the claim and wake receivers."""
-        self._claims.release([_number(received)])
+        await self.release_many([received])
+
+    async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
+        """Give up the claims and wake receivers."""
+        self._claims.release(_number(one) for one in received)
         with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
             await self._database.read(lambda _: self._claims.flush())
         self._database.notifications.notify(queue_channel(self._queue))
+
+    def holds(self, received: ReceivedMessage) -> bool:
+        """Return whether this process still claims the message, as of its last request."""
+        return self._claims.holds(_number(received))
 
     async def stop(self) -> None:
         """End a waiting receive."""

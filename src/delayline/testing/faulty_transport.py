@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from delayline.testing.faults import Fault, Faults, Faulty
 from delayline.transport import (
     ReceivedMessage,
     Receiver,
+    SupportsPrefetch,
     SupportsQualifiedQueues,
     SupportsQueueLookup,
     SupportsQueueManagement,
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.transaction import Transaction, TransactionMode
     from delayline.transport import TransportOperation
+
+
+class _PrefetchReceiver(Receiver, SupportsPrefetch, Protocol): ...
 
 
 class FaultyTransport(Faulty):
@@ -77,9 +81,10 @@ class FaultyTransport(Faulty):
 
     async def receiver(self, queue: str) -> FaultyReceiver:
         """Return a receiver under the same faults."""
-        return FaultyReceiver(
-            await self.faults.call("receiver", lambda: self._inner.receiver(queue), queue), self.faults
-        )
+        inner = await self.faults.call("receiver", lambda: self._inner.receiver(queue), queue)
+        if isinstance(inner, SupportsPrefetch):
+            return FaultyPrefetchReceiver(inner, self.faults)
+        return FaultyReceiver(inner, self.faults)
 
 
 class FaultyReceiver:
@@ -100,6 +105,23 @@ class FaultyReceiver:
 
     async def stop(self) -> None:
         await self._call("stop_receiver", self._receiver.stop)
+
+
+class FaultyPrefetchReceiver(FaultyReceiver):
+    """A receiver with `SupportsPrefetch`: faults of `acknowledge` and `release` apply to several messages at once."""
+
+    _receiver: _PrefetchReceiver
+
+    async def acknowledge_many(
+        self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
+    ) -> Sequence[bool]:
+        return await self._call("acknowledge", lambda: self._receiver.acknowledge_many(received, transaction), received)
+
+    async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
+        await self._call("release", lambda: self._receiver.release_many(received), received)
+
+    def holds(self, received: ReceivedMessage) -> bool:
+        return self._receiver.holds(received)
 
 
 class _Transactions(Faulty):

@@ -504,6 +504,10 @@ class SessionClaims(ABC):
         """How many rows this process holds."""
         return len(self._held)
 
+    def holds(self, row: int) -> bool:
+        """Return whether this process holds the row, as of its last request."""
+        return row in self._held
+
     def close(self) -> None:
         """Give up every claim."""
         in_use = self._in_use.acquire(timeout=STOPPING_EACH)

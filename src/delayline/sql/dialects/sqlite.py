@@ -117,6 +117,10 @@ class FileClaims:
         """How many rows this process holds."""
         return len(self._held)
 
+    def holds(self, row: int) -> bool:
+        """Return whether this process holds the row, as of its last request."""
+        return row in self._held
+
     def close(self) -> None:
         """Give up every claim; from now on none is given."""
         with self._lock:

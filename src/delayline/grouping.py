@@ -1,0 +1,101 @@
+"""Groups: work on many items at once, such as one commit for many messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.transaction import WAITING_TASK
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Grouping(Generic[Item, Result]):
+    """Runs work on groups of items: those that arrive while a group is at work form the next one.
+
+    Nothing is delayed to make a group larger. If a group fails, each of its items is tried alone, so that one bad item
+    does not fail the others; if the back end is unavailable or unusable, the group fails as a whole. Belongs to one
+    event loop.
+
+    Args:
+        work: Runs on a group and returns a result for each item, in order. All or none of its effects happen.
+        maximum: The most items in a group; 1 or more.
+        at_once: How many groups may be at work at the same time; 1 or more.
+        abandoned: Called with the error of an item whose caller was cancelled.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+        *,
+        maximum: int,
+        at_once: int = 1,
+        abandoned: Callable[[Item, Exception], None] | None = None,
+    ) -> None:
+        self._work = work
+        self._maximum = maximum
+        self._at_once = at_once
+        self._abandoned = abandoned
+        self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, item: Item) -> Result:
+        """Return the item's result, or raise its error.
+
+        If cancelled, it returns at once; the item is worked on all the same.
+        """
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, done))
+        if len(self._tasks) < self._at_once:
+            task = asyncio.create_task(self._run(asyncio.current_task()), name="delayline group")
+            self._tasks.add(task)
+        return await done
+
+    async def stop(self) -> None:
+        """Wait until the work on every item has ended."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _run(self, caller: asyncio.Task[Any] | None) -> None:
+        WAITING_TASK.set(caller)
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting[: self._maximum], self._waiting[self._maximum :]
+                await self._run_group(group)
+        except BaseException:
+            for _, done in self._waiting:
+                done.cancel()
+            self._waiting = []
+            raise
+        finally:
+            self._tasks.discard(asyncio.current_task())
+
+    async def _run_group(self, group: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+        try:
+            results = await self._work([item for item, _ in group])
+        except Exception as error:
+            if len(group) == 1 or isinstance(error, BackendUnavailable | BackendUnusable):
+                for item, done in group:
+                    self._fail(item, done, error)
+                return
+            for one in group:
+                await self._run_group([one])
+        except BaseException:
+            for _, done in group:
+                done.cancel()
+            raise
+        else:
+            for (_, done), result in zip(group, results, strict=True):
+                if not done.done():
+                    done.set_result(result)
+
+    def _fail(self, item: Item, done: asyncio.Future[Result], error: Exception) -> None:
+        if not done.done():
+            done.set_exception(error)
+        elif self._abandoned is not None:
+            self._abandoned(item, error)
