@@ -17,6 +17,7 @@ from benchmarks import (
     scenarios,
     scenarios_azure,
     scenarios_cold_tier,
+    scenarios_handled,
     scenarios_large,
     scenarios_mariadb,
     scenarios_migration,
@@ -43,6 +44,9 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "pg_concurrent_sends": [("ratio", ">=", 0.25)],
     "pg_store_many": [("ratio", ">=", 0.60), ("times PgQueuer", ">=", 1.5)],
     "pg_burst": [("ratio", ">=", 0.70), ("times PgQueuer", ">=", 2.5), ("times Procrastinate", ">=", 40)],
+    "sqlite_handled": [],
+    "pg_handled": [],
+    "maria_handled": [],
     "pg_fetch": [("ratio", ">=", 0.40)],
     "pg_pollers": [("ratio", ">=", 0.80)],
     "pg_latest": [("latest after the lock ms", "<", 5000), ("early", "<=", 0)],
@@ -122,6 +126,7 @@ ROOMS = (
     scenarios_cold_tier,
     scenarios_timeouts,
     scenarios_azure,
+    scenarios_handled,
 )
 SCENARIOS = {name: getattr(room, name) for name in GOALS for room in ROOMS if hasattr(room, name)}
 RESULTS = Path(__file__).parent / "results"

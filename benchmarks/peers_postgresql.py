@@ -53,6 +53,32 @@ async def pgqueuer_drain(url: str, number: int) -> float:
     return drained
 
 
+async def pgqueuer_fill(url: str, number: int) -> None:
+    """Enqueue jobs for `work`."""
+    connection = await asyncpg.connect(url)
+    queries = Queries(AsyncpgDriver(connection))
+    if not await queries.has_table(queries.qbe.settings.queue_table):
+        await queries.install()
+    await _enqueue(queries, number)
+    await connection.close()
+
+
+async def procrastinate_fill(url: str, number: int) -> None:
+    """Defer jobs for the task `work`."""
+    app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=url))
+
+    @app.task(queue="work", name="work")
+    async def work(body: str) -> None:
+        del body
+
+    async with app.open_async():
+        if not await app.check_connection_async():
+            await app.schema_manager.apply_schema_async()
+        jobs: list[dict[str, Any]] = [{"body": BODY.decode()}] * 1000
+        for _ in range(0, number, 1000):
+            await work.batch_defer_async(*jobs)
+
+
 async def _enqueue(queries: Queries, number: int) -> None:
     for _ in range(0, number, 1000):
         await queries.enqueue(["work"] * 1000, [BODY] * 1000, [0] * 1000)

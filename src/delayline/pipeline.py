@@ -222,6 +222,8 @@ class Prefetch:
         self._target = 0
         self._handled = 0
         self._since = 0.0
+        self.ended = 0
+        """How many handlers have ended."""
         self._last_end = 0.0
 
     def __bool__(self) -> bool:
@@ -245,9 +247,9 @@ class Prefetch:
         """Whether it is time for more messages."""
         return len(self._messages) <= self._target // 2
 
-    def add(self, batch: Sequence[ReceivedMessage], *, idle: bool) -> None:
-        """Append received messages; idle: no message is being handled."""
-        if idle and not self._messages:
+    def add(self, batch: Sequence[ReceivedMessage], *, waited: float) -> None:
+        """Append messages for which the receiver has waited for so many seconds."""
+        if waited >= PREFETCH_TIME:  # the queue was empty: start to measure anew
             self._target, self._handled, self._since = 0, 0, time.monotonic()
         size = sum(len(received.message.body) for received in batch)
         self._messages.extend(batch)
@@ -270,10 +272,7 @@ class Prefetch:
     def handled(self) -> None:
         """Count a message whose handler has ended."""
         self._handled += 1
-
-    def ended_since(self) -> bool:
-        """Return whether a handler has ended since the last measurement."""
-        return self._handled > 0
+        self.ended += 1
 
 
 class _AlreadyHandled(Exception):
@@ -302,6 +301,7 @@ class Pipeline:
     _unmoved: dict[str, int] = field(default_factory=dict)
     """How often messages could not be moved to the error queue, by id."""
     _loop: asyncio.Task[None] | None = None
+    _returning: asyncio.Task[None] | None = None
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _breaker: RepeatedFailuresOverTime = field(init=False)
@@ -339,6 +339,9 @@ class Pipeline:
         await self.receiver.stop()
         if self._loop is not None:
             await asyncio.wait([self._loop])
+        if self._returning is not None:
+            self._returning.cancel()
+            await asyncio.wait([self._returning])
         await self._release(self._prefetch.clear())
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -349,8 +352,9 @@ class Pipeline:
             self._room.clear()
             wanted = self._prefetch.wanted(self._free, allowed=self._prefetches is not None)
             if wanted <= 0:
-                await self._wait_for_room()
+                await self._room.wait()
                 continue
+            asked = time.monotonic()
             try:
                 batch = await self._next_batch(wanted)
             except Exception as error:
@@ -361,22 +365,23 @@ class Pipeline:
                 await self._pause(error)
                 continue
             self._breaker.success()
-            self._prefetch.add(batch, idle=not self._tasks)
+            self._prefetch.add(batch, waited=time.monotonic() - asked)
             self._start_handlers()
+            if self._prefetch and (self._returning is None or self._returning.done()):
+                self._returning = asyncio.create_task(self._return_unhandled(), name="delayline prefetch")
 
     @property
     def _free(self) -> int:
         """How many further messages may be handled."""
         return self.concurrency - len(self._tasks) + len(self._apart)
 
-    async def _wait_for_room(self) -> None:
-        """Wait until more messages are wanted; give prefetched ones back that no handler gets to."""
-        if not self._prefetch:
-            await self._room.wait()
-            return
-        await first_of(self._room.wait(), self.host.clock.sleep(PREFETCH_KEPT))
-        if not self._room.is_set() and not self._prefetch.ended_since():
-            await self._release(self._prefetch.clear())
+    async def _return_unhandled(self) -> None:
+        """Give prefetched messages back to the queue once no handler has ended for a while."""
+        while self._prefetch:
+            ended = self._prefetch.ended
+            await self.host.clock.sleep(PREFETCH_KEPT)
+            if self._prefetch.ended == ended:
+                await self._release(self._prefetch.clear())
 
     def _start_handlers(self) -> None:
         """Start a task for each prefetched message, up to the concurrency limit."""

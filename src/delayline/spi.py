@@ -29,6 +29,7 @@ from delayline.transaction import SupportsSavepoints, Transaction
 from delayline.transport import (
     ReceivedMessage,
     Receiver,
+    SupportsPrefetch,
     SupportsQualifiedQueues,
     SupportsQueueLookup,
     SupportsQueueManagement,
@@ -59,6 +60,7 @@ __all__ = [
     "SupportsJournal",
     "SupportsManagement",
     "SupportsNotifications",
+    "SupportsPrefetch",
     "SupportsQualifiedQueues",
     "SupportsQueueLookup",
     "SupportsQueueManagement",

@@ -63,7 +63,7 @@ class SupportsPrefetch(Protocol):
     async def acknowledge_many(
         self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
     ) -> Sequence[bool]:
-        """Remove the messages from the queue together, in `transaction` if given; return for each as `acknowledge` does.
+        """Remove the messages from the queue, in `transaction` if given; return for each what `acknowledge` does.
 
         If it raises, none was removed or, as with BackendUnavailable, that is unknown.
         """

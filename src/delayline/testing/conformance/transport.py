@@ -24,6 +24,8 @@ from delayline.testing.conformance.store import RolledBackError
 from delayline.transaction import SupportsSavepoints, TransactionMode
 from delayline.transport import (
     ReceivedMessage,
+    Receiver,
+    SupportsPrefetch,
     SupportsQueueManagement,
     SupportsTransportTransactions,
     Transport,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from delayline.transport import ReceivedMessage, Receiver, Transport
+    from delayline.transport import ReceivedMessage, Transport
 
 
 QUEUES = ["billing", "sales", "error"]
@@ -42,6 +44,10 @@ QUEUES = ["billing", "sales", "error"]
 
 class TransactionalTransport(Transport, SupportsTransportTransactions, Protocol):
     """A transport that claims transactions."""
+
+
+class PrefetchingReceiver(Receiver, SupportsPrefetch, Protocol):
+    """A receiver that claims prefetching."""
 
 
 class ManagedTransport(Transport, SupportsQueueManagement, Protocol):
@@ -55,6 +61,14 @@ async def received(receiver: Receiver, number: int = 1) -> list[ReceivedMessage]
         while len(found) < number:
             found += await receiver.receive(number - len(found))
     return found
+
+
+async def prefetching(transport: Transport, queue: str) -> PrefetchingReceiver:
+    """Return a receiver that supports prefetching; skips where it is not claimed."""
+    receiver = await transport.receiver(queue)
+    if not isinstance(receiver, SupportsPrefetch):
+        pytest.skip("not claimed: SupportsPrefetch")
+    return cast("PrefetchingReceiver", receiver)
 
 
 async def nothing_left(transport: Transport, queue: str) -> None:
@@ -242,6 +256,36 @@ class TransportQueues(TransportFixtures):
         [message] = await received(receiver)
         await receiver.acknowledge(message)
         await receiver.release(message)
+        await nothing_left(transport, "billing")
+
+    async def test_many_messages_are_acknowledged_together(self, transport: Transport) -> None:
+        """Each is removed, and the result is False for those that were gone."""
+        receiver = await prefetching(transport, "billing")
+        await transport.dispatch([operation("billing", f"m{number}") for number in range(5)])
+        messages = await received(receiver, 5)
+        assert await receiver.acknowledge(messages[1]) is True
+        results = await receiver.acknowledge_many(messages[:3])
+        assert list(results) == [True, False, True]
+        await receiver.release_many(messages)
+        again = await received(await transport.receiver("billing"), 2)
+        assert sorted(ids(again)) == ["m3", "m4"]
+        await nothing_left(transport, "billing")
+
+    async def test_a_rollback_of_many_acknowledged_messages(self, transport: Transport) -> None:
+        """All of them are their receiver's still."""
+        receiver = await prefetching(transport, "billing")
+        if not isinstance(transport, SupportsTransportTransactions):
+            pytest.skip("not claimed: SupportsTransportTransactions")
+        await transport.dispatch([operation("billing", f"m{number}") for number in range(3)])
+        messages = await received(receiver, 3)
+        with pytest.raises(RolledBackError):
+            async with transport.transaction() as transaction:
+                assert list(await receiver.acknowledge_many(messages, transaction)) == [True] * 3
+                raise RolledBackError
+        assert [receiver.holds(one) for one in messages] == [True] * 3
+        async with transport.transaction() as transaction:
+            assert list(await receiver.acknowledge_many(messages, transaction)) == [True] * 3
+        assert [receiver.holds(one) for one in messages] == [False] * 3
         await nothing_left(transport, "billing")
 
     async def test_competing_receivers_never_share_a_message(self, transport: Transport) -> None:
