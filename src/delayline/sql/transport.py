@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ONE_SECOND: Final = timedelta(seconds=1)
+#: Seconds at most until messages before those received last are found, while others come in.
+FULL_LOOK_EVERY: Final = 0.5
 #: Concurrent sends that share a transaction.
 MAXIMUM_GROUP: Final = 500
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
@@ -325,6 +329,10 @@ class SqlReceiver:
         self._idle = idle
         self._news = asyncio.Event()
         self._stopped = False
+        self._after = 0
+        """The number of the last message claimed."""
+        self._full_at = -math.inf
+        """When messages were last looked for from the first one on."""
         self._unsubscribe = database.notifications.subscribe(queue_channel(queue), lambda _: self._news.set())
 
     @property
@@ -391,13 +399,34 @@ class SqlReceiver:
     def _claim(
         self, connection: Connection, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
     ) -> None:
+        """Claim rows from the last one claimed before on; at intervals, and if there are none, from the first one on.
+
+        Rows before the last one are those of transactions that took longer, and those that other processes gave back.
+        """
+        if time.monotonic() - self._full_at < FULL_LOOK_EVERY:
+            self._claim_after(self._after, connection, limit, batch, expired)
+        if not batch and not expired:
+            self._full_at = time.monotonic()
+            self._claim_after(0, connection, limit, batch, expired)
+
+    def _claim_after(
+        self,
+        after: int,
+        connection: Connection,
+        limit: int,
+        batch: list[ReceivedMessage],
+        expired: list[ReceivedMessage],
+    ) -> None:
         """Claim rows page by page until there are enough; read those that are still there."""
-        after, size = 0, limit + self._claims.number_held
+        size = limit if after else limit + self._claims.number_held
         while len(batch) + len(expired) < limit:
             page = [number for (number,) in self._statements.numbers.rows(connection, self._queue, after, size)]
             wanted = limit - len(batch) - len(expired)
-            for received, is_expired in self._read(connection, self._claims.take(page, wanted)):
+            taken = self._claims.take(page, wanted)
+            for received, is_expired in self._read(connection, taken):
                 (expired if is_expired else batch).append(received)
+            if taken:
+                self._after = max(self._after, taken[-1])
             if len(page) < size:
                 return
             after = page[-1]
