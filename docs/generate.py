@@ -38,7 +38,6 @@ from delayline import (
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.cli import main as command_line
 from delayline.config import Settings, describe_setting, flag_of, setting_names, variable_of
-from delayline.endpoint import DEFAULT_CONCURRENCY
 from delayline.events import Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema
@@ -149,12 +148,10 @@ def texts_below(owner: type) -> dict[str, str]:
     return texts
 
 
-def default(name: str, value: object) -> str:
+def default(value: object) -> str:
     """Return a default value as the reader would write it."""
     if value is inspect.Parameter.empty:
         return "required"
-    if name == "concurrency" and value == DEFAULT_CONCURRENCY:
-        return "`max(2, CPUs)`"
     if isinstance(value, timedelta):
         return f"{value.total_seconds():g} s"
     if inspect.isfunction(value):
@@ -169,7 +166,7 @@ def settings_of(owner: type, besides: dict[str, str]) -> str:
     for name, parameter in inspect.signature(owner).parameters.items():
         text = texts[name]
         rows.append(
-            [code(name), code(parameter.annotation), default(name, parameter.default), text[0].upper() + text[1:]]
+            [code(name), code(parameter.annotation), default(parameter.default), text[0].upper() + text[1:]]
         )
     return table(["setting", "type", "default", "meaning"], rows)
 
@@ -224,7 +221,7 @@ def recoverability_settings() -> str:
     rows = []
     for one in fields(Recoverability):
         value = () if one.default is MISSING else one.default  # the one field with a factory makes an empty tuple
-        rows.append([code(one.name), code(one.type), default(one.name, value), texts[one.name]])
+        rows.append([code(one.name), code(one.type), default(value), texts[one.name]])
     return table(["setting", "type", "default", "meaning"], rows)
 
 
@@ -233,7 +230,7 @@ def configuration() -> str:
     defaults: dict[str, object] = {one.name: one.default for one in fields(Settings)}
     rows = []
     for name in setting_names():
-        shown = "" if defaults[name] is None else default(name, defaults[name])
+        shown = "" if defaults[name] is None else default(defaults[name])
         rows.append([code(name), code(variable_of(name)), code(flag_of(name)), shown, describe_setting(name)])
     return table(["delayline.toml", "variable", "flag", "default", "meaning"], rows)
 
