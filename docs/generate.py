@@ -165,9 +165,7 @@ def settings_of(owner: type, besides: dict[str, str]) -> str:
     rows = []
     for name, parameter in inspect.signature(owner).parameters.items():
         text = texts[name]
-        rows.append(
-            [code(name), code(parameter.annotation), default(parameter.default), text[0].upper() + text[1:]]
-        )
+        rows.append([code(name), code(parameter.annotation), default(parameter.default), text[0].upper() + text[1:]])
     return table(["setting", "type", "default", "meaning"], rows)
 
 

@@ -18,6 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
+from delayline.delayed.delivery import SupportsDeferMany
 from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.events import Event, emit
 from delayline.grouping import Grouping
@@ -620,10 +621,16 @@ class Pipeline:
     ) -> None:
         if now:
             await self.host.transport.dispatch(now, transaction)
-        for entry in later:
-            if self.delivery is None or entry.due is None:
-                raise ConfigurationError(f"a delay needs delayed delivery: {DELAYED_DELIVERIES}")
-            await self.delivery.defer(entry.operation, entry.due, transaction)
+        if not later:
+            return
+        if self.delivery is None:
+            raise ConfigurationError(f"a delay needs delayed delivery: {DELAYED_DELIVERIES}")
+        operations = [(entry.operation, entry.due) for entry in later if entry.due is not None]
+        if len(operations) > 1 and isinstance(self.delivery, SupportsDeferMany):
+            await self.delivery.defer_many(operations, transaction)
+            return
+        for operation, due in operations:
+            await self.delivery.defer(operation, due, transaction)
 
     def _transaction(self) -> Transaction:
         transport = self.host.transport

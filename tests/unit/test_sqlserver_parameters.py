@@ -41,9 +41,9 @@ AT = datetime(2026, 1, 1)  # noqa: DTZ001 - as the column keeps it
 ASCII, CYRILLIC, BEYOND = "a-long-ascii-id", "Ключ", "🚚" * 3
 #: Values of every parameter that a statement of delayline's has, by its name there.
 TEXTS = ["id", "destination", "queue", "name", "key", "store", "this_store", "lock", "saga", "mark", "reader"]
-TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value"]
+TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value", "new_id"]
 LISTS = ["keys", "names"]
-BYTES = ["headers", "body", "State", "marker", "expiry"]
+BYTES = ["headers", "body", "State", "marker", "expiry", "new_headers", "new_body"]
 NUMBERS = ["retry_count", "number", "after", "skip", "claim", "sequence"]
 TIMES = ["due", "until", "since", "at", "expires", "Time", "later"]
 

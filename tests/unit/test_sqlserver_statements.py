@@ -173,7 +173,7 @@ def test_who_reads_waits_for_nobody_and_who_claims_skips(url: str) -> None:
 @pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])
 def test_the_server_gives_no_rows_back_that_nobody_reads(url: str) -> None:
     for name, statement in Statements(url).all().items():
-        assert "OUTPUT" not in statement.sql, name
+        assert "OUTPUT" not in statement.sql or name == "QueueStatements._delete_returning", name
 
 
 def test_a_page_begins_where_the_last_one_ended() -> None:

@@ -5,6 +5,7 @@ Concurrent sends share the store's transactions, and each waits for its own mess
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
@@ -93,6 +94,17 @@ class SupportsDeferredSetup(Protocol):
 
     def set_up_later(self) -> None:
         """Set up as soon as the storage is available, before any other operation on it."""
+        ...
+
+
+@runtime_checkable
+class SupportsDeferMany(Protocol):
+    """Capability of a delayed delivery: several operations in one round trip."""
+
+    async def defer_many(
+        self, operations: Sequence[tuple[TransportOperation, datetime]], transaction: Transaction | None = None
+    ) -> None:
+        """Keep each operation until its due time, as `defer` does; in `transaction` all of them or none."""
         ...
 
 
@@ -243,17 +255,39 @@ class StoredDelivery:
 
         If the transport cannot take part in `transaction`, it is stored all the same, and the poller moves it at once.
         """
+        await self.defer_many([(operation, due)], transaction)
+
+    async def defer_many(
+        self, operations: Sequence[tuple[TransportOperation, datetime]], transaction: Transaction | None = None
+    ) -> None:
+        """Store several operations, each until its due time; see `defer`."""
         if self._group is None:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
-        if due <= self.host.clock.now() and self._reaches_transport(transaction):
-            await self.host.transport.dispatch([operation], transaction)
-            return
-        message = DelayedMessage(operation.message, operation.destination, due)
-        if transaction is None:
-            await self._group.store(message)
+        now = self.host.clock.now() if self._reaches_transport(transaction) else None
+        if overdue := [operation for operation, due in operations if now is not None and due <= now]:
+            await self.host.transport.dispatch(overdue, transaction)
+        messages = [
+            DelayedMessage(operation.message, operation.destination, due)
+            for operation, due in operations
+            if now is None or due > now
+        ]
+        if transaction is not None:
+            await self._store_in(transaction, messages)
+        elif len(messages) == 1:
+            await self._group.store(messages[0])
         else:
-            await self.store.store(message, transaction)
-            transaction.after_commit(lambda: self._signal(due))
+            await asyncio.gather(*map(self._group.store, messages))
+
+    async def _store_in(self, transaction: Transaction, messages: Sequence[DelayedMessage]) -> None:
+        if not messages:
+            return
+        if len(messages) > 1 and isinstance(self.store, SupportsBatches):
+            await self.store.store_many(messages, transaction)
+        else:
+            for message in messages:
+                await self.store.store(message, transaction)
+        first = min(message.due for message in messages)
+        transaction.after_commit(lambda: self._signal(first))
 
     def _reaches_transport(self, transaction: Transaction | None) -> bool:
         return transaction is None or transaction.domain == self.host.transport.transaction_domain
