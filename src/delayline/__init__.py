@@ -18,6 +18,7 @@ from delayline.errors import (
     DuplicateMessage,
     InvalidDueTime,
     InvalidMessage,
+    InvalidPayload,
     MessageRejected,
     MissingExtra,
     NewerSchema,
@@ -25,13 +26,15 @@ from delayline.errors import (
     QueueNotFound,
     StorageFull,
     TransactionAborted,
+    UnknownMessageType,
     UnsupportedTransactionMode,
 )
 from delayline.events import Event
+from delayline.handlers import MessageContext
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
-from delayline.pipeline import MessageContext
 from delayline.recoverability import Recoverability
+from delayline.serialization import JsonSerializer, Serializer, message_type
 from delayline.sync import SyncEndpoint
 from delayline.transaction import Guarantee, TransactionMode, guarantee
 
@@ -81,6 +84,8 @@ __all__ = [
     "Headers",
     "InvalidDueTime",
     "InvalidMessage",
+    "InvalidPayload",
+    "JsonSerializer",
     "MemoryDelayedMessageStore",
     "MemoryTransport",
     "Message",
@@ -91,6 +96,7 @@ __all__ = [
     "NotStarted",
     "QueueNotFound",
     "Recoverability",
+    "Serializer",
     "SqlDelayedMessageStore",
     "SqlTransport",
     "StorageFull",
@@ -99,6 +105,8 @@ __all__ = [
     "TransactionAborted",
     "TransactionMode",
     "TwoPhaseCommit",
+    "UnknownMessageType",
     "UnsupportedTransactionMode",
     "guarantee",
+    "message_type",
 ]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast, overload
 
 from delayline.checks import ForkGuard, whole_number
 from delayline.clock import SystemClock
@@ -31,8 +30,9 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
+from delayline.handlers import Handlers, name_of
 from delayline.outgoing import Composer, Destinations, HeaderMap, check_endpoint_name
-from delayline.pipeline import Handler, Pipeline, open_satellite
+from delayline.pipeline import Pipeline, open_satellite
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
 from delayline.transaction import (
     WAITING_TASK,
@@ -53,10 +53,12 @@ if TYPE_CHECKING:
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.outgoing import Outgoing
+    from delayline.serialization import Serializer
     from delayline.transport import Transport
 
 logger = logging.getLogger(__name__)
 
+HandlerFunction = TypeVar("HandlerFunction", bound=Callable[..., Any])
 CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
 
 #: Measured with `pg_handled`: twice as many handlers handle 20 % more messages a second, half as many a quarter less.
@@ -88,6 +90,7 @@ class Endpoint:
         setup_infrastructure: Create queues and tables at start; False leaves that to `delayline setup`.
         clock: Clock for delays and retries; by default the delayed delivery's, or the machine's.
         draining: The delayed delivery used before: its messages are still delivered, new ones go elsewhere.
+        serializer: Writes and reads the bodies of messages that are neither bytes nor text; JSON by default.
         disable_timeout_manager: Do not start the `draining` delivery; `delayline doctor` shows when it is empty.
 
     Raises:
@@ -118,6 +121,7 @@ class Endpoint:
         clock: Clock | None = None,
         draining: DelayedDelivery | DelayedMessageStore | None = None,
         disable_timeout_manager: bool = False,
+        serializer: Serializer | None = None,
     ) -> None:
         self.name = check_endpoint_name(name)
         self.transport = transport
@@ -130,13 +134,15 @@ class Endpoint:
         self.guarantee: Guarantee = guarantee(transport, delayed_delivery, self.transaction_mode)
         self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
         self.concurrency = whole_number("concurrency", concurrency, at_least=1)
-        self._handlers: list[Handler] = []
+        self._handlers = Handlers(serializer, threads=self.concurrency)
         self._on_critical_error = on_critical_error
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
         self._destinations: Destinations | None = None
         self._queue = transport.address_of(name) if isinstance(transport, SupportsQueueAddresses) else name
-        self._composer = Composer(name, self._clock, reply_to=None if send_only else self._queue)
+        self._composer = Composer(
+            name, self._clock, reply_to=None if send_only else self._queue, serializer=self._handlers.serializer
+        )
         self._host = DeliveryHost(
             name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error, open_satellite
         )
@@ -156,9 +162,9 @@ class Endpoint:
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[Callable[..., Any], ...]:
         """The registered handlers, in the order they run."""
-        return tuple(self._handlers)
+        return self._handlers.functions
 
     @property
     def delayed(self) -> SupportsManagement:
@@ -170,25 +176,70 @@ class Endpoint:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery, and so no pending messages")
         return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
 
-    def handler(self, handle: Handler) -> Handler:
-        """Register a coroutine function to run for every message; usable as a decorator. Several run in order.
+    @overload
+    def handler(self, handle: HandlerFunction) -> HandlerFunction: ...
+
+    @overload
+    def handler(self) -> Callable[[HandlerFunction], HandlerFunction]: ...
+
+    def handler(self, handle: Any = None) -> Any:
+        """Register a function for every message that no handler of `handles` takes; usable as a decorator.
+
+        A coroutine function runs in the event loop, any other one in a thread. Several handlers run in order.
+
+        Args:
+            handle: A function of a `Message` and a `MessageContext`.
 
         Raises:
-            ConfigurationError: `handle` is no coroutine function of a message and a context, the endpoint is send-only,
-                or it is started.
+            ConfigurationError: `handle` cannot be called so, the endpoint is send-only, or it is started.
+
+        Example:
+            ```python
+            @endpoint.handler
+            async def handle(message: Message, context: MessageContext) -> None:
+                print(message.json())
+            ```
         """
+        if handle is None:
+            return self.handler
+        self._check_handler(handle)
+        self._handlers.add(handle)
+        return handle
+
+    def handles(self, kind: object) -> Callable[[HandlerFunction], HandlerFunction]:
+        """Return a decorator that registers the handler for messages of one type.
+
+        Args:
+            kind: A dataclass, TypedDict, pydantic model, msgspec struct or other type that the serializer reads; or the
+                name of a type, whose messages are given as the serializer reads them. See `message_type` for names.
+
+        Raises:
+            ConfigurationError: The type has a handler already, the function cannot be called with a value and a
+                context, the endpoint is send-only, or it is started.
+
+        Example:
+            ```python
+            @endpoint.handles(OrderPlaced)
+            async def bill(order: OrderPlaced, context: MessageContext) -> None:
+                context.send("billing", Bill(order.order_id), delay=timedelta(days=14))
+            ```
+        """
+
+        def register(handle: HandlerFunction) -> HandlerFunction:
+            self._check_handler(handle)
+            self._handlers.add_typed(kind, handle)
+            return handle
+
+        return register
+
+    def _check_handler(self, handle: object) -> None:
         if self.send_only:
             raise ConfigurationError(f"endpoint {self.name!r} is send_only: it has no queue to handle messages from")
-        if not inspect.iscoroutinefunction(handle):
-            raise ConfigurationError(f"handler {handle!r} must be a coroutine function: `async def`")
-        _check_signature(handle)
         if self._stopped is not None:
             raise ConfigurationError(
-                f"endpoint {self.name!r} is started already: handler {_name_of(handle)} would get no messages. "
+                f"endpoint {self.name!r} is started already: handler {name_of(handle)} would get no messages. "
                 "Register handlers before start()"
             )
-        self._handlers.append(handle)
-        return handle
 
     async def start(self) -> None:
         """Connect, set up, and start delivering and receiving; receives only if handlers are registered.
@@ -534,24 +585,6 @@ def _delivery(setting: str, given: DelayedDelivery | DelayedMessageStore | None)
         f"{setting}= is a {type(given).__name__}, neither a delayed delivery nor a delayed message store: "
         "pass StoredDelivery(store), or another delivery of delayline's"
     )
-
-
-def _check_signature(handle: Handler) -> None:
-    try:
-        signature = inspect.signature(handle)
-    except ValueError:  # not to be seen, as of some extension modules
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"handler {_name_of(handle)}{signature} cannot be called with a message and a context ({error}): write "
-            "`async def handle(message: Message, context: MessageContext) -> None`"
-        ) from error
-
-
-def _name_of(handle: Handler) -> str:
-    return str(getattr(handle, "__qualname__", None) or repr(handle))
 
 
 def _error_queue(error_queue: str, name: str) -> str:

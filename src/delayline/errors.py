@@ -9,6 +9,8 @@ DelaylineError
 │   └── DuplicateMessage                 a bulk job brings an id that waits already, or brings it twice
 ├── CorruptHeaders (ValueError)          stored or received headers cannot be read
 ├── CorruptBody (ValueError)             a received body is not the text or JSON that was asked for
+│   └── InvalidPayload                   a received body does not fit the type of its handler
+├── UnknownMessageType (LookupError)     no handler takes the type of a received message
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
 ├── TransactionAborted (RuntimeError)    a statement of the transaction has failed before: roll it back
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
@@ -73,6 +75,14 @@ class CorruptHeaders(DelaylineError, ValueError):
 
 class CorruptBody(DelaylineError, ValueError):
     """The body of a received message is not the text or JSON that its handler asked for."""
+
+
+class InvalidPayload(CorruptBody):
+    """The body of a received message does not fit the type that its handler is registered for."""
+
+
+class UnknownMessageType(DelaylineError, LookupError):
+    """The endpoint has no handler for the type of a received message."""
 
 
 class NotStarted(DelaylineError, RuntimeError):

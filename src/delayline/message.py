@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import CorruptBody, CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.header_xml import from_xml
+from delayline.serialization import JsonSerializer, Serializer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: A body before encoding: bytes as they are, str as UTF-8, anything else as JSON.
-Body = bytes | str | dict[str, Any] | list[Any] | int | float | bool | None
+#: A body before encoding: bytes as they are, str as UTF-8, typed messages and anything else by the serializer.
+Body = Any
+JSON: Final = JsonSerializer()
 
 _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -45,6 +47,7 @@ class Headers:
     RELATED_TO: Final = "NServiceBus.RelatedTo"
     REPLY_TO: Final = "NServiceBus.ReplyToAddress"
     CONTENT_TYPE: Final = "NServiceBus.ContentType"
+    ENCLOSED_MESSAGE_TYPES: Final = "NServiceBus.EnclosedMessageTypes"
     INTENT: Final = "NServiceBus.MessageIntent"
     ORIGINATING_ENDPOINT: Final = "NServiceBus.OriginatingEndpoint"
     ORIGINATING_MACHINE: Final = "NServiceBus.OriginatingMachine"
@@ -296,17 +299,21 @@ def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
     return {name: "" if value is None else str(value) for name, value in headers.items()}
 
 
-def encode_body(body: Body) -> tuple[bytes, str]:
-    """Return the body's bytes and content type; raises InvalidMessage when it cannot be JSON."""
-    if isinstance(body, bytes):
-        return body, "application/octet-stream"
-    try:
-        if isinstance(body, str):
+def encode_body(body: Body, serializer: Serializer = JSON) -> tuple[bytes, str]:
+    """Return the body's bytes and content type; raises InvalidMessage if it cannot be serialized."""
+    if isinstance(body, bytes | bytearray | memoryview):
+        return bytes(body), "application/octet-stream"
+    if isinstance(body, str):
+        try:
             return body.encode(), "text/plain; charset=utf-8"
-        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode(), "application/json"
-    except (TypeError, ValueError, RecursionError) as error:
-        kind = type(body).__name__
-        raise InvalidMessage(f"body of type {kind} is neither bytes, UTF-8 text nor JSON-able: {error}") from error
+        except ValueError as error:
+            raise InvalidMessage(f"body is no text that UTF-8 has: {error}") from error
+    try:
+        return serializer.dumps(body), serializer.content_type
+    except InvalidMessage:
+        raise
+    except Exception as error:
+        raise InvalidMessage(f"body of type {type(body).__name__} cannot be serialized: {error}") from error
 
 
 def in_utc(due: datetime) -> datetime:

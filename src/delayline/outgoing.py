@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from delayline.clock import latest_of
 from delayline.errors import ConfigurationError, DelaylineError, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import (
+    JSON,
     MAXIMUM_DESTINATION_LENGTH,
     MAXIMUM_ID_LENGTH,
     Body,
@@ -30,6 +31,7 @@ from delayline.message import (
     to_wire_time,
 )
 from delayline.recoverability import MACHINE
+from delayline.serialization import names_of_value
 from delayline.transport import SupportsQueueLookup, TransportOperation
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
+    from delayline.serialization import Serializer
     from delayline.transport import Transport
 
 
@@ -66,8 +69,11 @@ class Outgoing(NamedTuple):
 class Composer:
     """Composes one endpoint's outgoing operations from the arguments of `send`."""
 
-    def __init__(self, endpoint_name: str, clock: Clock, *, reply_to: str | None) -> None:
+    def __init__(
+        self, endpoint_name: str, clock: Clock, *, reply_to: str | None, serializer: Serializer = JSON
+    ) -> None:
         self._now = latest_of(clock)
+        self._serializer = serializer
         self._fixed = fixed_headers(endpoint_name, reply_to)
         self._sent_now = HeaderTemplate(SENT[:-1], self._fixed)
         self._sent_delayed = HeaderTemplate(SENT, self._fixed)
@@ -91,7 +97,9 @@ class Composer:
             message_id = new_message_id(now)
         else:
             check_name("message_id", message_id, MAXIMUM_ID_LENGTH)
-        encoded, content_type = encode_body(body)
+        encoded, content_type = encode_body(body, self._serializer)
+        if types := names_of_value(body):
+            headers = {Headers.ENCLOSED_MESSAGE_TYPES: types, **(headers or {})}
         values = sent_values(message_id, content_type, now, due)
         template = self._sent_now if due is None else self._sent_delayed
         if headers or related_to is not None or '"' in message_id or "\\" in message_id:

@@ -11,19 +11,26 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
 from delayline.delayed.delivery import SupportsDeferMany
-from delayline.errors import BackendUnavailable, ConfigurationError, CorruptHeaders, InvalidDueTime, InvalidMessage
+from delayline.errors import (
+    BackendUnavailable,
+    ConfigurationError,
+    CorruptHeaders,
+    InvalidMessage,
+    InvalidPayload,
+    UnknownMessageType,
+)
 from delayline.events import Event, emit
 from delayline.grouping import Grouping
+from delayline.handlers import Handlers, MessageContext
 from delayline.message import Message
-from delayline.outgoing import Composer, HeaderMap, Outgoing
+from delayline.outgoing import Composer, Outgoing
 from delayline.recoverability import (
     DELAYED_DELIVERIES,
     Decision,
@@ -47,11 +54,11 @@ from delayline.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
-    from delayline.message import Body
+    from delayline.handlers import Call
     from delayline.outgoing import Destinations
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage, Receiver
@@ -79,122 +86,6 @@ PREFETCH_KEPT: Final = 1.0
 MAXIMUM_COMPLETED: Final = 500
 #: A satellite attempts a message 5 times at once, as NServiceBus does.
 SATELLITE_RETRIES: Final = 4
-
-
-class Recorded(Coroutine[Any, Any, Result_co]):
-    """The outcome of something that is done already: awaiting it returns at once, leaving it alone is fine too."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Result_co) -> None:
-        self._value = value
-
-    def __await__(self) -> Generator[Any, Any, Result_co]:
-        """Return the value."""
-        yield from ()
-        return self._value
-
-    def send(self, value: object) -> NoReturn:
-        """Return the value to an event loop that runs it as a task."""
-        raise StopIteration(self._value)
-
-    def throw(self, *error: Any) -> NoReturn:  # noqa: ANN401 - as a coroutine has it
-        """Raise the error."""
-        raise error[1] if len(error) > 1 and error[1] is not None else error[0]
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class MessageContext:
-    """The context of a handler: metadata, and sending.
-
-    Messages sent through it leave when the handler has succeeded, as the transaction mode says, and not at all if the
-    handler raises. Calls return at once without I/O; `await` is possible and not needed.
-    """
-
-    def __init__(self, received: Message, queue: str, attempt: int, composer: Composer) -> None:
-        self.message = received.logical
-        self.queue = queue
-        self.attempt = attempt
-        """Which attempt of this round this is, from 1."""
-        self.outgoing: list[Outgoing] = []
-        self._received = received
-        self._composer = composer
-        self._over = False
-
-    def send(
-        self,
-        destination: str,
-        body: Body,
-        *,
-        headers: HeaderMap | None = None,
-        message_id: str | None = None,
-        delay: timedelta | None = None,
-        deliver_at: datetime | None = None,
-        check_destination: bool = True,
-    ) -> Awaitable[str]:
-        """Send a message, now or delayed, when the handler has succeeded.
-
-        Args:
-            destination: The queue it goes to, 1 to 200 characters.
-            body: Bytes as they are, str as UTF-8, anything else as JSON.
-            headers: Further headers, str to str.
-            message_id: Its id, 1 to 250 characters; a new UUID when left out.
-            delay: How long it waits, zero or more; excludes `deliver_at`.
-            deliver_at: When it is due, an aware datetime.
-            check_destination: Whether a delayed message for a queue that does not exist is a failure of the handler.
-
-        Returns:
-            An awaitable that gives the message's id.
-
-        Raises:
-            InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
-            InvalidDueTime: By the call: a delay or instant that cannot be honoured.
-        """
-        return Recorded(
-            self._keep(
-                self._composer.compose(
-                    destination,
-                    body,
-                    headers=headers,
-                    message_id=message_id,
-                    delay=delay,
-                    deliver_at=deliver_at,
-                    related_to=self.message,
-                )._replace(check=check_destination)
-            )
-        )
-
-    def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> Awaitable[str]:
-        """Answer the sender, when the handler has succeeded, and return an awaitable of the answer's id.
-
-        Raises InvalidMessage, by the call, when the sender takes no replies.
-        """
-        return Recorded(self._keep(self._composer.reply(self.message, body, headers, delay)))
-
-    def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> Awaitable[None]:
-        """Handle this same message again, later. Give one of the two; raises InvalidDueTime, by the call."""
-        if delay is None and deliver_at is None:
-            raise InvalidDueTime("defer needs a delay or deliver_at: say when to handle the message again")
-        self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
-        return Recorded(None)
-
-    def end(self) -> None:
-        """Take nothing more: the handlers have ended."""
-        self._over = True
-
-    def _keep(self, outgoing: Outgoing) -> str:
-        if self._over:
-            raise InvalidMessage(
-                f"the handler of message {self.message.id!r} has ended: this message would be lost. Await in the "
-                "handler all tasks that it starts, or use Endpoint.send"
-            )
-        self.outgoing.append(outgoing)
-        return outgoing.operation.message.id
-
-
-Handler = Callable[[Message, MessageContext], Awaitable[None]]
 
 
 class Defers(Protocol):
@@ -287,7 +178,7 @@ class Pipeline:
     host: DeliveryHost
     queue: str
     receiver: Receiver
-    handlers: list[Handler]
+    handlers: Handlers
     delivery: Defers | None
     composer: Composer
     recoverability: Recoverability
@@ -346,6 +237,7 @@ class Pipeline:
         await self._release(self._prefetch.clear())
         if self._tasks:
             await asyncio.wait(self._tasks)
+        self.handlers.close()
         self._breaker.close()
 
     async def _receive(self) -> None:
@@ -450,7 +342,14 @@ class Pipeline:
         for attempt in count(1):
             handled = False
             try:
-                outgoing = await self._run_handlers(received, attempt)
+                calls = self.handlers.calls(message.logical)
+            except (UnknownMessageType, InvalidPayload) as error:
+                text = "Message %r is classified as a poison message: %s"
+                emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, brief(error), message=message)
+                await self._move_to_error(received, error)
+                return
+            try:
+                outgoing = await self._run_handlers(received, attempt, calls)
                 handled = True
                 await self._complete(received, outgoing)
             except _AlreadyHandled:
@@ -465,12 +364,12 @@ class Pipeline:
                     emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
                 return
 
-    async def _run_handlers(self, received: ReceivedMessage, attempt: int) -> list[Outgoing]:
+    async def _run_handlers(self, received: ReceivedMessage, attempt: int, calls: Sequence[Call]) -> list[Outgoing]:
         """Return the sends of the handlers."""
         context = MessageContext(received.message, self.queue, attempt, self.composer)
         try:
-            for handler in self.handlers:
-                await _run(handler, context.message, context)
+            for call in calls:
+                await call(context)
         finally:
             context.end()
         return context.outgoing
@@ -692,25 +591,15 @@ class Pipeline:
         await first_of(self._stopping.wait(), self._breaker.failure(error))
 
 
-async def _run(handler: Handler, message: Message, context: MessageContext) -> None:
-    try:
-        await handler(message, context)
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # Something the handler waited for was cancelled, not the handler: a failure like any other.
-        raise RuntimeError("the handler ended with a CancelledError without being cancelled") from error
-
-
 async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:
     """Return a pipeline on the satellite's queue, not started yet. Raises QueueNotFound."""
-    work = _SatelliteHandler(satellite.work, satellite.queue, host)
+    work, handlers = _SatelliteHandler(satellite.work, satellite.queue, host), Handlers()
+    handlers.add(work.handle)
     return Pipeline(
         host=replace(host, mode=satellite.mode),
         queue=satellite.queue,
         receiver=await host.transport.receiver(satellite.queue),
-        handlers=[work.handle],
+        handlers=handlers,
         delivery=work,
         composer=Composer(host.endpoint_name, host.clock, reply_to=None),
         recoverability=SatelliteRecoverability(

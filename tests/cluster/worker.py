@@ -32,7 +32,7 @@ from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from delayline.pipeline import Handler, MessageContext
+    from delayline.handlers import Handler, MessageContext
     from delayline.spi import DelayedDelivery, DelayedMessageStore, Transport
 
 Settings = dict[str, Any]

@@ -118,16 +118,17 @@ async def test_a_send_only_endpoint_has_no_queue_and_no_handlers() -> None:
             await transport.count("sales")
 
 
-def test_handlers_are_coroutine_functions_in_order() -> None:
+def test_handlers_are_functions_in_order() -> None:
     endpoint = Endpoint("sales", transport=MemoryTransport())
 
+    @endpoint.handler()
     def plain(message: Message, context: MessageContext) -> None:
-        """Return no awaitable."""
+        """Run in a thread."""
 
-    with pytest.raises(ConfigurationError, match="must be a coroutine function: `async def`"):
-        endpoint.handler(plain)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="a handler is a function, not 7"):
+        endpoint.handler(7)  # type: ignore[call-overload]
     assert endpoint.handler(nothing) is nothing
-    assert endpoint.handlers == (nothing,)
+    assert endpoint.handlers == (plain, nothing)
 
 
 async def test_a_handler_registered_after_the_start_is_refused() -> None:

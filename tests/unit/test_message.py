@@ -113,7 +113,7 @@ def test_a_delayed_message_has_its_messages_id() -> None:
     )
 )
 def test_a_body_that_is_neither_bytes_nor_text_is_json(body: object) -> None:
-    encoded, content_type = encode_body(body)  # type: ignore[arg-type]
+    encoded, content_type = encode_body(body)
     if isinstance(body, str):
         assert (encoded.decode(), content_type) == (body, "text/plain; charset=utf-8")
     else:
@@ -132,12 +132,12 @@ def _endless() -> list[object]:
 
 @pytest.mark.parametrize(
     "body",
-    [pytest.param(object(), id="object"), {"a": {1}}, float("nan"), _endless(), bytearray(b"x"), "\ud800"],
+    [pytest.param(object(), id="object"), {"a": [object]}, float("nan"), _endless(), {(1, 2): 3}, "\ud800"],
     ids=ascii,
 )
-def test_a_body_that_cannot_be_encoded_is_refused_with_its_type(body: object) -> None:
-    with pytest.raises(InvalidMessage, match=f"body of type {type(body).__name__} is neither bytes, UTF-8 text nor"):
-        encode_body(body)  # type: ignore[arg-type]
+def test_a_body_that_cannot_be_encoded_is_refused(body: object) -> None:
+    with pytest.raises(InvalidMessage, match=r"^body.* (cannot be written as JSON|is no text that UTF-8 has): "):
+        encode_body(body)
 
 
 @given(st.integers(0, 2**47), st.integers(1, 2**40))

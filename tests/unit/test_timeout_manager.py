@@ -23,6 +23,7 @@ from delayline import (
     TransactionMode,
     UnsupportedTransactionMode,
 )
+from delayline.handlers import Handlers
 from delayline.memory import MemoryTransport
 from delayline.message import TimeoutHeaders, to_wire_time
 from delayline.testing.clock import settle
@@ -280,7 +281,7 @@ async def test_queues_are_created(clock: ManualClock) -> None:
 async def test_a_deferred_message_of_a_handler_comes_back(scenario: TimeoutScenario) -> None:
     # Given a handler that defers what it gets, once
     seen: list[str] = []
-    scenario.endpoint._handlers.clear()
+    scenario.endpoint._handlers = Handlers()
 
     @scenario.endpoint.handler
     async def handle(message: Message, context: object) -> None:

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from delayline.delayed.store import DelayedMessageStore, Forwarded
+    from delayline.handlers import MessageContext
     from delayline.message import DelayedMessage, Message
-    from delayline.pipeline import MessageContext
     from delayline.transaction import TransactionMode
     from delayline.transport import Transport, TransportOperation
 

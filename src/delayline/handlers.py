@@ -1,0 +1,338 @@
+"""The handlers of an endpoint: which of them run for a message, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage, InvalidPayload, UnknownMessageType
+from delayline.events import Event, emit
+from delayline.message import Headers, Message
+from delayline.serialization import JsonSerializer, Serializer, name_of_kind, names_in_header
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime, timedelta
+
+    from delayline.message import Body
+    from delayline.outgoing import Composer, HeaderMap, Outgoing
+
+logger = logging.getLogger(__name__)
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+#: A handler of messages: a coroutine function, or a function, which runs in a thread.
+Handler = Callable[[Message, "MessageContext"], Awaitable[None] | None]
+#: A handler for one attempt, given its context.
+Call = Callable[["MessageContext"], Awaitable[None]]
+#: Seconds for which a coroutine handler may keep the event loop from other work before that is logged.
+BLOCKS_AFTER: Final = 1.0
+SIGNATURE: Final = "`async def handle(message: Message, context: MessageContext) -> None`"
+TYPED_SIGNATURE: Final = "`async def handle(order: OrderPlaced, context: MessageContext) -> None`"
+
+
+class Recorded(Coroutine[Any, Any, Result_co]):
+    """The outcome of something that is done already: awaiting it returns at once, leaving it alone is fine too."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Result_co) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, Any, Result_co]:
+        """Return the value."""
+        yield from ()
+        return self._value
+
+    def send(self, value: object) -> NoReturn:
+        """Return the value to an event loop that runs it as a task."""
+        raise StopIteration(self._value)
+
+    def throw(self, *error: Any) -> NoReturn:  # noqa: ANN401 - as a coroutine has it
+        """Raise the error."""
+        raise error[1] if len(error) > 1 and error[1] is not None else error[0]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class MessageContext:
+    """The context of a handler: metadata, and sending.
+
+    Messages sent through it leave when the handler has succeeded, as the transaction mode says, and not at all if the
+    handler raises. Calls return at once without I/O; `await` is possible and not needed.
+    """
+
+    def __init__(self, received: Message, queue: str, attempt: int, composer: Composer) -> None:
+        self.message = received.logical
+        self.queue = queue
+        self.attempt = attempt
+        """Which attempt of this round this is, from 1."""
+        self.outgoing: list[Outgoing] = []
+        self._received = received
+        self._composer = composer
+        self._over = False
+
+    def send(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        headers: HeaderMap | None = None,
+        message_id: str | None = None,
+        delay: timedelta | None = None,
+        deliver_at: datetime | None = None,
+        check_destination: bool = True,
+    ) -> Awaitable[str]:
+        """Send a message, now or delayed, when the handler has succeeded.
+
+        Args:
+            destination: The queue it goes to, 1 to 200 characters.
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            headers: Further headers, str to str.
+            message_id: Its id, 1 to 250 characters; a new UUID when left out.
+            delay: How long it waits, zero or more; excludes `deliver_at`.
+            deliver_at: When it is due, an aware datetime.
+            check_destination: Whether a delayed message for a queue that does not exist is a failure of the handler.
+
+        Returns:
+            An awaitable that gives the message's id.
+
+        Raises:
+            InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
+            InvalidDueTime: By the call: a delay or instant that cannot be honoured.
+        """
+        return Recorded(
+            self._keep(
+                self._composer.compose(
+                    destination,
+                    body,
+                    headers=headers,
+                    message_id=message_id,
+                    delay=delay,
+                    deliver_at=deliver_at,
+                    related_to=self.message,
+                )._replace(check=check_destination)
+            )
+        )
+
+    def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> Awaitable[str]:
+        """Answer the sender, when the handler has succeeded, and return an awaitable of the answer's id.
+
+        Raises InvalidMessage, by the call, when the sender takes no replies.
+        """
+        return Recorded(self._keep(self._composer.reply(self.message, body, headers, delay)))
+
+    def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> Awaitable[None]:
+        """Handle this same message again, later. Give one of the two; raises InvalidDueTime, by the call."""
+        if delay is None and deliver_at is None:
+            raise InvalidDueTime("defer needs a delay or deliver_at: say when to handle the message again")
+        self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
+        return Recorded(None)
+
+    def end(self) -> None:
+        """Take nothing more: the handlers have ended."""
+        self._over = True
+
+    def _keep(self, outgoing: Outgoing) -> str:
+        if self._over:
+            raise InvalidMessage(
+                f"the handler of message {self.message.id!r} has ended: this message would be lost. Await in the "
+                "handler all tasks that it starts, or use Endpoint.send"
+            )
+        self.outgoing.append(outgoing)
+        return outgoing.operation.message.id
+
+
+class Handlers:
+    """The registered handlers of one endpoint.
+
+    Args:
+        serializer: Reads the bodies of typed messages.
+        threads: How many handlers that are plain functions run at once; 1 or more.
+    """
+
+    def __init__(self, serializer: Serializer | None = None, *, threads: int = 1) -> None:
+        self.serializer = serializer or JsonSerializer()
+        self._threads = threads
+        self._plain: list[_Registered] = []
+        self._typed: dict[str, _Registered] = {}
+        self._executor: ThreadPoolExecutor | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._plain or self._typed)
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The registered functions: those for types first, then those for other messages, in the order they run."""
+        return tuple(one.function for one in (*self._typed.values(), *self._plain))
+
+    def add(self, function: Callable[..., Any]) -> None:
+        """Register a handler for messages that no typed handler takes. Raises ConfigurationError."""
+        self._plain.append(self._registered(function, SIGNATURE))
+
+    def add_typed(self, kind: object, function: Callable[..., Any]) -> None:
+        """Register a handler for messages of a type. Raises ConfigurationError, also for a second one of the type."""
+        name = name_of_kind(kind)
+        if name in self._typed:
+            raise ConfigurationError(
+                f"messages of type {name!r} have the handler {name_of(self._typed[name].function)} already: a type has "
+                "one. Call both functions in one handler"
+            )
+        self._typed[name] = self._registered(function, TYPED_SIGNATURE, Any if isinstance(kind, str) else kind)
+
+    def calls(self, message: Message) -> Sequence[Call]:
+        """Return the calls for one attempt to handle the message.
+
+        Raises:
+            UnknownMessageType: No handler takes the message's type.
+            InvalidPayload: The body does not fit the type.
+        """
+        named = message.headers.get(Headers.ENCLOSED_MESSAGE_TYPES, "") if self._typed else ""
+        for name in names_in_header(named):
+            if (typed := self._typed.get(name)) is not None:
+                return [typed.call(self._payload(message, name, typed.kind))]
+        if not self._plain:
+            known = ", ".join(map(repr, sorted(self._typed)))
+            what = f"is of type {named!r}" if named else f"has no {Headers.ENCLOSED_MESSAGE_TYPES} header"
+            raise UnknownMessageType(
+                f"message {message.id!r} {what}, and no handler takes that. Handlers are registered for {known}"
+            )
+        return [one.call(message) for one in self._plain]
+
+    def close(self) -> None:
+        """End the threads of handlers that are functions; those at work end later."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+            self._executor = None
+
+    def in_thread(self, work: Callable[[], object]) -> asyncio.Future[object]:
+        """Run `work` on one of the threads, with the caller's context variables."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self._threads, "delayline handler")
+        return asyncio.get_running_loop().run_in_executor(self._executor, partial(copy_context().run, work))
+
+    def _payload(self, message: Message, name: str, kind: Any) -> Any:  # noqa: ANN401 - as registered
+        theirs, ours = (one.partition(";")[0].strip().lower() for one in (message.content_type, _content(self)))
+        if theirs and theirs != ours:
+            raise InvalidPayload(
+                f"the body of message {message.id!r}, a {name}, is {message.content_type[:100]!r}, and this endpoint "
+                f"reads {ours!r}"
+            )
+        try:
+            return self.serializer.loads(message.body, kind)
+        except Exception as error:
+            raise InvalidPayload(f"the body of message {message.id!r} cannot be read as {name}: {error}") from error
+
+    def _registered(self, function: Callable[..., Any], wanted: str, kind: Any = None) -> _Registered:  # noqa: ANN401
+        if not callable(function):
+            raise ConfigurationError(f"a handler is a function, not {function!r}: write {wanted}")
+        _check_signature(function, wanted)
+        called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+        coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+        return _Registered(self, function, coroutine=coroutine, kind=kind)
+
+
+class _Registered:
+    """One registered function."""
+
+    def __init__(self, owner: Handlers, function: Callable[..., Any], *, coroutine: bool, kind: Any) -> None:  # noqa: ANN401
+        self._owner = owner
+        self.function = function
+        self.kind = kind
+        self._coroutine = coroutine
+
+    def call(self, argument: Any) -> Call:  # noqa: ANN401 - a message, or a value of the type
+        """Return the call with the message, or the typed value, as its first argument."""
+
+        async def run(context: MessageContext) -> None:
+            if self._coroutine:
+                await _run(self.function(argument, context), self.function)
+            else:
+                await self._owner.in_thread(partial(self.function, argument, context))
+
+        return run
+
+
+async def _run(handling: Awaitable[None], function: Callable[..., Any]) -> None:
+    try:
+        await (Watched(handling, function) if inspect.iscoroutine(handling) else handling)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Something the handler waited for was cancelled, not the handler: a failure like any other.
+        raise RuntimeError("the handler ended with a CancelledError without being cancelled") from error
+
+
+class Watched:
+    """Awaits a handler's coroutine, and logs steps of it that block the event loop."""
+
+    __slots__ = ("_coroutine", "_function")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], function: Callable[..., Any]) -> None:
+        self._coroutine = coroutine
+        self._function = function
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Run the handler step by step."""
+        step = partial(self._coroutine.send, None)
+        while True:
+            began = time.monotonic()
+            try:
+                awaited = step()
+            except StopIteration:
+                return
+            finally:
+                if (blocked := time.monotonic() - began) > BLOCKS_AFTER:
+                    self._log(blocked)
+            try:
+                value = yield awaited
+            except GeneratorExit:
+                self._coroutine.close()
+                raise
+            except BaseException as error:
+                step = partial(self._coroutine.throw, error)
+            else:
+                step = partial(self._coroutine.send, value)
+
+    def _log(self, seconds: float) -> None:
+        emit(
+            logger,
+            logging.WARNING,
+            Event.HANDLER_BLOCKED,
+            "Handler %s has blocked the event loop for %.1f s: make it a `def` function, which runs in a thread, or "
+            "await what takes long",
+            name_of(self._function),
+            seconds,
+        )
+
+
+def _content(handlers: Handlers) -> str:
+    return handlers.serializer.content_type
+
+
+def _check_signature(function: Callable[..., Any], wanted: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # not to be seen, as of some extension modules
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"handler {name_of(function)}{signature} cannot be called with a message and a context ({error}): write "
+            f"{wanted}"
+        ) from error
+
+
+def name_of(function: object) -> str:
+    """Return the name of a function, for people."""
+    return str(getattr(function, "__qualname__", None) or repr(function))

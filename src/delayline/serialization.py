@@ -1,0 +1,185 @@
+"""Messages as types: their names on the wire, and the serializers of their bodies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+
+import msgspec
+
+from delayline.errors import ConfigurationError, InvalidMessage, InvalidPayload
+
+Kind = TypeVar("Kind", bound=type)
+_NAME: Final = "__delayline_message_type__"
+#: Types whose values have no type name on the wire.
+_PLAIN: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
+#: How deep the search for a value that cannot be serialized goes.
+_DEPTH: Final = 50
+
+
+@runtime_checkable
+class Serializer(Protocol):
+    """Turns the bodies of typed messages into bytes and back.
+
+    Example:
+        ```python
+        class Msgpack:
+            content_type = "application/vnd.msgpack"
+
+            def dumps(self, value):
+                return msgspec.msgpack.encode(value)
+
+            def loads(self, data, kind):
+                return msgspec.msgpack.decode(data, type=kind)
+        ```
+    """
+
+    content_type: str
+    """The content type header of its messages."""
+
+    def dumps(self, value: Any) -> bytes:  # noqa: ANN401 - any type of message
+        """Return the value as bytes; an exception is reported as InvalidMessage."""
+        ...
+
+    def loads(self, data: bytes, kind: Any) -> Any:  # noqa: ANN401 - as above
+        """Return the bytes as a value of the type, `typing.Any` for any; an exception is reported as InvalidPayload."""
+        ...
+
+
+class JsonSerializer:
+    """JSON, with dataclasses, TypedDicts, pydantic models, msgspec structs and attrs classes.
+
+    Within them datetime, date, time, timedelta, Decimal, UUID, Enum, set and bytes are written as text or lists, as
+    msgspec does: https://jcristharif.com/msgspec/supported-types.html
+    """
+
+    content_type = "application/json"
+
+    def dumps(self, value: Any) -> bytes:  # noqa: ANN401 - any type of message
+        """Return the value as JSON. Raises InvalidMessage, naming the key that cannot be written."""
+        try:
+            return _as_json(value)
+        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            path, cause = _unserializable(value, "body", error)
+            raise InvalidMessage(
+                f"{path}, of type {type(cause).__name__}, cannot be written as JSON: {error}. Give bytes, text, or "
+                "values that JSON has"
+            ) from error
+
+    def loads(self, data: bytes, kind: Any) -> Any:  # noqa: ANN401 - as above
+        """Return the JSON as a value of the type. Raises InvalidPayload, naming the key that does not fit."""
+        try:
+            return msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=kind, dec_hook=_from_builtins)
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
+            raise InvalidPayload(f"it is not the JSON of a {name_of_kind(kind)}: {error}") from error
+
+
+def message_type(name: str) -> Callable[[Kind], Kind]:
+    """Return a class decorator that gives messages of the class this name on the wire.
+
+    Without it the name is that of the module and the class. Names of .NET are those of the namespace and the class;
+    whatever follows a comma, such as the assembly, is ignored when a message is received.
+
+    Args:
+        name: 1 to 200 printable characters without `,` or `;`.
+
+    Raises:
+        ConfigurationError: The name is empty, too long, or has such a character.
+
+    Example:
+        ```python
+        @message_type("Contoso.Messages.OrderPlaced")
+        @dataclass
+        class OrderPlaced:
+            order_id: str
+        ```
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable() or {",", ";"} & set(name):
+        raise ConfigurationError(
+            f"message type {name!r} must be a text of 1 to 200 printable characters without ',' and ';'"
+        )
+
+    def named(kind: Kind) -> Kind:
+        setattr(kind, _NAME, name)
+        return kind
+
+    return named
+
+
+def name_of_kind(kind: Any) -> str:  # noqa: ANN401 - a type, or a name
+    """Return the name of a message type on the wire; a text is a name already."""
+    if isinstance(kind, str):
+        return kind
+    named = getattr(kind, "__dict__", {}).get(_NAME)
+    if isinstance(named, str):
+        return named
+    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', repr(kind))}"
+
+
+def is_message_kind(kind: type) -> bool:
+    """Return whether values of the class are typed messages, whose type name is sent with them."""
+    return kind not in _PLAIN and (
+        _NAME in vars(kind)
+        or dataclasses.is_dataclass(kind)
+        or issubclass(kind, msgspec.Struct)
+        or hasattr(kind, "model_validate")
+        or hasattr(kind, "__attrs_attrs__")
+    )
+
+
+def names_of_value(value: object) -> str | None:
+    """Return the type names of a typed message, most derived first, as the header has them; None for other values."""
+    kind = type(value)
+    if kind in _PLAIN or not is_message_kind(kind):
+        return None
+    bases = [name_of_kind(base) for base in kind.__mro__[1:] if _NAME in vars(base)]
+    return ";".join([name_of_kind(kind), *bases])
+
+
+def names_in_header(value: str) -> list[str]:
+    """Return the type names in the header of a message, without assemblies and versions."""
+    return [name for entry in value.split(";") if (name := entry.partition(",")[0].strip())]
+
+
+def _as_json(value: Any) -> bytes:  # noqa: ANN401
+    plain = value if type(value) is dict else msgspec.to_builtins(value, enc_hook=_to_builtins)
+    return json.dumps(plain, separators=(",", ":"), allow_nan=False, default=_default).encode()
+
+
+def _default(value: Any) -> Any:  # noqa: ANN401
+    return msgspec.to_builtins(value, enc_hook=_to_builtins)
+
+
+def _to_builtins(value: Any) -> Any:  # noqa: ANN401
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    raise TypeError(f"objects of type {type(value).__name__} have no form in JSON")
+
+
+def _from_builtins(kind: Any, value: Any) -> Any:  # noqa: ANN401
+    if hasattr(kind, "model_validate"):
+        return kind.model_validate(value)
+    raise TypeError(f"the type {name_of_kind(kind)} cannot be read from JSON")
+
+
+def _unserializable(value: object, path: str, error: Exception, depth: int = 0) -> tuple[str, object]:
+    """Return the path to the innermost value that cannot be written, and that value."""
+    if depth < _DEPTH and not isinstance(error, RecursionError):
+        for name, child in _children(value):
+            try:
+                _as_json(child)
+            except (TypeError, ValueError, msgspec.MsgspecError) as inner:
+                return _unserializable(child, f"{path}{name}", inner, depth + 1)
+    return path, value
+
+
+def _children(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", child) for key, child in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"[{position}]", child) for position, child in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return []

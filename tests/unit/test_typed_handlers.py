@@ -1,0 +1,413 @@
+"""Handlers for types of messages, serializers, and handlers that are plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
+import pydantic
+import pytest
+from tests.unit.conftest import Scenario, build
+
+from delayline import (
+    ConfigurationError,
+    Endpoint,
+    Headers,
+    InvalidMessage,
+    InvalidPayload,
+    JsonSerializer,
+    MemoryTransport,
+    Message,
+    MessageContext,
+    Recoverability,
+    Serializer,
+    message_type,
+)
+from delayline.events import Event
+from delayline.testing.clock import settle
+from delayline.transport import TransportOperation
+
+if TYPE_CHECKING:
+    from delayline.testing.clock import ManualClock
+
+TYPES = Headers.ENCLOSED_MESSAGE_TYPES
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@message_type("Contoso.Messages.OrderPlaced")
+@dataclass
+class OrderPlaced:
+    order_id: str
+    lines: list[Line] = field(default_factory=list)
+
+
+@dataclass
+class Line:
+    price: Decimal
+    at: datetime
+    on: date
+    id: uuid.UUID
+    colour: Colour
+    tags: set[str]
+
+
+@message_type("Contoso.Messages.GiftOrderPlaced")
+@dataclass
+class GiftOrderPlaced(OrderPlaced):
+    greeting: str = ""
+
+
+class Invoice(pydantic.BaseModel):
+    number: int
+    paid: Decimal
+
+
+class Ping(msgspec.Struct):
+    sequence: int
+
+
+class Note(TypedDict):
+    text: str
+
+
+LINE = Line(Decimal("1.10"), datetime(2026, 5, 1, tzinfo=UTC), date(2026, 5, 2), uuid.UUID(int=7), Colour.RED, {"a"})
+ORDER = OrderPlaced("17", [LINE])
+
+
+def headers_of(kind: str, **more: str) -> dict[str, str]:
+    return {TYPES: kind, Headers.CONTENT_TYPE: "application/json", **more}
+
+
+async def put(scenario: Scenario, headers: dict[str, str], body: bytes) -> None:
+    """Put a message into the endpoint's queue as another system does."""
+    await scenario.transport.dispatch([TransportOperation(Message("m", headers, body), "sales")])
+    await settle()
+
+
+async def test_messages_go_to_the_handlers_of_their_types(clock: ManualClock) -> None:
+    # Given handlers for several kinds of types, and one for all other messages
+    scenario = build(clock)
+    endpoint = scenario.endpoint
+    seen: list[object] = []
+
+    @endpoint.handles(OrderPlaced)
+    async def place(order: OrderPlaced, context: MessageContext) -> None:
+        seen.append(order)
+
+    @endpoint.handles(Invoice)
+    async def bill(invoice: Invoice, context: MessageContext) -> None:
+        seen.append(invoice)
+
+    @endpoint.handles(Ping)
+    async def ping(value: Ping, context: MessageContext) -> None:
+        seen.append(value)
+
+    @endpoint.handles("notes")
+    async def note(value: Any, context: MessageContext) -> None:  # noqa: ANN401
+        seen.append((value, context.message.headers[TYPES]))
+
+    @endpoint.handler
+    async def rest(message: Message, context: MessageContext) -> None:
+        seen.append(message.body)
+
+    # When messages are sent to it
+    async with endpoint:
+        sent = [ORDER, Invoice(number=1, paid=Decimal("2.50")), Ping(3)]
+        for one in sent:
+            await endpoint.send("sales", one)
+        await endpoint.send("sales", {"text": "hello"}, headers={TYPES: "notes, Assembly, Version=1.0.0.0"})
+        await endpoint.send("sales", b"bytes")
+        await settle()
+        # Then each handler gets the value of its type
+        assert seen == [*sent, ({"text": "hello"}, "notes, Assembly, Version=1.0.0.0"), b"bytes"]
+
+
+async def test_the_type_and_its_bases_travel_in_a_header(clock: ManualClock) -> None:
+    # Given a message of a derived type
+    scenario = build(clock)
+    async with scenario.endpoint as endpoint:
+        await endpoint.transport.setup_infrastructure(["out"])
+        await endpoint.send("out", GiftOrderPlaced("17", greeting="hi"))
+        await endpoint.send("out", Ping(1), headers={TYPES: "Ping"})
+    # Then both names are in its header, the most derived one first; a given header wins
+    first, second = await scenario.transport.browse("out", 10)
+    assert first.headers[TYPES] == "Contoso.Messages.GiftOrderPlaced;Contoso.Messages.OrderPlaced"
+    assert first.headers[Headers.CONTENT_TYPE] == "application/json"
+    assert json.loads(first.body) == {"order_id": "17", "lines": [], "greeting": "hi"}
+    assert second.headers[TYPES] == "Ping"
+
+
+async def test_a_handler_of_a_base_type_gets_derived_messages(clock: ManualClock) -> None:
+    scenario, seen = build(clock), []
+
+    @scenario.endpoint.handles(OrderPlaced)
+    async def place(order: OrderPlaced, context: MessageContext) -> None:
+        seen.append(order)
+
+    async with scenario.endpoint as endpoint:
+        await endpoint.send("sales", GiftOrderPlaced("17", greeting="hi"))
+        await settle()
+    assert seen == [OrderPlaced("17")]
+
+
+async def test_typed_messages_sent_by_handlers_and_later(clock: ManualClock) -> None:
+    """Replies and delayed sends carry types as well."""
+    scenario, seen = build(clock), []
+
+    @scenario.endpoint.handles(Ping)
+    async def ping(value: Ping, context: MessageContext) -> None:
+        seen.append((clock.now(), value.sequence))
+        if value.sequence == 1:
+            context.send("sales", Ping(2), delay=timedelta(seconds=5))
+
+    async with scenario.endpoint as endpoint:
+        began = clock.now()
+        await endpoint.send("sales", Ping(1))
+        await settle()
+        await clock.advance(5)
+    assert [(at - began, sequence) for at, sequence in seen] == [(timedelta(0), 1), (timedelta(seconds=5), 2)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "text"),
+    [
+        (headers_of("Unheard.Of"), b"{}", "is of type 'Unheard.Of', and no handler takes that"),
+        (headers_of(""), b"{}", "has no NServiceBus.EnclosedMessageTypes header"),
+        ({}, b"\xff", "Handlers are registered for 'Contoso.Messages.OrderPlaced'"),
+        (headers_of("Contoso.Messages.OrderPlaced"), b"[]", "Expected `object`, got `array`"),
+        (headers_of("Contoso.Messages.OrderPlaced"), b"{", "JSON"),
+        (headers_of("Contoso.Messages.OrderPlaced"), b"", "JSON"),
+        (headers_of("Contoso.Messages.OrderPlaced"), b"\xff\xfe", "JSON"),
+        (headers_of("Contoso.Messages.OrderPlaced"), b"[" * 5000, "JSON"),
+        (headers_of("Contoso.Messages.OrderPlaced"), b'{"order_id":7}', "Expected `str`, got `int` - at `$.order_id`"),
+        (
+            headers_of("Contoso.Messages.OrderPlaced") | {Headers.CONTENT_TYPE: "text/xml"},
+            b"<OrderPlaced/>",
+            "is 'text/xml', and this endpoint reads 'application/json'",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else repr(value)[:40],
+)
+async def test_a_message_that_no_typed_handler_can_take_goes_straight_to_the_error_queue(
+    clock: ManualClock, headers: dict[str, str], body: bytes, text: str
+) -> None:
+    # Given an endpoint with a typed handler only
+    scenario, seen = build(clock), []
+
+    @scenario.endpoint.handles(OrderPlaced)
+    async def place(order: OrderPlaced, context: MessageContext) -> None:
+        seen.append(order)
+
+    async with scenario.endpoint:
+        # When a message comes that does not fit
+        await put(scenario, headers, body)
+        # Then it is in the error queue, without retries, with the reason
+        failed = await scenario.only("error")
+        assert text in failed.headers[Headers.EXCEPTION_MESSAGE]
+        assert (seen, await scenario.pending(), failed.body) == ([], [], body)
+
+
+@pytest.mark.parametrize(
+    ("names", "takes"),
+    [
+        ("Contoso.Messages.OrderPlaced, Contoso, Version=1.0.0.0, Culture=neutral, PublicKeyToken=null", True),
+        ("Derived, Contoso;Contoso.Messages.OrderPlaced, Contoso", True),
+        (" ;;, ;Contoso.Messages.OrderPlaced ", True),
+        ("contoso.messages.orderplaced", False),
+        ("Contoso.Messages.OrderPlaced2", False),
+        (";" * 10_000, False),
+        ("\x00Contoso.Messages.OrderPlaced", False),
+    ],
+)
+async def test_type_names_of_other_systems(clock: ManualClock, names: str, takes: bool) -> None:
+    scenario, seen = build(clock), []
+
+    @scenario.endpoint.handles(OrderPlaced)
+    async def place(order: OrderPlaced, context: MessageContext) -> None:
+        seen.append(order)
+
+    async with scenario.endpoint:
+        await put(scenario, headers_of(names), b'{"order_id":"1"}')
+    assert seen == ([OrderPlaced("1")] if takes else [])
+
+
+async def test_a_typed_dict_is_checked(clock: ManualClock) -> None:
+    scenario, seen = build(clock), []
+
+    @scenario.endpoint.handles(Note)
+    async def note(value: Note, context: MessageContext) -> None:
+        seen.append(value)
+
+    async with scenario.endpoint:
+        name = f"{__name__}.Note"
+        await put(scenario, headers_of(name), b'{"text":"good"}')
+        await put(scenario, headers_of(name), b'{"text":1}')
+        assert (seen, await scenario.ids("error")) == ([{"text": "good"}], ["m"])
+
+
+async def test_each_attempt_gets_a_value_of_its_own(clock: ManualClock) -> None:
+    """A handler that changes the value and fails is given the message's value again."""
+    scenario = build(clock, recoverability=Recoverability(immediate_pause=timedelta(0)))
+    seen = []
+
+    @scenario.endpoint.handles(OrderPlaced)
+    async def place(order: OrderPlaced, context: MessageContext) -> None:
+        seen.append(order.order_id)
+        order.order_id = "changed"
+        if context.attempt < 3:
+            raise ValueError("not yet")
+
+    async with scenario.endpoint as endpoint:
+        await endpoint.send("sales", OrderPlaced("17"))
+        await settle()
+    assert seen == ["17"] * 3
+
+
+def test_registrations_that_cannot_work_are_refused() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+
+    async def good(order: object, context: MessageContext) -> None: ...
+
+    async def bad(order: object) -> None: ...
+
+    assert endpoint.handles(OrderPlaced)(good) is good
+    with pytest.raises(ConfigurationError, match=r"'Contoso\.Messages\.OrderPlaced' have the handler .*good already"):
+        endpoint.handles("Contoso.Messages.OrderPlaced")(good)
+    with pytest.raises(ConfigurationError, match=r"bad.*cannot be called with a message and a context"):
+        endpoint.handles(Ping)(bad)
+    with pytest.raises(ConfigurationError, match="send_only"):
+        Endpoint("sales", transport=MemoryTransport(), send_only=True).handles(Ping)(good)
+    for name in ("", "a,b", "a;b", "a\n", "x" * 201, None):
+        with pytest.raises(ConfigurationError, match="message type"):
+            message_type(name)  # type: ignore[arg-type]
+
+
+class Reversed:
+    """A serializer that other systems would not understand."""
+
+    content_type = "application/x-reversed"
+
+    def dumps(self, value: Any) -> bytes:  # noqa: ANN401
+        return JsonSerializer().dumps(value)[::-1]
+
+    def loads(self, data: bytes, kind: Any) -> Any:  # noqa: ANN401
+        if data == b"boom":
+            raise RuntimeError("the serializer fails")
+        return JsonSerializer().loads(data[::-1], kind)
+
+
+async def test_a_serializer_of_the_users(clock: ManualClock) -> None:
+    scenario, seen = build(clock, serializer=Reversed()), []
+    assert isinstance(Reversed(), Serializer)
+
+    @scenario.endpoint.handles(Ping)
+    async def ping(value: Ping, context: MessageContext) -> None:
+        seen.append(value)
+
+    async with scenario.endpoint as endpoint:
+        await endpoint.send("sales", Ping(7))
+        await put(scenario, {TYPES: f"{__name__}.Ping", Headers.CONTENT_TYPE: "application/x-reversed"}, b"boom")
+        assert seen == [Ping(7)]
+        failed = await scenario.only("error")
+    assert "the serializer fails" in failed.headers[Headers.EXCEPTION_MESSAGE]
+
+
+def test_errors_name_the_key() -> None:
+    serializer = JsonSerializer()
+    with pytest.raises(InvalidMessage, match=r"^body\.lines\[1\], of type object, cannot be written as JSON"):
+        serializer.dumps(OrderPlaced("1", [LINE, object()]))  # type: ignore[list-item]
+    with pytest.raises(InvalidMessage, match=r"^body\['a'\]\[0\], of type float, "):
+        serializer.dumps({"a": [float("nan")]})
+    with pytest.raises(InvalidPayload, match=r"at `\$\.lines\[0\]\.price`"):
+        serializer.loads(b'{"order_id":"1","lines":[{"price":"x"}]}', OrderPlaced)
+    with pytest.raises(InvalidPayload, match="number"):
+        serializer.loads(b'{"number":"x","paid":1}', Invoice)
+
+
+def test_values_survive_json() -> None:
+    serializer = JsonSerializer()
+    assert serializer.loads(serializer.dumps(ORDER), OrderPlaced) == ORDER
+
+
+async def test_functions_run_in_threads_with_the_same_context(clock: ManualClock) -> None:
+    # Given a handler that is a plain function
+    scenario, threads = build(clock, concurrency=3), []
+    together = threading.Barrier(3, timeout=30)
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    @scenario.endpoint.handles(Ping)
+    def ping(value: Ping, context: MessageContext) -> None:
+        threads.append(threading.current_thread())
+        together.wait()
+        context.send("out", f"answer to {value.sequence}")
+        if len(threads) == 3:
+            loop.call_soon_threadsafe(done.set)
+
+    await scenario.transport.setup_infrastructure(["out"])
+    async with scenario.endpoint as endpoint:
+        # When three messages come
+        for sequence in range(3):
+            await endpoint.send("sales", Ping(sequence))
+        async with asyncio.timeout(30):
+            await done.wait()
+    # Then they were handled at once, in other threads, and their sends have left
+    assert threading.current_thread() not in threads
+    assert len(set(threads)) == 3
+    bodies = {message.text for message in await scenario.transport.browse("out", 10)}
+    assert bodies == {"answer to 0", "answer to 1", "answer to 2"}
+
+
+async def test_a_function_that_fails_is_retried(clock: ManualClock) -> None:
+    scenario, attempts = build(clock, recoverability=Recoverability(immediate_pause=timedelta(0))), []
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    @scenario.endpoint.handler
+    def handle(message: Message, context: MessageContext) -> None:
+        attempts.append(context.attempt)
+        if context.attempt < 3:
+            raise ValueError("not yet")
+        loop.call_soon_threadsafe(done.set)
+
+    async with scenario.endpoint as endpoint:
+        await endpoint.send("sales", b"")
+        async with asyncio.timeout(30):
+            await done.wait()
+    assert attempts == [1, 2, 3]
+
+
+async def test_a_coroutine_that_blocks_the_loop_is_logged(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a handler that blocks the event loop in its second step
+    monkeypatch.setattr("delayline.handlers.BLOCKS_AFTER", 0.01)
+    scenario = build(clock)
+
+    @scenario.endpoint.handler
+    async def slow(message: Message, context: MessageContext) -> None:
+        await asyncio.sleep(0)
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            pass
+
+    with caplog.at_level(logging.WARNING):
+        async with scenario.endpoint as endpoint:
+            await endpoint.send("sales", b"")
+            await settle()
+    # Then that is logged with its name
+    [record] = [record for record in caplog.records if vars(record).get("event") == Event.HANDLER_BLOCKED]
+    assert "slow has blocked the event loop for 0.0 s" in record.getMessage()
