@@ -262,6 +262,7 @@ EVENT_MEANING: Final = {
     Event.SEND_ABANDONED: "A send went on after its caller was cancelled, and has failed.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
     Event.HANDLER_FAILED: "One attempt to handle a message failed.",
+    Event.HANDLERS_CANCELLED: "Handlers have not ended within the grace period of a stop.",
     Event.HANDLER_BLOCKED: "A coroutine handler has blocked the event loop for more than a second.",
     Event.RETRIED_LATER: "The message was deferred for another round of attempts.",
     Event.RECEIVE_FAILED: "Messages could not be taken from the queue; it is tried again.",

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast, overload
 
 from delayline.checks import ForkGuard, whole_number
@@ -45,7 +46,7 @@ from delayline.transaction import (
 from delayline.transport import SupportsQueueAddresses, SupportsQueueManagement, SupportsStopDeadline
 
 if TYPE_CHECKING:
-    from datetime import datetime, timedelta
+    from datetime import datetime
     from types import TracebackType
 
     from delayline.clock import Clock
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: How long handlers may take at a stop; container platforms kill a process after 30 s.
+GRACE: Final = timedelta(seconds=25)
 HandlerFunction = TypeVar("HandlerFunction", bound=Callable[..., Any])
 CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
 
@@ -274,17 +277,21 @@ class Endpoint:
         finally:
             await self.transport.stop()
 
-    async def stop(self) -> None:
+    async def stop(self, grace: timedelta = GRACE) -> None:
         """Finish messages in flight, or cancel a start in progress, then disconnect.
 
         Idempotent; all callers wait for it.
 
         Called by a handler it returns at once: the stop waits for that handler.
+
+        Args:
+            grace: How long handlers may take to finish. After that they are cancelled, and their messages go back to
+                the queue for other processes. A function in a thread cannot be cancelled and runs on.
         """
         if self._stopped is None or self._process.forked:
             return
         if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop_parts(), name=f"delayline stop {self.name}")
+            self._stopping = asyncio.create_task(self._stop_parts(grace), name=f"delayline stop {self.name}")
         if self._pipeline is None or not self._pipeline.runs(asyncio.current_task()):
             await asyncio.shield(self._stopping)
 
@@ -521,7 +528,7 @@ class Endpoint:
         queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]
         await self.transport.setup_infrastructure(queues)
 
-    async def _stop_parts(self) -> None:
+    async def _stop_parts(self, grace: timedelta) -> None:
         stopped, starting = self._stopped, self._starting
         try:
             for part in (self.transport, *(getattr(one, "store", one) for one in self._deliveries)):
@@ -529,6 +536,8 @@ class Endpoint:
                     part.stop_soon()
             if starting is not None and starting.cancel():
                 await asyncio.wait([starting])
+            if self._pipeline is not None:
+                await self._pipeline.stop(grace)
             await self._running.aclose()
         finally:
             if self._started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from delayline.errors import BackendUnavailable, BackendUnusable
@@ -49,12 +50,28 @@ class Grouping(Generic[Item, Result]):
 
         If cancelled, it returns at once; the item is worked on all the same.
         """
+        return await self._add(item)
+
+    async def run_to_end(self, item: Item) -> Result:
+        """Like `run`; if cancelled, it raises CancelledError once the work on the item has ended."""
+        done = self._add(item)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            while not done.done():
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the effect is still uncertain
+                    await asyncio.wait([done])
+            if not done.cancelled():
+                done.exception()
+            raise
+
+    def _add(self, item: Item) -> asyncio.Future[Result]:
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, done))
         if len(self._tasks) < self._at_once:
             task = asyncio.create_task(self._run(asyncio.current_task()), name="delayline group")
             self._tasks.add(task)
-        return await done
+        return done
 
     async def stop(self) -> None:
         """Wait until the work on every item has ended."""

@@ -82,6 +82,8 @@ MOST_PREFETCHED: Final = 1000
 MOST_BYTES_PREFETCHED: Final = 16 << 20
 #: Prefetched messages go back to the queue when no handler has ended for so long.
 PREFETCH_KEPT: Final = 1.0
+#: Seconds until a cancelled handler that does not end is left behind.
+CANCELLED_WITHIN: Final = 5.0
 #: Messages that are completed together.
 MAXIMUM_COMPLETED: Final = 500
 #: A satellite attempts a message 5 times at once, as NServiceBus does.
@@ -194,6 +196,7 @@ class Pipeline:
     """How often messages could not be moved to the error queue, by id."""
     _loop: asyncio.Task[None] | None = None
     _returning: asyncio.Task[None] | None = None
+    _ahead: asyncio.Future[Sequence[ReceivedMessage]] | None = None
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _breaker: RepeatedFailuresOverTime = field(init=False)
@@ -224,8 +227,13 @@ class Pipeline:
         """Tell whether that task is one of the handlers'."""
         return task in self._tasks
 
-    async def stop(self) -> None:
-        """Take no more messages and let the handlers that run finish. Idempotent."""
+    async def stop(self, grace: timedelta | None = None) -> None:
+        """Take no more messages and let the handlers that run finish. Idempotent.
+
+        Args:
+            grace: How long they may take; then they are cancelled, and their messages go back to the queue. None for no
+                limit.
+        """
         self._stopping.set()
         self._room.set()
         await self.receiver.stop()
@@ -235,10 +243,27 @@ class Pipeline:
             self._returning.cancel()
             await asyncio.wait([self._returning])
         await self._release(self._prefetch.clear())
+        if self._tasks and grace is not None:
+            await first_of(asyncio.wait(self._tasks), self.host.clock.sleep(grace.total_seconds()))
+            await self._cancel_handlers(grace)
         if self._tasks:
             await asyncio.wait(self._tasks)
         self.handlers.close()
         self._breaker.close()
+
+    async def _cancel_handlers(self, grace: timedelta) -> None:
+        """Cancel the handlers that run, and abandon those that do not end then."""
+        if not self._tasks:
+            return
+        text = "%d handlers of %s have not ended within %s: cancelled, their messages are handled again"
+        emit(logger, logging.WARNING, Event.HANDLERS_CANCELLED, text, len(self._tasks), self.queue, grace)
+        for task in self._tasks:
+            task.cancel()
+        await first_of(asyncio.wait(self._tasks), self.host.clock.sleep(CANCELLED_WITHIN))
+        if self._tasks:
+            text = "%d handlers of %s ignore their cancellation and are left behind"
+            emit(logger, logging.ERROR, Event.HANDLERS_CANCELLED, text, len(self._tasks), self.queue)
+            self._tasks.clear()
 
     async def _receive(self) -> None:
         while not self._stopping.is_set():
@@ -249,7 +274,7 @@ class Pipeline:
                 continue
             asked = time.monotonic()
             try:
-                batch = await self._next_batch(wanted)
+                batch = await (self._next_batch(wanted) if self._free > 0 else self._next_batch_ahead(wanted))
             except Exception as error:
                 text = "Failed to receive from %s: %s"
                 self._breaker.log_failure(
@@ -274,6 +299,8 @@ class Pipeline:
             ended = self._prefetch.ended
             await self.host.clock.sleep(PREFETCH_KEPT)
             if self._prefetch.ended == ended:
+                if self._ahead is not None:
+                    self._ahead.cancel()
                 await self._release(self._prefetch.clear())
 
     def _start_handlers(self) -> None:
@@ -289,6 +316,16 @@ class Pipeline:
     async def _release(self, received: Sequence[ReceivedMessage]) -> None:
         if received and self._prefetches is not None:
             await self._prefetches.release_many(received)
+
+    async def _next_batch_ahead(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Return messages for later; none if prefetched ones go back to the queue meanwhile."""
+        self._ahead = asyncio.ensure_future(self._next_batch(limit))
+        try:
+            await asyncio.wait([self._ahead])
+            return [] if self._ahead.cancelled() else self._ahead.result()
+        finally:
+            self._ahead.cancel()
+            self._ahead = None
 
     async def _next_batch(self, limit: int) -> Sequence[ReceivedMessage]:
         if self._breaker.state is BreakerState.DISARMED:
@@ -317,7 +354,7 @@ class Pipeline:
 
     async def _process(self, received: ReceivedMessage) -> None:
         try:
-            if self.host.mode is TransactionMode.NONE and not await self._completions.run(_Completion(received)):
+            if self.host.mode is TransactionMode.NONE and not await self._completions.run_to_end(_Completion(received)):
                 return
             await self._handle(received)
         except _AlreadyHandled as error:
@@ -491,7 +528,7 @@ class Pipeline:
                 completion = _Completion(received, now)
             case TransactionMode.TRANSACTION_SCOPE:
                 completion = _Completion(received, now, later)
-        if not await self._completions.run(completion):
+        if not await self._completions.run_to_end(completion):
             raise _AlreadyHandled(
                 f"message {received.message.id!r} left queue {self.queue!r} while it was handled: a possible duplicate"
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -191,3 +193,65 @@ async def _with_messages_ahead(scenario: Scenario, gate: asyncio.Event) -> None:
         await both.wait()
     await settle()
     assert len(scenario.queues._queue("sales").hidden) > 2
+
+
+async def test_handlers_get_a_grace_period_at_a_stop_and_are_cancelled_then(clock: ManualClock) -> None:
+    # Given a handler that ends soon, and one that does not end
+    scenario, cancelled = build(clock, concurrency=2), []
+
+    async def act(message: Message, context: MessageContext) -> None:
+        try:
+            await clock.sleep(10 if message.id == "soon" else 10_000)
+        except asyncio.CancelledError:
+            cancelled.append(message.id)
+            raise
+
+    await start(scenario, act)
+    await fill(scenario, "soon", "never")
+    # When the endpoint stops with a grace period of 20 s
+    stopping = asyncio.create_task(scenario.endpoint.stop(timedelta(seconds=20)))
+    await clock.advance(10)
+    assert (stopping.done(), await scenario.ids("sales")) == (False, ["never"])
+    await clock.advance(10)
+    await stopping
+    # Then the one that has not ended was cancelled, and its message is visible in the queue
+    assert cancelled == ["never"]
+    assert [message.id for _, message in scenario.queues._queue("sales").visible] == ["never"]
+
+
+async def test_a_handler_that_ignores_its_cancellation_does_not_stop_a_stop(clock: ManualClock) -> None:
+    scenario = build(clock, concurrency=2)
+    end = asyncio.Event()
+
+    async def act(message: Message, context: MessageContext) -> None:
+        while not end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await end.wait()
+
+    await start(scenario, act)
+    await fill(scenario, "stubborn")
+    stopping = asyncio.create_task(scenario.endpoint.stop(timedelta(seconds=20)))
+    await clock.advance(20)
+    await clock.advance(5)
+    async with asyncio.timeout(5):
+        await stopping
+    end.set()
+    await settle()
+
+
+async def test_a_message_that_is_being_completed_when_its_handler_is_cancelled_is_not_given_back(
+    clock: ManualClock,
+) -> None:
+    # Given a message whose removal from the queue is under way
+    scenario, gate = build(clock, concurrency=2), asyncio.Event()
+    await start(scenario, _succeed)
+    scenario.transport.inject(Fault("acknowledge", until=gate))
+    await fill(scenario, "m")
+    # When the endpoint stops and cancels what is left
+    stopping = asyncio.create_task(scenario.endpoint.stop(timedelta(seconds=1)))
+    await clock.advance(1)
+    assert not stopping.done()
+    gate.set()
+    await stopping
+    # Then it has left the queue, and was never visible in it
+    assert (await scenario.ids("sales"), scenario.faults.calls("acknowledge")) == ([], 1)
