@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from examples.demo import reminders
 from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, Journal, Stage
 
-from delayline.cli.run import run_until_told
+from delayline.cli.run import run_until_stopped
 from delayline.clock import SystemClock, to_microseconds
 from delayline.config import endpoint_from, transport_from
 from delayline.endpoint import Endpoint
@@ -48,7 +48,7 @@ async def dispatch(stage: Stage) -> None:
     journal = Journal(stage.journal(DISPATCHER))
     endpoint = endpoint_from(stage.settings(REMINDERS), send_only=True)
     clock = SystemClock()
-    await run_until_told(endpoint, lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT)
+    await run_until_stopped(endpoint, lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT)
 
 
 async def receive(stage: Stage) -> None:
@@ -64,7 +64,7 @@ async def receive(stage: Stage) -> None:
         due = from_wire_time(message.headers[Headers.DELIVER_AT])
         journal.write([(message.id, to_microseconds(due), to_microseconds(clock.now()))])
 
-    await run_until_told(endpoint, lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT)
+    await run_until_stopped(endpoint, lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT)
 
 
 PARTIES: Final = {SENDER: send, DISPATCHER: dispatch, RECEIVER: receive}

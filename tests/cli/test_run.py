@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,6 @@ from tests.cli.conftest import Result, delayline_process, messages_in
 from tests.eventually import eventually
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
 
 SHOP = """
@@ -26,6 +27,8 @@ async def handle(message, context):
     pathlib.Path("handling").touch()
     if message.text == "slow":
         await asyncio.sleep(0.5)
+    if message.text == "endless":
+        await asyncio.sleep(3600)
     pathlib.Path("handled").write_text(message.text)
 
 async def fail(endpoint, text, error):
@@ -104,3 +107,35 @@ def test_a_target_that_is_no_endpoint_is_told(shop: Callable[..., Result], targe
     ran = shop("run", target)
     assert (ran.code, ran.out) == (2, "")
     assert told in ran.err
+
+
+def test_handlers_that_take_longer_than_the_grace_period_are_cancelled(
+    shop: Callable[..., Result], processes: list[subprocess.Popen[str]]
+) -> None:
+    # Given a handler at work
+    shop("send", "billing", "endless")
+    process = delayline_process("run", "shop:billing", "--grace", "100ms")
+    processes.append(process)
+    eventually(Path("handling").exists)
+    # When the process is asked to stop
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    # Then it ends, and the message is in its queue
+    assert process.returncode == 0
+    assert "1 handlers of billing have not ended within 0:00:00.100000" in err
+    assert [message.text for message in messages_in("billing")] == ["endless"]
+
+
+def test_a_second_signal_ends_it_at_once(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:
+    shop("send", "billing", "endless")
+    process = delayline_process("run", "shop:billing")
+    processes.append(process)
+    eventually(Path("handling").exists)
+    while process.poll() is None:  # the first one may not have been handled yet
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert "SIGTERM, the second signal: ended at once" in err
+    assert [message.text for message in messages_in("billing")] == ["endless"]

@@ -7,24 +7,28 @@ import contextlib
 import difflib
 import importlib
 import logging
+import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from delayline.cli.connection import refuse_memory
+from delayline.cli.due import delay_given
 from delayline.cli.options import FAILED, examples, json_option, settings_options
 from delayline.cli.screen import Screen
 from delayline.config import endpoint_from
-from delayline.endpoint import Endpoint
+from delayline.endpoint import GRACE, Endpoint
 from delayline.errors import ConfigurationError
 from delayline.events import LOGGER_NAME
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from datetime import timedelta
 
     from delayline.config import Settings
 
@@ -32,18 +36,27 @@ if TYPE_CHECKING:
 @click.command(
     epilog=examples(
         "delayline run shop.billing:endpoint",
+        "delayline run shop.billing:endpoint --grace 2m",
         "delayline run --endpoint sales   (dispatches due messages, handles none)",
     )
 )
 @click.argument("target", required=False, metavar="[MODULE:ENDPOINT]")
 @click.option("--verbose", "-v", is_flag=True, help="Log every step, not only warnings and milestones.")
+@click.option(
+    "--grace",
+    callback=delay_given,
+    default="25s",
+    show_default=True,
+    help="How long running handlers may take after a signal, as in 90s or 5m; then they are cancelled.",
+)
 @settings_options()
 @json_option
-def run(settings: Settings, screen: Screen, target: str | None, verbose: bool) -> None:
+def run(settings: Settings, screen: Screen, target: str | None, verbose: bool, grace: timedelta) -> None:
     """Run the Endpoint object of a module, found from the current directory, until SIGINT or SIGTERM.
 
-    It then finishes messages in flight; a second signal ends it at once. Without a module it runs the endpoint of the
-    settings, which only dispatches due messages. Exit code 1 when a critical error stopped it.
+    It then finishes messages in flight within the grace period; the messages of handlers that take longer are handled
+    again. A second signal ends it at once. Without a module it runs the endpoint of the settings, which only dispatches
+    due messages. Exit code 1 when a critical error stopped it.
     """
     _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     if target is None:
@@ -51,7 +64,7 @@ def run(settings: Settings, screen: Screen, target: str | None, verbose: bool) -
         endpoint = endpoint_from(settings)
     else:
         endpoint = load_endpoint(target)
-    stopped_by = asyncio.run(run_until_told(endpoint, lambda: screen.echo(_started(endpoint))))
+    stopped_by = asyncio.run(run_until_stopped(endpoint, lambda: screen.echo(_started(endpoint)), grace=grace))
     screen.echo(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
     screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
     if stopped_by is None:
@@ -90,38 +103,46 @@ def load_endpoint(target: str) -> Endpoint:
     return found
 
 
-async def run_until_told(
-    endpoint: Endpoint, started: Callable[[], None], *, parent_pipe: int | None = None
+async def run_until_stopped(
+    endpoint: Endpoint, started: Callable[[], None], *, grace: timedelta = GRACE, parent_pipe: int | None = None
 ) -> str | None:
-    """Run the endpoint; return the signal that stopped it, None when it stopped by itself.
+    """Run the endpoint and return the signal that stopped it, None if it stopped by itself.
 
-    With `parent_pipe`, a file descriptor, the end of the process at its other side stops it too.
+    Args:
+        endpoint: The endpoint, not started.
+        started: Called when it has started.
+        grace: How long handlers may take after the signal.
+        parent_pipe: A file descriptor; the end of the process at its other side stops the endpoint too.
     """
-    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    with _told_by_signal(told, parent_pipe):
+    stopped_by: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    with _stopped_by_signal(stopped_by, parent_pipe):
         async with endpoint:
             started()
             by_itself = asyncio.ensure_future(endpoint.wait_stopped())
-            either: list[asyncio.Future[Any]] = [told, by_itself]
+            either: list[asyncio.Future[Any]] = [stopped_by, by_itself]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             by_itself.cancel()
-    return told.result() if told.done() else None
+            await endpoint.stop(grace)
+    return stopped_by.result() if stopped_by.done() else None
 
 
 @contextlib.contextmanager
-def _told_by_signal(told: asyncio.Future[str], parent_pipe: int | None) -> Iterator[None]:
+def _stopped_by_signal(stopped_by: asyncio.Future[str], parent_pipe: int | None) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
-    def tell(name: str) -> None:
+    def stop(name: str) -> None:
+        if not stopped_by.done():
+            stopped_by.set_result(name)
+            return
+        Screen.complain(f"{name}, the second signal: ended at once. Messages in flight are handled again")
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # a second signal does not wait
-        if not told.done():
-            told.set_result(name)
+            loop.remove_signal_handler(number)
+        os.kill(os.getpid(), getattr(signal, name, signal.SIGTERM))
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, tell, number.name)
+        loop.add_signal_handler(number, stop, number.name)
     if parent_pipe is not None:
-        loop.add_reader(parent_pipe, tell, "parent gone")
+        loop.add_reader(parent_pipe, _once(loop, parent_pipe, partial(stop, "parent gone")))
     try:
         yield
     finally:
@@ -129,6 +150,16 @@ def _told_by_signal(told: asyncio.Future[str], parent_pipe: int | None) -> Itera
             loop.remove_signal_handler(number)
         if parent_pipe is not None:
             loop.remove_reader(parent_pipe)
+
+
+def _once(loop: asyncio.AbstractEventLoop, descriptor: int, work: Callable[[], None]) -> Callable[[], None]:
+    """Return `work` as a reader that is removed before it runs."""
+
+    def run() -> None:
+        loop.remove_reader(descriptor)
+        work()
+
+    return run
 
 
 def _started(endpoint: Endpoint) -> str:
