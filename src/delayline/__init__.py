@@ -33,7 +33,7 @@ from delayline.events import Event
 from delayline.handlers import MessageContext
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
-from delayline.recoverability import Recoverability
+from delayline.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
 from delayline.serialization import JsonSerializer, Serializer, message_type
 from delayline.sync import SyncEndpoint
 from delayline.transaction import Guarantee, TransactionMode, guarantee
@@ -76,6 +76,7 @@ __all__ = [
     "CorruptHeaders",
     "DelayedMessage",
     "DelaylineError",
+    "Discard",
     "DispatchFailed",
     "DuplicateMessage",
     "Endpoint",
@@ -92,10 +93,12 @@ __all__ = [
     "MessageContext",
     "MessageRejected",
     "MissingExtra",
+    "MoveToErrors",
     "NewerSchema",
     "NotStarted",
     "QueueNotFound",
     "Recoverability",
+    "Retry",
     "Serializer",
     "SqlDelayedMessageStore",
     "SqlTransport",
@@ -107,6 +110,7 @@ __all__ = [
     "TwoPhaseCommit",
     "UnknownMessageType",
     "UnsupportedTransactionMode",
+    "exponential",
     "guarantee",
     "message_type",
 ]

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast, overload
 
 from delayline.checks import ForkGuard, whole_number
@@ -180,18 +181,30 @@ class Endpoint:
         return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
 
     @overload
-    def handler(self, handle: HandlerFunction) -> HandlerFunction: ...
+    def handler(
+        self,
+        handle: HandlerFunction,
+        *,
+        recoverability: Recoverability | None = None,
+        timeout: timedelta | None = None,
+    ) -> HandlerFunction: ...
 
     @overload
-    def handler(self) -> Callable[[HandlerFunction], HandlerFunction]: ...
+    def handler(
+        self, *, recoverability: Recoverability | None = None, timeout: timedelta | None = None
+    ) -> Callable[[HandlerFunction], HandlerFunction]: ...
 
-    def handler(self, handle: Any = None) -> Any:
+    def handler(
+        self, handle: Any = None, *, recoverability: Recoverability | None = None, timeout: timedelta | None = None
+    ) -> Any:
         """Register a function for every message that no handler of `handles` takes; usable as a decorator.
 
         A coroutine function runs in the event loop, any other one in a thread. Several handlers run in order.
 
         Args:
             handle: A function of a `Message` and a `MessageContext`.
+            recoverability: Retries when this handler fails; by default the endpoint's.
+            timeout: How long an attempt may take, above zero; then it is cancelled and has failed. A thread runs on.
 
         Raises:
             ConfigurationError: `handle` cannot be called so, the endpoint is send-only, or it is started.
@@ -204,17 +217,21 @@ class Endpoint:
             ```
         """
         if handle is None:
-            return self.handler
+            return partial(self.handler, recoverability=recoverability, timeout=timeout)
         self._check_handler(handle)
-        self._handlers.add(handle)
+        self._handlers.add(handle, recoverability=self._fitted(recoverability), timeout=timeout)
         return handle
 
-    def handles(self, kind: object) -> Callable[[HandlerFunction], HandlerFunction]:
+    def handles(
+        self, kind: object, *, recoverability: Recoverability | None = None, timeout: timedelta | None = None
+    ) -> Callable[[HandlerFunction], HandlerFunction]:
         """Return a decorator that registers the handler for messages of one type.
 
         Args:
             kind: A dataclass, TypedDict, pydantic model, msgspec struct or other type that the serializer reads; or the
                 name of a type, whose messages are given as the serializer reads them. See `message_type` for names.
+            recoverability: Retries when this handler fails; by default the endpoint's.
+            timeout: How long an attempt may take, above zero; then it is cancelled and has failed. A thread runs on.
 
         Raises:
             ConfigurationError: The type has a handler already, the function cannot be called with a value and a
@@ -230,10 +247,15 @@ class Endpoint:
 
         def register(handle: HandlerFunction) -> HandlerFunction:
             self._check_handler(handle)
-            self._handlers.add_typed(kind, handle)
+            self._handlers.add_typed(kind, handle, recoverability=self._fitted(recoverability), timeout=timeout)
             return handle
 
         return register
+
+    def _fitted(self, recoverability: Recoverability | None) -> Recoverability | None:
+        if recoverability is None:
+            return None
+        return _recoverability(recoverability, self.transaction_mode, self.delayed_delivery)
 
     def _check_handler(self, handle: object) -> None:
         if self.send_only:
@@ -617,7 +639,9 @@ def _recoverability(
 ) -> Recoverability:
     """Fit the defaults to the mode; refuse explicit settings that cannot work."""
     settings = given or Recoverability()
-    if settings.delayed_retries:
+    if settings.policy is not None and mode is TransactionMode.NONE:
+        raise ConfigurationError("a retry policy is not supported with TransactionMode.NONE, which tries once")
+    if settings.policy is None and settings.delays_retries:
         if mode is TransactionMode.NONE:
             raise ConfigurationError(
                 "Delayed retries are not supported when running with TransactionMode.NONE. "
@@ -629,5 +653,5 @@ def _recoverability(
                 f"Use Recoverability(delayed_retries=0), or {DELAYED_DELIVERIES}"
             )
     if mode is TransactionMode.NONE:
-        return replace(settings, immediate_retries=0, delayed_retries=0)
-    return replace(settings, delayed_retries=0) if delivery is None else settings
+        return replace(settings, immediate_retries=0, delayed_retries=0, delays=None)
+    return replace(settings, delayed_retries=0, delays=None) if delivery is None else settings

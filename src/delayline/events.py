@@ -27,6 +27,7 @@ class Event(StrEnum):
     RECEIVE_TASK_FAILED = "receive.task_failed"
     POISON_MESSAGE = "receive.poison_message"
     MOVED_TO_ERROR = "error.moved"
+    DISCARDED = "receive.discarded"
     HANDLERS_CANCELLED = "receive.handlers_cancelled"
     HANDLER_BLOCKED = "receive.handler_blocked"
     ERROR_MOVE_FAILED = "error.move_failed"

@@ -12,6 +12,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
+from delayline.checks import time_span
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage, InvalidPayload, UnknownMessageType
 from delayline.events import Event, emit
 from delayline.message import Headers, Message
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from delayline.message import Body
     from delayline.outgoing import Composer, HeaderMap, Outgoing
+    from delayline.recoverability import Recoverability
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,6 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 #: A handler of messages: a coroutine function, or a function, which runs in a thread.
 Handler = Callable[[Message, "MessageContext"], Awaitable[None] | None]
-#: A handler for one attempt, given its context.
-Call = Callable[["MessageContext"], Awaitable[None]]
 #: Seconds for which a coroutine handler may keep the event loop from other work before that is logged.
 BLOCKS_AFTER: Final = 1.0
 SIGNATURE: Final = "`async def handle(message: Message, context: MessageContext) -> None`"
@@ -174,11 +174,24 @@ class Handlers:
         """The registered functions: those for types first, then those for other messages, in the order they run."""
         return tuple(one.function for one in (*self._typed.values(), *self._plain))
 
-    def add(self, function: Callable[..., Any]) -> None:
+    def add(
+        self,
+        function: Callable[..., Any],
+        *,
+        recoverability: Recoverability | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Register a handler for messages that no typed handler takes. Raises ConfigurationError."""
-        self._plain.append(self._registered(function, SIGNATURE))
+        self._plain.append(self._registered(function, SIGNATURE, None, recoverability, timeout))
 
-    def add_typed(self, kind: object, function: Callable[..., Any]) -> None:
+    def add_typed(
+        self,
+        kind: object,
+        function: Callable[..., Any],
+        *,
+        recoverability: Recoverability | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Register a handler for messages of a type. Raises ConfigurationError, also for a second one of the type."""
         name = name_of_kind(kind)
         if name in self._typed:
@@ -186,7 +199,8 @@ class Handlers:
                 f"messages of type {name!r} have the handler {name_of(self._typed[name].function)} already: a type has "
                 "one. Call both functions in one handler"
             )
-        self._typed[name] = self._registered(function, TYPED_SIGNATURE, Any if isinstance(kind, str) else kind)
+        read_as = Any if isinstance(kind, str) else kind
+        self._typed[name] = self._registered(function, TYPED_SIGNATURE, read_as, recoverability, timeout)
 
     def calls(self, message: Message) -> Sequence[Call]:
         """Return the calls for one attempt to handle the message.
@@ -220,45 +234,97 @@ class Handlers:
         return asyncio.get_running_loop().run_in_executor(self._executor, partial(copy_context().run, work))
 
     def _payload(self, message: Message, name: str, kind: Any) -> Any:  # noqa: ANN401 - as registered
-        theirs, ours = (one.partition(";")[0].strip().lower() for one in (message.content_type, _content(self)))
-        if theirs and theirs != ours:
+        given, ours = message.headers.get(Headers.CONTENT_TYPE, ""), self.serializer.content_type
+        if given and _media_type(given) != _media_type(ours):
             raise InvalidPayload(
-                f"the body of message {message.id!r}, a {name}, is {message.content_type[:100]!r}, and this endpoint "
-                f"reads {ours!r}"
+                f"the body of message {message.id!r}, a {name}, is {given[:100]!r}, and this endpoint reads {ours!r}"
             )
         try:
             return self.serializer.loads(message.body, kind)
         except Exception as error:
             raise InvalidPayload(f"the body of message {message.id!r} cannot be read as {name}: {error}") from error
 
-    def _registered(self, function: Callable[..., Any], wanted: str, kind: Any = None) -> _Registered:  # noqa: ANN401
+    def _registered(
+        self,
+        function: Callable[..., Any],
+        wanted: str,
+        kind: Any,  # noqa: ANN401 - a type
+        recoverability: Recoverability | None,
+        timeout: timedelta | None,
+    ) -> _Registered:
         if not callable(function):
             raise ConfigurationError(f"a handler is a function, not {function!r}: write {wanted}")
         _check_signature(function, wanted)
         called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
         coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-        return _Registered(self, function, coroutine=coroutine, kind=kind)
+        seconds = None if timeout is None else time_span("timeout", timeout).total_seconds()
+        return _Registered(self, function, kind, recoverability, coroutine=coroutine, seconds=seconds)
 
 
 class _Registered:
     """One registered function."""
 
-    def __init__(self, owner: Handlers, function: Callable[..., Any], *, coroutine: bool, kind: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        owner: Handlers,
+        function: Callable[..., Any],
+        kind: Any,  # noqa: ANN401 - a type
+        recoverability: Recoverability | None,
+        *,
+        coroutine: bool,
+        seconds: float | None,
+    ) -> None:
         self._owner = owner
         self.function = function
         self.kind = kind
+        self.recoverability = recoverability
         self._coroutine = coroutine
+        self._seconds = seconds
 
     def call(self, argument: Any) -> Call:  # noqa: ANN401 - a message, or a value of the type
         """Return the call with the message, or the typed value, as its first argument."""
+        return Call(self, argument)
 
-        async def run(context: MessageContext) -> None:
-            if self._coroutine:
-                await _run(self.function(argument, context), self.function)
-            else:
-                await self._owner.in_thread(partial(self.function, argument, context))
+    async def run(self, argument: Any, context: MessageContext) -> None:  # noqa: ANN401 - as above
+        """Run the function. Raises TimeoutError if it takes too long; a thread then runs on."""
+        if self._seconds is None:
+            await self._run(argument, context)
+            return
+        limit = asyncio.timeout(self._seconds)
+        try:
+            async with limit:
+                await self._run(argument, context)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(
+                f"handler {name_of(self.function)} has not ended within {self._seconds:g} s, its timeout"
+            ) from error
 
-        return run
+    async def _run(self, argument: Any, context: MessageContext) -> None:  # noqa: ANN401 - as above
+        if self._coroutine:
+            await _run(self.function(argument, context), self.function)
+        else:
+            await self._owner.in_thread(partial(self.function, argument, context))
+
+
+class Call:
+    """A handler and its first argument, for one attempt."""
+
+    __slots__ = ("_argument", "_registered")
+
+    def __init__(self, registered: _Registered, argument: Any) -> None:  # noqa: ANN401 - as registered
+        self._registered = registered
+        self._argument = argument
+
+    @property
+    def recoverability(self) -> Recoverability | None:
+        """The handler's own retries, if it has any."""
+        return self._registered.recoverability
+
+    async def __call__(self, context: MessageContext) -> None:
+        """Run the handler."""
+        await self._registered.run(self._argument, context)
 
 
 async def _run(handling: Awaitable[None], function: Callable[..., Any]) -> None:
@@ -315,8 +381,8 @@ class Watched:
         )
 
 
-def _content(handlers: Handlers) -> str:
-    return handlers.serializer.content_type
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
 
 
 def _check_signature(function: Callable[..., Any], wanted: str) -> None:

@@ -55,6 +55,8 @@ class Headers:
     TIME_TO_BE_RECEIVED: Final = "NServiceBus.TimeToBeReceived"
     DELIVER_AT: Final = "NServiceBus.DeliverAt"
     RETRIES: Final = "NServiceBus.Retries"
+    #: Attempts before the present round, where a retry policy counts them.
+    ATTEMPTS: Final = "Delayline.Attempts"
     RETRIES_TIMESTAMP: Final = "NServiceBus.Retries.Timestamp"
     FAILED_QUEUE: Final = "NServiceBus.FailedQ"
     TIME_OF_FAILURE: Final = "NServiceBus.TimeOfFailure"

@@ -34,8 +34,9 @@ from delayline.outgoing import Composer, Outgoing
 from delayline.recoverability import (
     DELAYED_DELIVERIES,
     Decision,
+    Discard,
     GiveBack,
-    MoveToError,
+    MoveToErrors,
     Recoverability,
     RetryLater,
     RetryNow,
@@ -385,14 +386,16 @@ class Pipeline:
                 emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, brief(error), message=message)
                 await self._move_to_error(received, error)
                 return
+            running: list[Call] = []
             try:
-                outgoing = await self._run_handlers(received, attempt, calls)
+                outgoing = await self._run_handlers(received, attempt, calls, running)
                 handled = True
                 await self._complete(received, outgoing)
             except _AlreadyHandled:
                 raise
             except Exception as error:
-                if not await self._recover(received, error, attempt, handled=handled):
+                own = running[-1].recoverability if running else None
+                if not await self._recover(received, error, attempt, own or self.recoverability, handled=handled):
                     return
             else:
                 self._unmoved.pop(message.id, None)
@@ -401,29 +404,44 @@ class Pipeline:
                     emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
                 return
 
-    async def _run_handlers(self, received: ReceivedMessage, attempt: int, calls: Sequence[Call]) -> list[Outgoing]:
-        """Return the sends of the handlers."""
+    async def _run_handlers(
+        self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
+    ) -> list[Outgoing]:
+        """Return the sends of the handlers; append each that has begun to `running`."""
         context = MessageContext(received.message, self.queue, attempt, self.composer)
         try:
             for call in calls:
+                running.append(call)
                 await call(context)
         finally:
             context.end()
         return context.outgoing
 
-    async def _recover(self, received: ReceivedMessage, error: Exception, attempt: int, *, handled: bool) -> bool:
+    async def _recover(
+        self,
+        received: ReceivedMessage,
+        error: Exception,
+        attempt: int,
+        recoverability: Recoverability,
+        *,
+        handled: bool,
+    ) -> bool:
         """Decide between another attempt, a delayed retry and the error queue; True for another attempt at once.
 
         Args:
             received: the failed delivery.
             error: the exception of the last attempt.
             attempt: the number of attempts so far in this round.
+            recoverability: the retries of the handler that failed, or of the endpoint.
             handled: whether the handlers had succeeded: then an outage counts as no retry round and never moves the
                 message to the error queue.
         """
         message = received.message.logical  # the id that handlers see
-        decision = self.recoverability.decide(error, attempt, message.headers, self.host.clock.now())
-        outage = handled and is_outage(error) and not isinstance(error, self.recoverability.unrecoverable)
+        decision = recoverability.decide(error, attempt, message.headers, self.host.clock.now())
+        if isinstance(decision, RetryLater) and self.delivery is None:
+            error.add_note(f"a retry after a delay needs delayed delivery: {DELAYED_DELIVERIES}")
+            decision = MoveToErrors()
+        outage = handled and is_outage(error) and not isinstance(error, recoverability.unrecoverable)
         # In mode NONE the message has left its queue: there is nothing to give back to.
         if outage and not isinstance(decision, RetryNow) and self.host.mode is not TransactionMode.NONE:
             decision = GiveBack()
@@ -447,7 +465,7 @@ class Pipeline:
         )
         match decision:
             case RetryNow():
-                if pause := self.recoverability.pause_after(attempt):
+                if pause := recoverability.pause_after(attempt):
                     await self._wait(pause)
                 if self._stopping.is_set():
                     await self.receiver.release(received)
@@ -455,8 +473,12 @@ class Pipeline:
                 return True
             case RetryLater(delay, headers):
                 await self._retry_later(received, error, delay, headers)
-            case MoveToError():
+            case MoveToErrors():
                 await self._move_to_error(received, error)
+            case Discard():
+                await self._complete(received, [])
+                text = "Discarded message %s: %s"
+                emit(logger, logging.WARNING, Event.DISCARDED, text, message.id, brief(error), message=message)
         return False
 
     async def _retry_later(
@@ -657,7 +679,7 @@ class SatelliteRecoverability(Recoverability):
         del headers, now
         if isinstance(error, BackendUnavailable):
             return GiveBack()
-        return RetryNow() if attempt <= self.immediate_retries else MoveToError()
+        return RetryNow() if attempt <= self.immediate_retries else MoveToErrors()
 
 
 @dataclass(frozen=True, slots=True)

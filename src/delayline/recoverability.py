@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import platform
+import random
 import socket
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -54,7 +57,10 @@ FAILURE_HEADERS: Final = (
     Headers.PROCESSING_ENDPOINT,
     Headers.HOST_DISPLAY_NAME,
     Headers.RETRIES,
+    Headers.ATTEMPTS,
 )
+LONGEST_COUNT: Final = 9  # digits
+MOST_RETRIES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,24 @@ class RetryLater:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveToError:
-    """Give up: send the message to the error queue."""
+class MoveToErrors:
+    """Decision of a retry policy: send the message to the error queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Decision of a retry policy: handle the message again.
+
+    Args:
+        after: How long it waits; at once by default. A delay needs delayed delivery.
+    """
+
+    after: timedelta = timedelta(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Decision of a retry policy: drop the message. The failure is logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +102,9 @@ class GiveBack:
     """Leave the message on its queue for a while: the fault is a back end's and counts against no message."""
 
 
-Decision = RetryNow | RetryLater | MoveToError | GiveBack
+Decision = RetryNow | RetryLater | MoveToErrors | Discard | GiveBack
+#: Decides after each failure of a handler, given its exception and the number of attempts so far, from 1.
+RetryPolicy = Callable[[Exception, int], Retry | Discard | MoveToErrors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +126,14 @@ class Recoverability:
     immediate_pause: timedelta = timedelta(milliseconds=10)
     """How long the second of them waits; 0 or more. The first one waits for nothing, each further one twice as long, up
     to 0.1 s, or up to this where it is longer. The message keeps its place among those that are handled meanwhile."""
+    delays: Sequence[timedelta] | None = None
+    """How long each further round waits, each above zero; replaces `delayed_retries` and `time_increase`. See
+    `exponential`."""
+    jitter: float = 0.0
+    """The share, from 0 to 1, by which delays of further rounds are longer at random, so that messages that failed
+    together are not retried together."""
+    policy: RetryPolicy | None = None
+    """Decides after each failure; replaces all settings above."""
 
     def __post_init__(self) -> None:
         whole_number("immediate_retries", self.immediate_retries, at_least=0)
@@ -112,6 +144,15 @@ class Recoverability:
             raise ConfigurationError(
                 f"immediate_pause must be a timedelta of zero or more, not {self.immediate_pause!r}"
             )
+        if self.delays is not None:
+            if self.delayed_retries is not None:
+                raise ConfigurationError("delays and delayed_retries exclude each other: give one of them")
+            for delay in self.delays:
+                time_span("each of delays", delay)
+        if not isinstance(self.jitter, int | float) or not 0 <= self.jitter <= 1:
+            raise ConfigurationError(f"jitter must be a number from 0 to 1, not {self.jitter!r}")
+        if self.policy is not None and not callable(self.policy):
+            raise ConfigurationError(f"policy must be a function of an exception and a number, not {self.policy!r}")
         named = self.unrecoverable
         if not isinstance(named, tuple) or not all(isinstance(kind, type) for kind in named):
             raise ConfigurationError(f"unrecoverable must be a tuple of exception classes, not {named!r}")
@@ -128,18 +169,85 @@ class Recoverability:
 
         Which round it is stands in the `NServiceBus.Retries` header; none follows one begun more than 24 hours ago.
         """
+        if self.policy is not None:
+            return self._by_policy(self.policy, error, attempt, headers, now)
         if self.unrecoverable and isinstance(error, self.unrecoverable):
-            return MoveToError()
+            return MoveToErrors()
         if attempt <= self.immediate_retries:
             return RetryNow()
-        rounds = _rounds_so_far(headers)
+        rounds = _count(headers, Headers.RETRIES)
+        if self.delays is not None:
+            if rounds >= len(self.delays):
+                return MoveToErrors()
+            return self._later(self.delays[rounds], rounds, now)
         allowed = DEFAULT_DELAYED_RETRIES if self.delayed_retries is None else self.delayed_retries
         if rounds >= allowed or _too_old(headers, now):
-            return MoveToError()
-        return RetryLater(
-            delay=self.time_increase * (rounds + 1),
-            headers={Headers.RETRIES: str(rounds + 1), Headers.RETRIES_TIMESTAMP: to_wire_time(now)},
-        )
+            return MoveToErrors()
+        return self._later(self.time_increase * (rounds + 1), rounds, now)
+
+    @property
+    def delays_retries(self) -> bool:
+        """Whether retries may need delayed delivery by an explicit setting."""
+        return bool(self.delayed_retries or self.delays or self.policy)
+
+    def _later(self, delay: timedelta, rounds: int, now: datetime, **headers: str) -> RetryLater:
+        if self.jitter:
+            delay *= 1 + random.random() * self.jitter  # noqa: S311 - spreads load
+        count = {Headers.RETRIES: str(rounds + 1), Headers.RETRIES_TIMESTAMP: to_wire_time(now)}
+        return RetryLater(delay=delay, headers=count | headers)
+
+    def _by_policy(
+        self, policy: RetryPolicy, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime
+    ) -> Decision:
+        attempts = _count(headers, Headers.ATTEMPTS) + attempt
+        try:
+            decided: object = policy(error, attempts)
+        except Exception as broken:
+            error.add_note(f"the retry policy failed: {broken!r}")
+            return MoveToErrors()
+        match decided:
+            case Discard() | MoveToErrors():
+                return decided
+            case Retry(after=timedelta() as after):
+                if after <= timedelta(0):
+                    return RetryNow()
+                later = self._later(after, _count(headers, Headers.RETRIES), now)
+                return replace(later, headers={**later.headers, Headers.ATTEMPTS: str(attempts)})
+        error.add_note(f"the retry policy returned {decided!r}, not Retry, Discard or MoveToErrors")
+        return MoveToErrors()
+
+
+def exponential(
+    first: timedelta, *, retries: int, factor: float = 2.0, longest: timedelta = timedelta(hours=1)
+) -> tuple[timedelta, ...]:
+    """Return delays that grow exponentially, for `Recoverability(delays=...)`.
+
+    Args:
+        first: The first delay, above zero.
+        retries: How many delays; 1 to 1000.
+        factor: How many times longer each delay is than the one before; 1 or more.
+        longest: No delay is longer than this.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> second = timedelta(seconds=1)
+        >>> [delay / second for delay in exponential(second, retries=4, longest=5 * second)]
+        [1.0, 2.0, 4.0, 5.0]
+    """
+    time_span("first", first)
+    time_span("longest", longest)
+    if whole_number("retries", retries, at_least=1) > MOST_RETRIES:
+        raise ConfigurationError(f"retries must be {MOST_RETRIES} at most, not {retries}")
+    if not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+        raise ConfigurationError(f"factor must be a number of 1 or more, not {factor!r}")
+    delays, delay = [], min(first, longest)
+    for _ in range(retries):
+        delays.append(delay)
+        delay = min(longest, timedelta(seconds=min(longest.total_seconds(), delay.total_seconds() * factor)))
+    return tuple(delays)
 
 
 def back_off(attempts: int) -> timedelta:
@@ -296,11 +404,10 @@ def _text_of(error: BaseException) -> str:
         return f"<{type(error).__name__} whose text cannot be had>"
 
 
-def _rounds_so_far(headers: Mapping[str, str]) -> int:
-    try:
-        return max(0, int(headers.get(Headers.RETRIES, "0")))
-    except ValueError:
-        return 0
+def _count(headers: Mapping[str, str], name: str) -> int:
+    """Return the number in a header; 0 for none, and for one that is no number."""
+    text = headers.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= LONGEST_COUNT else 0
 
 
 def _too_old(headers: Mapping[str, str], now: datetime) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from delayline import ConfigurationError, Headers, Message, Recoverability
 from delayline.message import to_wire_time
-from delayline.recoverability import MoveToError, RetryLater, RetryNow, brief, cut, error_operations, failure_headers
+from delayline.recoverability import MoveToErrors, RetryLater, RetryNow, brief, cut, error_operations, failure_headers
 from delayline.spi import TransportOperation
 
 if TYPE_CHECKING:
@@ -35,18 +35,18 @@ def test_the_sixth_failure_is_retried_later_and_later(done: str, seconds: int) -
 
 
 def test_after_the_last_round_it_is_an_error() -> None:
-    assert Recoverability().decide(BOOM, 6, round_of("3"), NOW) == MoveToError()
+    assert Recoverability().decide(BOOM, 6, round_of("3"), NOW) == MoveToErrors()
 
 
 def test_no_retries_means_one_attempt() -> None:
-    assert Recoverability(immediate_retries=0, delayed_retries=0).decide(BOOM, 1, {}, NOW) == MoveToError()
+    assert Recoverability(immediate_retries=0, delayed_retries=0).decide(BOOM, 1, {}, NOW) == MoveToErrors()
 
 
 def test_a_round_that_began_more_than_a_day_ago_is_the_last() -> None:
     day = timedelta(hours=24)
     settings = Recoverability(immediate_retries=0)
     assert isinstance(settings.decide(BOOM, 1, round_of("1", NOW - day), NOW), RetryLater)
-    assert settings.decide(BOOM, 1, round_of("1", NOW - day - timedelta(seconds=1)), NOW) == MoveToError()
+    assert settings.decide(BOOM, 1, round_of("1", NOW - day - timedelta(seconds=1)), NOW) == MoveToErrors()
 
 
 @pytest.mark.parametrize("number", ["", "x", "-4", "1.5", "9" * 5000, "²"])
@@ -63,7 +63,7 @@ def test_a_damaged_timestamp_is_ignored() -> None:
 
 def test_unrecoverable_exceptions_and_their_subclasses_are_errors_at_once() -> None:
     settings = Recoverability(unrecoverable=(LookupError,))
-    assert settings.decide(KeyError("a"), 1, {}, NOW) == MoveToError()
+    assert settings.decide(KeyError("a"), 1, {}, NOW) == MoveToErrors()
     assert settings.decide(BOOM, 1, {}, NOW) == RetryNow()
 
 
