@@ -33,6 +33,7 @@ from delayline.events import Event
 from delayline.handlers import MessageContext
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
+from delayline.outgoing import Send
 from delayline.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
 from delayline.serialization import JsonSerializer, Serializer, message_type
 from delayline.sync import SyncEndpoint
@@ -99,6 +100,7 @@ __all__ = [
     "QueueNotFound",
     "Recoverability",
     "Retry",
+    "Send",
     "Serializer",
     "SqlDelayedMessageStore",
     "SqlTransport",

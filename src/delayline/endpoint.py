@@ -17,6 +17,7 @@ from delayline.delayed.delivery import (
     VERBS,
     DelayedDelivery,
     StoredDelivery,
+    SupportsDeferMany,
     SupportsDeferredSetup,
     SupportsDestinationCheck,
 )
@@ -44,9 +45,15 @@ from delayline.transaction import (
     guarantee,
     strongest_mode,
 )
-from delayline.transport import SupportsQueueAddresses, SupportsQueueManagement, SupportsStopDeadline
+from delayline.transport import (
+    SupportsQueueAddresses,
+    SupportsQueueManagement,
+    SupportsStopDeadline,
+    SupportsTransportTransactions,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from datetime import datetime
     from types import TracebackType
 
@@ -54,9 +61,9 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
-    from delayline.outgoing import Outgoing
+    from delayline.outgoing import Outgoing, Send
     from delayline.serialization import Serializer
-    from delayline.transport import Transport
+    from delayline.transport import Transport, TransportOperation
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +329,7 @@ class Endpoint:
         if self._stopped is not None and not self._process.forked:
             await self._stopped.wait()
 
-    async def send(
+    async def send(  # noqa: PLR0913 - a message has these parts, all keyword-only but two
         self,
         destination: str,
         body: Body,
@@ -331,6 +338,8 @@ class Endpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
+        expires: timedelta | None = None,
+        correlation_id: str | None = None,
         transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
         check_destination: bool = True,
     ) -> str:
@@ -346,6 +355,8 @@ class Endpoint:
                 pending message changes nothing.
             delay: Time to wait, zero or more; excludes `deliver_at`.
             deliver_at: Due time, an aware `datetime`.
+            expires: How long the message may wait in its queue, above zero; then it is deleted.
+            correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters; by default its own id.
             transaction: An external transaction on the database of the queues or of the store: a connection or
                 session of SQLAlchemy, a connection of psycopg, psycopg2, sqlite3 or PyMySQL, or Django's `connection`
                 or an alias of its DATABASES. The message exists if and only if you commit. None is an error: leave it
@@ -365,12 +376,17 @@ class Endpoint:
             ConfigurationError: The message cannot be part of the transaction.
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
-        if self._stopped is None:
-            raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
-        self._process.check(f"endpoint {self.name!r}")
+        self._check_started()
         external = None if transaction is UNSET else checked_transaction(transaction)
         outgoing = self._composer.compose(
-            destination, body, headers=headers, message_id=message_id, delay=delay, deliver_at=deliver_at
+            destination,
+            body,
+            headers=headers,
+            message_id=message_id,
+            delay=delay,
+            deliver_at=deliver_at,
+            expires=expires,
+            correlation_id=correlation_id,
         )
         if external is not None and not isinstance(external, Transaction):
             given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
@@ -384,6 +400,53 @@ class Endpoint:
         else:
             await self._deliver_shielded(work, outgoing)
         return outgoing.operation.message.id
+
+    async def send_many(
+        self,
+        messages: Iterable[Send],
+        *,
+        transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
+        check_destination: bool = True,
+    ) -> list[str]:
+        """Send several messages and return their ids, in order, once all are durable.
+
+        Where queues and delayed messages are in one database, all of them are sent or none. Otherwise some may have
+        been sent when it raises.
+
+        Args:
+            messages: What to send; see `Send`.
+            transaction: An external transaction; see `send`.
+            check_destination: See `send`.
+
+        Returns:
+            The messages' ids.
+
+        Raises:
+            InvalidMessage: A message cannot be sent; the text has its position. Nothing was sent.
+            QueueNotFound: A destination does not exist.
+            DelaylineError: Other errors, as of `send`.
+
+        Example:
+            ```python
+            await endpoint.send_many(Send("billing", Bill(number), delay=timedelta(days=14)) for number in numbers)
+            ```
+        """
+        self._check_started()
+        external = None if transaction is UNSET else checked_transaction(transaction)
+        composed = self._composer.compose_many(messages)
+        if check_destination and self._destinations is not None:
+            for queue in {one.operation.destination for one in composed if one.due is not None}:
+                await self._destinations.check(queue)
+        if external is not None:
+            for one in composed:
+                outgoing, enlisted = one, external
+                if not isinstance(external, Transaction):
+                    given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
+                    outgoing, enlisted = await self._enlist(given, one)
+                await self._deliver(outgoing, enlisted)
+        elif composed:
+            await self._deliver_shielded(self._deliver_many(composed), composed[0])
+        return [one.operation.message.id for one in composed]
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -431,6 +494,52 @@ class Endpoint:
                 raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: {DELAYED_DELIVERIES}")
         except DispatchFailed as failed:
             raise failed.failures[0] from failed
+
+    async def _deliver_many(self, composed: Sequence[Outgoing]) -> None:
+        """Deliver all messages, in one transaction if transport and delayed delivery can share one."""
+        now = [one.operation for one in composed if one.due is None]
+        later = [(one.operation, one.due) for one in composed if one.due is not None]
+        transport, delivery = self.transport, self.delayed_delivery
+        shares = not later or (delivery is not None and delivery.transaction_domain == transport.transaction_domain)
+        try:
+            if (
+                shares
+                and transport.transaction_domain is not None
+                and isinstance(transport, SupportsTransportTransactions)
+            ):
+                async with transport.transaction() as transaction:
+                    await self._deliver_parts(now, later, transaction)
+            else:
+                await self._deliver_parts(now, later, None)
+        except DispatchFailed as failed:
+            raise failed.failures[min(failed.failures)] from failed
+
+    async def _deliver_parts(
+        self,
+        now: Sequence[TransportOperation],
+        later: Sequence[tuple[TransportOperation, datetime]],
+        transaction: Transaction | None,
+    ) -> None:
+        if now:
+            await self.transport.dispatch(now, transaction)
+        if not later:
+            return
+        if self.delayed_delivery is None:
+            raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: {DELAYED_DELIVERIES}")
+        if isinstance(self.delayed_delivery, SupportsDeferMany):
+            await self.delayed_delivery.defer_many(later, transaction)
+            return
+        if transaction is None:
+            deferring = (self.delayed_delivery.defer(operation, due) for operation, due in later)
+            await asyncio.gather(*deferring)
+            return
+        for operation, due in later:
+            await self.delayed_delivery.defer(operation, due, transaction)
+
+    def _check_started(self) -> None:
+        if self._stopped is None:
+            raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
+        self._process.check(f"endpoint {self.name!r}")
 
     async def _check_and_deliver(
         self, outgoing: Outgoing, transaction: Transaction | None, destinations: Destinations | None

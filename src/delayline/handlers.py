@@ -19,11 +19,11 @@ from delayline.message import Headers, Message
 from delayline.serialization import JsonSerializer, Serializer, name_of_kind, names_in_header
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from datetime import datetime, timedelta
 
     from delayline.message import Body
-    from delayline.outgoing import Composer, HeaderMap, Outgoing
+    from delayline.outgoing import Composer, HeaderMap, Outgoing, Send
     from delayline.recoverability import Recoverability
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class MessageContext:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
+        expires: timedelta | None = None,
+        correlation_id: str | None = None,
         check_destination: bool = True,
     ) -> Awaitable[str]:
         """Send a message, now or delayed, when the handler has succeeded.
@@ -100,6 +102,8 @@ class MessageContext:
             message_id: Its id, 1 to 250 characters; a new UUID when left out.
             delay: How long it waits, zero or more; excludes `deliver_at`.
             deliver_at: When it is due, an aware datetime.
+            expires: How long it may wait in its queue, above zero; then it is deleted.
+            correlation_id: Id of the exchange that it belongs to, 1 to 250 characters.
             check_destination: Whether a delayed message for a queue that does not exist is a failure of the handler.
 
         Returns:
@@ -118,10 +122,36 @@ class MessageContext:
                     message_id=message_id,
                     delay=delay,
                     deliver_at=deliver_at,
+                    expires=expires,
+                    correlation_id=correlation_id,
                     related_to=self.message,
                 )._replace(check=check_destination)
             )
         )
+
+    def send_many(self, messages: Iterable[Send], *, check_destination: bool = True) -> Awaitable[list[str]]:
+        """Send several messages when the handler has succeeded; see `send`. Returns an awaitable of their ids."""
+        composed = self._composer.compose_many(messages, self.message)
+        return Recorded([self._keep(one._replace(check=check_destination)) for one in composed])
+
+    def forward(
+        self, destination: str, *, delay: timedelta | None = None, deliver_at: datetime | None = None
+    ) -> Awaitable[str]:
+        """Send this message, unchanged, to another queue when the handler has succeeded.
+
+        Args:
+            destination: Name of the queue, 1 to 200 characters.
+            delay: Time to wait, zero or more; excludes `deliver_at`.
+            deliver_at: Due time, an aware datetime.
+
+        Returns:
+            An awaitable of the message's id.
+
+        Raises:
+            InvalidMessage: By the call: the queue's name is invalid, or the handler has ended.
+            InvalidDueTime: By the call: the delay or due time is out of range.
+        """
+        return Recorded(self._keep(self._composer.forward(self.message, destination, delay, deliver_at)))
 
     def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> Awaitable[str]:
         """Answer the sender, when the handler has succeeded, and return an awaitable of the answer's id.

@@ -374,6 +374,14 @@ def from_wire_time(text: str) -> datetime:
         raise ValueError(f"String was not recognized as a valid DateTime: {text!r}") from error
 
 
+def to_time_span(span: timedelta) -> str:
+    """Return the length as .NET writes it: `[d.]hh:mm:ss[.ffffff]`."""
+    hours, rest = divmod(span.seconds, 3600)
+    fraction = f".{span.microseconds:06d}" if span.microseconds else ""
+    days = f"{span.days}." if span.days else ""
+    return f"{days}{hours:02d}:{rest // 60:02d}:{rest % 60:02d}{fraction}"
+
+
 def from_time_span(text: str) -> timedelta:
     """Return the length that .NET writes as `[d.]hh:mm:ss[.fffffff]`, rounded up to microseconds; raises ValueError."""
     parts = TIME_SPAN.fullmatch(text)

@@ -9,7 +9,8 @@ import asyncio
 import difflib
 import reprlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,6 +29,7 @@ from delayline.message import (
     id_from,
     in_utc,
     new_message_id,
+    to_time_span,
     to_wire_time,
 )
 from delayline.recoverability import MACHINE
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 HeaderMap = Mapping[str, str]
 NO_DELAY: Final = timedelta(0)
+LONGEST_TIME_SPAN: Final = timedelta(days=10_675_199)  # of .NET: https://learn.microsoft.com/dotnet/api/system.timespan
 SENT: Final = (
     Headers.MESSAGE_ID,
     Headers.CORRELATION_ID,
@@ -64,6 +67,31 @@ class Outgoing(NamedTuple):
     due: datetime | None
     check: bool = False
     """Whether its destination is looked for before it is deferred."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One message of `send_many`; the arguments are those of `Endpoint.send`.
+
+    Args:
+        destination: Name of the queue, 1 to 200 characters.
+        body: Bytes, text, or a value that the serializer writes.
+        headers: Further headers, str to str.
+        message_id: Id of 1 to 250 characters; by default a new UUID.
+        delay: Time to wait, zero or more; excludes `deliver_at`.
+        deliver_at: Due time, an aware `datetime`.
+        expires: How long the message may wait in its queue.
+        correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters.
+    """
+
+    destination: str
+    body: Body
+    headers: HeaderMap | None = None
+    message_id: str | None = None
+    delay: timedelta | None = None
+    deliver_at: datetime | None = None
+    expires: timedelta | None = None
+    correlation_id: str | None = None
 
 
 class Composer:
@@ -87,6 +115,8 @@ class Composer:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
+        expires: timedelta | None = None,
+        correlation_id: str | None = None,
         related_to: Message | None = None,
     ) -> Outgoing:
         """Return the checked operation; raises InvalidMessage or InvalidDueTime, naming value and remedy."""
@@ -100,6 +130,11 @@ class Composer:
         encoded, content_type = encode_body(body, self._serializer)
         if types := names_of_value(body):
             headers = {Headers.ENCLOSED_MESSAGE_TYPES: types, **(headers or {})}
+        if expires is not None:
+            headers = {**(headers or {}), Headers.TIME_TO_BE_RECEIVED: _time_to_be_received(expires)}
+        if correlation_id is not None:
+            check_name("correlation_id", correlation_id, MAXIMUM_ID_LENGTH)
+            headers = {**(headers or {}), Headers.CORRELATION_ID: correlation_id}
         values = sent_values(message_id, content_type, now, due)
         template = self._sent_now if due is None else self._sent_delayed
         if headers or related_to is not None or '"' in message_id or "\\" in message_id:
@@ -107,6 +142,38 @@ class Composer:
         else:
             message = template.message(message_id, values, encoded)
         return Outgoing(TransportOperation(message, destination), due)
+
+    def compose_many(self, sends: Iterable[Send], related_to: Message | None = None) -> list[Outgoing]:
+        """Return the checked operations; raises as `compose`, with the position of the message."""
+        composed: list[Outgoing] = []
+        for position, one in enumerate(sends):
+            if not isinstance(one, Send):
+                raise InvalidMessage(f"message {position} of send_many is {one!r}: give Send(destination, body, ...)")
+            try:
+                composed.append(
+                    self.compose(
+                        one.destination,
+                        one.body,
+                        headers=one.headers,
+                        message_id=one.message_id,
+                        delay=one.delay,
+                        deliver_at=one.deliver_at,
+                        expires=one.expires,
+                        correlation_id=one.correlation_id,
+                        related_to=related_to,
+                    )
+                )
+            except InvalidMessage as error:
+                raise type(error)(f"message {position} of send_many: {error}") from error
+        return composed
+
+    def forward(
+        self, received: Message, destination: str, delay: timedelta | None, deliver_at: datetime | None
+    ) -> Outgoing:
+        """Return the received message, as it is, for another queue."""
+        check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
+        due = due_time(self._now(), delay, deliver_at)
+        return Outgoing(TransportOperation(received, destination), due)
 
     def reply(self, to: Message, body: Body, headers: HeaderMap | None, delay: timedelta | None) -> Outgoing:
         """Return an answer to `to`; raises InvalidMessage when it does not say where answers go."""
@@ -236,6 +303,12 @@ def _plain(headers: HeaderMap) -> bool:
     if type(headers) is not dict or "" in headers or Headers.TIME_TO_BE_RECEIVED in headers:
         return False
     return ONLY_STR.issuperset(map(type, headers)) and ONLY_STR.issuperset(map(type, headers.values()))
+
+
+def _time_to_be_received(expires: timedelta) -> str:
+    if not isinstance(expires, timedelta) or not NO_DELAY < expires <= LONGEST_TIME_SPAN:
+        raise InvalidMessage(f"expires must be a timedelta above zero and of 10675199 days at most, not {expires!r}")
+    return to_time_span(expires)
 
 
 def _check_time_span(value: str) -> None:

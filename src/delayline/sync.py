@@ -11,7 +11,7 @@ from delayline.errors import ConfigurationError, NotStarted
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Iterable
     from concurrent.futures import Future
     from datetime import datetime, timedelta
     from types import TracebackType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from delayline.endpoint import Endpoint
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
-    from delayline.outgoing import HeaderMap
+    from delayline.outgoing import HeaderMap, Send
 
 Result = TypeVar("Result")
 
@@ -62,7 +62,7 @@ class SyncEndpoint:
             finally:
                 self._end()
 
-    def send(
+    def send(  # noqa: PLR0913 - as in Endpoint.send
         self,
         destination: str,
         body: Body,
@@ -71,6 +71,8 @@ class SyncEndpoint:
         message_id: str | None = None,
         delay: timedelta | None = None,
         deliver_at: datetime | None = None,
+        expires: timedelta | None = None,
+        correlation_id: str | None = None,
         transaction: ExternalConnection | Unset = UNSET,
         check_destination: bool = True,
     ) -> str:
@@ -83,6 +85,24 @@ class SyncEndpoint:
             message_id=message_id,
             delay=delay,
             deliver_at=deliver_at,
+            expires=expires,
+            correlation_id=correlation_id,
+            transaction=UNSET if external is None else ExternalTransaction(external, thread),
+            check_destination=check_destination,
+        )
+        return thread.wait_for(self._start(work))
+
+    def send_many(
+        self,
+        messages: Iterable[Send],
+        *,
+        transaction: ExternalConnection | Unset = UNSET,
+        check_destination: bool = True,
+    ) -> list[str]:
+        """Like `Endpoint.send_many`, blocking until the messages are durable."""
+        external, thread = checked_transaction(transaction), WaitingThread()
+        work = self.endpoint.send_many(
+            messages,
             transaction=UNSET if external is None else ExternalTransaction(external, thread),
             check_destination=check_destination,
         )

@@ -339,6 +339,9 @@ class StatementWords(Protocol):
     deletes_by_list: bool
     """Whether a delete of a list of keys locks no other rows."""
 
+    returns_deleted: bool
+    """Whether a delete returns the rows that it has deleted."""
+
     folds_column_case: bool
     """Whether a column may be found under a name that differs only in case."""
 

@@ -133,7 +133,7 @@ class QueueStatements:
         self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
         self._delete_returning = (
             Prepared(delete(queued).where(by_numbers).returning(columns.seq), sql, ["numbers"])
-            if sql.delete_returning
+            if dialect.returns_deleted
             else None
         )
         self._lock = Prepared(select(columns.seq).where(by_numbers).with_for_update(), sql, ["numbers"])
@@ -144,7 +144,7 @@ class QueueStatements:
     def remove(self, connection: Connection, numbers: Sequence[int]) -> set[int]:
         """Delete the messages with these numbers and return the numbers that there were.
 
-        One statement for up to 500 numbers; on MySQL, for several, two in the caller's transaction.
+        One statement for up to 500 numbers; two, for several numbers, where a delete does not return rows.
         """
         if self._delete_returning is not None:
             return {number for (number,) in self._delete_returning.rows_each(connection, keys=numbers)}

@@ -89,6 +89,7 @@ class Postgresql(ServerDialect):
     journal = journal_triggers.POSTGRESQL
     folds_column_case = False
     deletes_by_list = True
+    returns_deleted = True
     locks_tables = True
     largest_message = 500_000_000  # a field has 1 GB, and others, pg_dump too, read bytes as hexadecimal text
 

@@ -77,6 +77,7 @@ class ServerDialect(ABC):
     forces_indexes = False
     folds_column_case = True
     deletes_by_list = False
+    returns_deleted = False
     numbers_in_order = False
     locks_tables = False
     journal: JournalTriggers | None = None

@@ -388,6 +388,7 @@ class Sqlite:
     forces_indexes = False
     folds_column_case = True
     deletes_by_list = True
+    returns_deleted = True
     numbers_in_order = False
     locks_tables = True  # with the whole file
     journal: JournalTriggers | None = journal_triggers.SQLITE

@@ -136,6 +136,7 @@ class SqlServer(ServerDialect):
     clock_tick = timedelta(milliseconds=16)  # on Windows the clock may stand still for 15.625 ms
     extra = "sqlserver"
     default_port = 1433
+    returns_deleted = True
 
     BEGIN = "BEGIN TRANSACTION"
     COMMIT = "COMMIT TRANSACTION"
