@@ -44,6 +44,8 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "pg_concurrent_sends": [("ratio", ">=", 0.25)],
     "pg_store_many": [("ratio", ">=", 0.60), ("times PgQueuer", ">=", 1.5)],
     "pg_burst": [("ratio", ">=", 0.70), ("times PgQueuer", ">=", 2.5), ("times Procrastinate", ">=", 40)],
+    "pg_immediate_sends": [("ratio, one after another", ">=", 0.8), ("ratio, together", ">=", 0.8)],
+    "maria_immediate_sends": [("ratio, one after another", ">=", 0.8), ("ratio, together", ">=", 0.8)],
     "sqlite_handled": [],
     "pg_handled": [],
     "maria_handled": [],

@@ -77,23 +77,28 @@ async def fill(store: SqlDelayedMessageStore, prefix: str, dues: Iterable[dateti
         await store.store_many(batch)
 
 
-async def single_rate(place: Path | str, number: int) -> float:
-    """Return messages a second of one awaited `send(delay=)` after another."""
+YEAR = timedelta(days=365)
+
+
+async def single_rate(place: Path | str, number: int, delay: timedelta | None = YEAR) -> float:
+    """Return messages a second of one awaited `send` after another."""
     async with endpoint_on(place, polling=False) as endpoint:
+        await endpoint.transport.setup_infrastructure([DESTINATION])
+        await endpoint.send(DESTINATION, BODY, delay=delay)
         started = time.perf_counter()
         for _ in range(number):
-            await endpoint.send(DESTINATION, BODY, delay=timedelta(days=365), check_destination=False)
+            await endpoint.send(DESTINATION, BODY, delay=delay)
         return number / (time.perf_counter() - started)
 
 
-async def together_rate(place: Path | str, number: int) -> float:
-    """Return messages a second of `send(delay=)`, a thousand awaited together."""
+async def together_rate(place: Path | str, number: int, delay: timedelta | None = YEAR) -> float:
+    """Return messages a second of `send`, a thousand awaited together."""
     async with endpoint_on(place, polling=False) as endpoint:
+        await endpoint.transport.setup_infrastructure([DESTINATION])
+        await endpoint.send(DESTINATION, BODY, delay=delay)
         started = time.perf_counter()
         for _ in range(0, number, 1000):
-            far = timedelta(days=365)
-            sends = (endpoint.send(DESTINATION, BODY, delay=far, check_destination=False) for _ in range(1000))
-            await asyncio.gather(*sends)
+            await asyncio.gather(*(endpoint.send(DESTINATION, BODY, delay=delay) for _ in range(1000)))
         return number / (time.perf_counter() - started)
 
 

@@ -108,6 +108,25 @@ class Product:
                 rates.append((await together_rate(url, scaled(10_000)), raw))
         return against("bare insert, 100 a commit", rates)
 
+    async def immediate_sends(self) -> Figures:
+        """Sends without a delay, against sends with one: one after another, and a thousand awaited together."""
+        single, together = [], []
+        with self.start() as (url,):
+            for _ in range(ROUNDS):
+                delayed = await single_rate(url, scaled(3000))
+                single.append((await single_rate(url, scaled(3000), None), delayed))
+                delayed = await together_rate(url, scaled(10_000))
+                together.append((await together_rate(url, scaled(10_000), None), delayed))
+        alone, many = against("delayed, one after another", single), against("delayed, together", together)
+        return {
+            "immediate, one after another /s": alone.pop("delayline /s"),
+            "ratio, one after another": alone.pop("ratio"),
+            **alone,
+            "immediate, together /s": many.pop("delayline /s"),
+            "ratio, together": many.pop("ratio"),
+            **many,
+        }
+
     async def burst(self, url: str) -> Figures:
         """All due at one instant, exactly once from store to queue, against the bare move."""
         rates = []

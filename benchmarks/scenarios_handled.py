@@ -50,8 +50,10 @@ class Contender(NamedTuple):
     name: str
     peer: str
     settings: dict[str, Any]
-    fill: Callable[[str], Awaitable[float | None]]
+    fill: Callable[[str, int], Awaitable[float | None]]
     """Stores the messages; returns the instant at which all are due, or None if they are in a queue."""
+    share: int = 1
+    """It gets one part in so many of the messages: its rate is flat."""
 
 
 async def sqlite_handled(folder: Path) -> Figures:
@@ -66,7 +68,7 @@ async def pg_handled(folder: Path) -> Figures:
     with postgresql() as (url,):
         peers = [
             Contender("PgQueuer, 100", "PgQueuer", {"batch": 100}, _enqueue),
-            Contender("Procrastinate, 10", "Procrastinate", {"concurrency": 10}, _defer),
+            Contender("Procrastinate, 10", "Procrastinate", {"concurrency": 10}, _defer, share=10),
         ]
         return await _compare(url, lambda: cpu_of("postgres"), [*_ours(), *peers])
 
@@ -102,8 +104,9 @@ async def _compare(url: str, server_cpu: Callable[[], float], contenders: Sequen
 
 
 async def _run(url: str, server_cpu: Callable[[], float], one: Contender) -> Run:
-    due = await one.fill(url)
-    command = [sys.executable, "-m", "benchmarks.handled_worker", one.peer, url, str(NUMBER), json.dumps(one.settings)]
+    number = max(1000, NUMBER // one.share)
+    due = await one.fill(url, number)
+    command = [sys.executable, "-m", "benchmarks.handled_worker", one.peer, url, str(number), json.dumps(one.settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:  # noqa: ASYNC220
         assert worker.stdin is not None
         assert worker.stdout is not None
@@ -113,30 +116,30 @@ async def _run(url: str, server_cpu: Callable[[], float], one: Contender) -> Run
         worker.stdin.flush()
         found = json.loads(await asyncio.to_thread(worker.stdout.readline))
         server = server_cpu() - before
-    assert found["handled"] == NUMBER, found
+    assert found["handled"] == number, found
     assert not found["doubled"], found
     if due is not None:
         assert found["first"] >= due, "a message was handled early"
         assert found["began"] < due, "the worker was late: raise UNTIL_DUE"
     elapsed = found["last"] - (found["began"] if due is None else due)
-    return Run(NUMBER / elapsed, found["cpu"] / NUMBER * 1e6, server / NUMBER * 1e6)
+    return Run(number / elapsed, found["cpu"] / number * 1e6, server / number * 1e6)
 
 
-async def _store(url: str) -> float:
+async def _store(url: str, number: int) -> float:
     """Store messages that are all due at one instant."""
     async with store_on(url) as store:
-        due = datetime.now(UTC) + timedelta(seconds=UNTIL_DUE + NUMBER / 20_000)
-        for first in range(0, NUMBER, 1000):
+        due = datetime.now(UTC) + timedelta(seconds=UNTIL_DUE + number / 20_000)
+        for first in range(0, number, 1000):
             await store.store_many([DelayedMessage(one, NAME, due) for one in _messages(first)])
     return due.timestamp()
 
 
-async def _send(url: str) -> None:
+async def _send(url: str, number: int) -> None:
     """Send messages to the queue, due now."""
     async with store_on(url):
         transport = SqlTransport(url)
         await transport.start()
-        for first in range(0, NUMBER, 1000):
+        for first in range(0, number, 1000):
             await transport.dispatch([TransportOperation(one, NAME) for one in _messages(first)])
         await transport.stop()
 
@@ -145,12 +148,12 @@ def _messages(first: int) -> list[Message]:
     return [Message.from_encoded(f"{time.time_ns()}-{first + number}", HEADERS, BODY) for number in range(1000)]
 
 
-async def _enqueue(url: str) -> None:
-    await peers_postgresql.pgqueuer_fill(url, NUMBER)
+async def _enqueue(url: str, number: int) -> None:
+    await peers_postgresql.pgqueuer_fill(url, number)
 
 
-async def _defer(url: str) -> None:
-    await peers_postgresql.procrastinate_fill(url, NUMBER)
+async def _defer(url: str, number: int) -> None:
+    await peers_postgresql.procrastinate_fill(url, number)
 
 
 def cpu_of(program: str) -> float:

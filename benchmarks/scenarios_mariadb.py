@@ -22,6 +22,11 @@ MARIADB = Product(
 )
 
 
+async def maria_immediate_sends(folder: Path) -> Figures:
+    """Sends without a delay, against sends with one."""
+    return await MARIADB.immediate_sends()
+
+
 async def maria_single_send(folder: Path) -> Figures:
     """One awaited `send(delay=)` after another, against the driver's INSERT, one to a commit."""
     return await MARIADB.single_sends()

@@ -36,6 +36,11 @@ async def pg_concurrent_sends(folder: Path) -> Figures:
     return await POSTGRESQL.concurrent_sends()
 
 
+async def pg_immediate_sends(folder: Path) -> Figures:
+    """Sends without a delay, against sends with one."""
+    return await POSTGRESQL.immediate_sends()
+
+
 async def pg_store_many(folder: Path) -> Figures:
     """`store_many` of 1 000, against binary COPY, 1 000 a commit, and PgQueuer's enqueue of 1 000."""
     rates, theirs, number, due = [], [], scaled(100_000), datetime.now(UTC) + timedelta(days=365)
