@@ -1,4 +1,4 @@
-"""Servers that tests share: one of each kind a test process, with a database of its own for each test."""
+"""Servers that tests share: one of each kind per test process, with a new database for each test."""
 
 from __future__ import annotations
 

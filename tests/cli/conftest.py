@@ -1,4 +1,4 @@
-"""What the command line's tests share: a folder of their own, and ways to run `delayline` in it."""
+"""Helpers of the command line's tests: a temporary folder, and ways to run `delayline` in it."""
 
 from __future__ import annotations
 

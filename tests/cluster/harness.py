@@ -1,4 +1,4 @@
-"""Starting, killing and counting: what the cluster tests are written in."""
+"""Helpers of the cluster tests: start, kill and count."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class Cluster:
         return [words for line in lines if (words := line.split())[0] == kind]
 
     def log(self) -> str:
-        """What the workers logged, for a failing test."""
+        """The logs of the workers, for a failing test."""
         path = self.folder / "journal.log"
         return path.read_text()[-4000:] if path.exists() else ""
 

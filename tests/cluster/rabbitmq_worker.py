@@ -1,4 +1,4 @@
-"""A process of endpoint `sales` on RabbitMQ: journals what it handles, until it is killed."""
+"""A process of endpoint `sales` on RabbitMQ, which journals the messages that it handles until it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of guarantee(): what is promised is what is seen while processes are killed at random."""
+"""Every row of guarantee() holds while processes are killed at random."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def workers(rabbitmq_url: str, tmp_path: Path) -> Iterator[Workers]:
 
 
 class Workers:
-    """Processes of the endpoint, and the journal of what they handled."""
+    """Processes of the endpoint, and the journal of their handled messages."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url

@@ -1,4 +1,4 @@
-"""A move between delay levels, killed in the middle: nothing is lost, and only what was just on its way is doubled."""
+"""A killed move between delay levels loses nothing, and doubles only messages in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeout manager's rows of the guarantees: what is promised is what is seen while processes are killed."""
+"""The timeout manager's rows of the guarantees hold while processes are killed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def killed_at(cluster: Cluster, step: Step, *, exactly_once: bool) -> None:
     inside = step in MOVING  # where only the transport's own class will do
     killed = cluster.start("poller", faults=[step], batch_size=5, plain_transport=inside)
     assert killed.ended(PATIENCE), f"was not killed {name_of(step)}"
-    # The server may still be committing what the process had asked for, between one look and the next.
+    # # The server may still commit requests of the process between two checks.
     eventually(lambda: set(places_of(cluster)) == cluster.sent(), f"all to be somewhere; killed {name_of(step)}")
     assert not exactly_once or max(places_of(cluster).values()) == 1, f"killed {name_of(step)}"
 

@@ -14,7 +14,7 @@ class TestMemoryStore(StoreConformance):
 
 
 class TestSixVerbs(StoreConformance):
-    """The memory store with all its capabilities hidden: what the least of stores has to do."""
+    """The memory store without its capabilities: the minimum of a store."""
 
     async def make_store(self, tmp_path: Path) -> FaultyStore:
         return FaultyStore(MemoryDelayedMessageStore(), verbs_only=True)

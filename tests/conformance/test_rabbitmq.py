@@ -11,7 +11,7 @@ from delayline.testing import TransportConformance
 
 
 class OnRabbitmq:
-    """A virtual host for every test; see TransportFixtures for what the flags say."""
+    """A virtual host for every test; see TransportFixtures for the flags."""
 
     reads_ahead = True
     shows_hidden = False

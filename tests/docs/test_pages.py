@@ -45,7 +45,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 OURS = [page for page in PAGES if page.parent.name not in {"custom_store", "reminders"}]
 #: The page that starts Spark as it comes.
 AS_A_NEWCOMER = "spark-pipeline.md"
-#: Their commands are run on a server of their own: DELAYLINE_URL leads there.
+#: #: Their commands run on a private server: DELAYLINE_URL leads there.
 ON_A_BROKER, ON_POSTGRESQL = (
     [page for page in OURS if f"<!-- server: {server} -->" in page.read_text(encoding="utf-8")]
     for server in ("rabbitmq", "postgresql")
@@ -57,7 +57,7 @@ ON_SPARK = [
 BLOCK = re.compile(
     r"^(?:<!-- ([\w-]+)(?:: ([^\n]*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL
 )
-#: Shown, not run here: `make` and what it starts have tests of their own, installing changes the machine.
+#: #: Shown but not run here: `make` has tests elsewhere, and installing changes the machine.
 NOT_RUN = ("make", "pip", "flask", "gunicorn")
 
 
@@ -219,7 +219,7 @@ def small_sparks(
     session: Session, forked: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Have a page start Spark as other tests do, which takes a third of the time."""
-    del session  # which has hidden what is called DELAYLINE_
+    del session  # # which hides variables named DELAYLINE_*
     for name, value in variables(tmp_path_factory.mktemp("conf"), forked).items():
         monkeypatch.setenv(name, value)
 
@@ -276,7 +276,7 @@ def test_every_mark_is_one_that_is_known() -> None:
 
 
 def test_every_example_runs_and_says_how() -> None:
-    """Those whose README is no page of ours are run here; the reminders have tests of their own with the demo."""
+    """Examples whose README is not a page of the site run here; the reminders have tests with the demo."""
     for folder in sorted(path for path in (ROOT / "examples").iterdir() if any(path.glob("*.py"))):
         assert (folder / "README.md").exists(), f"{folder.name} has no README.md"
         if folder.name in {"reminders", "demo"} or folder / "README.md" in OURS:

@@ -1,4 +1,4 @@
-"""The site builds without a warning, every link leads somewhere, and what is generated is fresh."""
+"""The site builds without a warning, all links lead to pages, and generated pages are fresh."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
 
 
 class Fetched(HTMLParser):
-    """What a browser fetches for a page by itself; links that a reader may follow are none of it."""
+    """The files that a browser fetches for a page, without the links that a reader may follow."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The wheel is what the pages say, and its metadata work on a package index."""
+"""The wheel matches the pages, and its metadata are valid for a package index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: What a newcomer runs, as the page has it.
+#: #: The command for newcomers, as on the page.
 PAGE = ROOT / "docs" / "how-to" / "spark-dispatch.md"
 
 

@@ -1,4 +1,4 @@
-"""Run in a mount namespace of its own: an endpoint whose disk is full, or read only. Prints what happened as JSON."""
+"""Runs in a separate mount namespace: an endpoint whose disk is full or read only. Prints the results as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test looks at beside the publisher: queues of one virtual host, through aio-pika."""
+"""Queues of one virtual host, through aio-pika, for tests of the publisher."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def nested(depth: int) -> bytes:
 
 
 def properties(headers: bytes | None = None, message_id: bytes | str | None = None, **others: bytes) -> bytes:
-    """Return property flags and list; `headers` is what is in the table, `others` are encoded already."""
+    """Return property flags and list; `headers` are the entries of the table, `others` are encoded already."""
     values = dict(others)
     if headers is not None:
         values["headers"] = long(headers)

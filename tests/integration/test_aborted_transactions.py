@@ -159,7 +159,7 @@ async def test_a_transaction_that_is_over_is_refused(postgresql_url: str) -> Non
 
 
 async def test_a_commit_that_the_server_makes_a_rollback_fails(postgresql_url: str) -> None:
-    """Given a transaction of delayline's that is aborted, when it commits, then PostgreSQL's silence is no success."""
+    """Given an aborted transaction of delayline's, when it commits, then the silent rollback raises an error."""
     store = SqlDelayedMessageStore(postgresql_url)
     await store.setup_infrastructure("sales")
     await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)

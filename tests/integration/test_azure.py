@@ -1,4 +1,4 @@
-"""Azure Storage in real time: what .NET stores and sends, what is foreign, what takes long, and the lease."""
+"""Azure Storage in real time: messages of .NET, foreign rows, slow handlers, and the lease."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @pytest_asyncio.fixture
 async def table(azure_url: str) -> AsyncIterator[TableClient]:
-    """Provide the table of the endpoint `sales`, as anybody sees it."""
+    """Provide the table of the endpoint `sales`."""
     await endpoint_at(azure_url).setup()
     async with TableClient.from_connection_string(connection(azure_url), delays_name("sales")) as client:
         yield client
@@ -193,7 +193,7 @@ async def test_a_malformed_envelope_does_not_hide_its_neighbours(
 
 
 async def test_a_message_that_cannot_be_kept_hidden_does_not_keep_others_from_it(azure_url: str) -> None:
-    """Its queue was deleted: renewing fails with an error of its own, and goes on for what is held besides."""
+    """When the queue is deleted, renewing fails with its own error, and continues for other messages."""
     transport = AzureStorageQueueTransport(azure_url, visibility_timeout=SECOND)
     await transport.setup_infrastructure(["sales"])
     await transport.start()
@@ -298,7 +298,7 @@ async def test_a_lease_that_is_broken_is_told_and_what_was_held_is_fetched_by_ot
     with Signals() as signals:
         assert await store.fetch_next_due(now + SECOND) is not None
         assert await other.fetch_next_due(now + SECOND) is None
-        # When somebody breaks its lease
+        # # When its lease is broken
         account = AzureAccount(azure_url)
         await account.open()
         container = account.clients.blobs.get_container_client(delays_name("sales"))

@@ -1,4 +1,4 @@
-"""Azure Storage refuses, throttles, hangs up, answers nothing: what is told, what is tried again, what is lost."""
+"""Azure Storage refuses, throttles, disconnects, or does not answer: errors, retries, and losses."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ READ_ONLY = (
 
 
 def in_namespace(command: str, folder: Path) -> dict[str, Any]:
-    """Run the shell command where it may mount what it likes; return what the script printed."""
+    """Run the shell command in a new mount namespace; return the output of the script."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("mount namespaces are not allowed here: run as root, or allow user namespaces")
     filled = command.format(folder=folder, python=sys.executable, script=SCRIPT)
@@ -210,11 +210,11 @@ async def test_what_is_due_while_locked_arrives_afterwards(file: Path, make_endp
 
 async def test_a_file_that_is_deleted_while_in_use(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
     async with make_endpoint() as endpoint:
-        # Given a running endpoint whose file somebody deletes
+        # # Given a running endpoint whose file is deleted
         for path in file.parent.glob("delayline.db*"):
             if path.is_file():
                 path.unlink()
-        # Then a send is not accepted for a file that nobody will ever read
+        # # Then a send for the deleted file fails
         with pytest.raises(BackendUnusable, match="deleted or replaced"):
             await endpoint.send("orders", b"", delay=timedelta(hours=1))
 
@@ -257,7 +257,7 @@ async def test_two_parts_of_a_deployment_that_do_not_meet(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("umask", [0o022, 0o000])
 async def test_files_that_are_made_are_for_their_owner_alone(tmp_path: Path, umask: int) -> None:
-    """Given no file, when an endpoint runs, then what it makes is nobody else's; one that is there keeps its rights."""
+    """Given no file, when an endpoint runs, then the new file has mode 0600; an existing file keeps its mode."""
     before = os.umask(umask)
     try:
         for name, rights in (("new.db", 0o600), ("shared.db", 0o660)):
@@ -278,6 +278,6 @@ async def test_files_that_are_made_are_for_their_owner_alone(tmp_path: Path, uma
 
 
 def rights_in(folder: Path, name: str) -> dict[str, int]:
-    """Return who may do what with the database file and those beside it."""
+    """Return the modes of the database file and of the files beside it."""
     files = [folder / name, *folder.glob(f"{name}-wal"), *folder.glob(f"{name}-run/*.claims")]
     return {file.name: file.stat().st_mode & 0o777 for file in files}

@@ -148,7 +148,7 @@ KINDS = [("sqlite", kind) for kind in SQLITE] + [("postgresql", kind) for kind i
 
 
 class RecordingEndpoint:
-    """An endpoint that notes what it handles, and when."""
+    """An endpoint that records its handled messages and their times."""
 
     def __init__(self, url: str, callers_url: str, begin: Any) -> None:  # noqa: ANN401
         self.url = url
@@ -181,7 +181,7 @@ class RecordingEndpoint:
 
 
 class RolledBack(Exception):
-    """What a caller rolls back with."""
+    """The error with which a caller rolls back."""
 
 
 def urls(product: str, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, str]:

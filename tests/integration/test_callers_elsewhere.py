@@ -327,7 +327,7 @@ def raw_connection(driver: str, url: str, *, autocommit: bool = False) -> Any:  
 async def test_connections_of_asynchronous_drivers_are_refused_with_what_to_pass(
     tmp_path: Path, postgresql_url: str
 ) -> None:
-    """Given a raw connection of asyncpg or aiosqlite, when it is passed, then the error names what is taken."""
+    """Given a raw connection of asyncpg or aiosqlite, when it is passed, then the error names the supported ones."""
     async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop, aiosqlite.connect(tmp_path / "shop.db") as ours:
         with pytest.raises(ConfigurationError, match=r"aiosqlite's Connection.*AsyncConnection on sqlite\+aiosqlite"):
             await shop.send("shop", "", transaction=cast("Any", ours))
@@ -341,7 +341,9 @@ async def test_connections_of_asynchronous_drivers_are_refused_with_what_to_pass
 
 
 async def test_what_has_no_database_says_so(tmp_path: Path) -> None:
-    """Given queues and store in memory, when somebody sends in a transaction, then the error says what to use."""
+    """Given queues and store in memory, when a message is sent in a transaction, then the error names the stores to
+    use.
+    """
     delivery = StoredDelivery(MemoryDelayedMessageStore())
     async with Endpoint("shop", transport=MemoryTransport(), delayed_delivery=delivery) as shop:
         with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection:

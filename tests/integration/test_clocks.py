@@ -44,7 +44,7 @@ async def test_clocks_that_disagree_make_nothing_early(make_endpoint: Callable[.
 
 
 class WatchedClock(ManualClock):
-    """Remembers the latest time that anybody was told."""
+    """Remembers the latest time that it has returned."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cold tier without Spark: what the catalog says exists, and people see, cancel and reschedule both tiers."""
+"""The cold tier without Spark: the catalog, and listing, cancelling and rescheduling in both tiers."""
 
 from __future__ import annotations
 

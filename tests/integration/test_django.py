@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-#: Run in a process of its own: Django's settings are one to a process. MySQLdb is what Django's MySQL back end imports.
+#: #: Runs in a separate process: Django has one configuration per process. Django's MySQL back end imports MySQLdb.
 BEGIN = """
     import json, sys
     import pymysql
@@ -135,7 +135,7 @@ def test_a_send_in_djangos_atomic_is_committed_and_rolled_back_with_it(
 
 
 def test_a_send_in_an_aborted_atomic_is_refused(in_django: Callable[[str], None]) -> None:
-    """Django rolls back what it has marked so, without an error at its end: the message would be lost silently."""
+    """Django silently rolls back a transaction that is marked for rollback: the message would be lost."""
     in_django("""
     from delayline import TransactionAborted
     with SyncEndpoint(shop) as sync:

@@ -66,7 +66,7 @@ class OtherProcess:
         )
 
     def freeze(self) -> list[str]:
-        """Stop it once it has got as far as it says, and return what it says."""
+        """Stop the process after its next line of output, and return that line."""
         assert self._process.stdout is not None
         said = self._process.stdout.readline().split()
         assert said

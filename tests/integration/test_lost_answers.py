@@ -1,4 +1,4 @@
-"""A server's answer that is lost on the way: whoever waits for it is told that nobody knows what became of the work."""
+"""Answers of a server that are lost on the way: callers get an error that says the outcome is unknown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNKNOWN = "The commit's outcome is unknown: check whether the data was written b
 
 
 class RemoteStore:
-    """A store behind a wire, and the same one beside the server, to see what has come."""
+    """A store behind a proxy, and the same store connected directly."""
 
     def __init__(self, wire: Wire, url: str, near_url: str) -> None:
         self.wire = wire
@@ -49,7 +49,7 @@ class RemoteStore:
         await asyncio.gather(*(self.database.run(work) for _ in range(WORKERS)))
 
     async def unanswered(self, work: Awaitable[object], done: Callable[[list[str]], bool]) -> str:
-        """Lose the answer to `work` once the server has done it; return what is said of it."""
+        """Lose the answer to `work` after the server has executed it; return the error's text."""
         await self.connect()
         self.wire.hold_answers()
         working = asyncio.ensure_future(work)

@@ -1,4 +1,4 @@
-"""The server's clock decides what is due, whatever this machine's clock says."""
+"""The server's clock decides which messages are due, for any clock of this machine."""
 
 from __future__ import annotations
 

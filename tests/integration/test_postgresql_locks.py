@@ -1,4 +1,4 @@
-"""Locks that others hold, and transactions that have to wait: who waits keeps nobody out, and gives up in time."""
+"""Locks of other transactions: waiting statements block no others, and give up in time."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_lock_that_is_not_given_in_time(postgresql_url: str, held: str) 
         await store.store(delayed("first"))
         with psycopg.connect(postgresql_url) as other:
             other.execute(held.encode())
-            # When we need what it has locked
+            # # When we need the rows that it has locked
             with pytest.raises(BackendUnavailable, match="did not get a lock in time"):
                 await store.remove(delayed("first"))
             with pytest.raises(BackendUnavailable, match="did not get a lock in time"):

@@ -1,4 +1,4 @@
-"""Delay levels are created, counted, and relieved of what nobody takes."""
+"""Creating and counting delay levels, and removing undeliverable messages from them."""
 
 from __future__ import annotations
 

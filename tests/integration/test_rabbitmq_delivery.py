@@ -200,7 +200,7 @@ async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
 async def test_a_long_delay_for_a_missing_queue_ends_in_the_error_queue(
     rabbitmq_url: str, store: SqlDelayedMessageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Given a store in front, when the levels find no destination later, then the message says for whom it was."""
+    """Given a store in front, when the levels find no destination later, then the message names its destination."""
     transport = RabbitMQTransport(rabbitmq_url)
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)))
     async with endpoint:
@@ -214,7 +214,7 @@ async def test_a_long_delay_for_a_missing_queue_ends_in_the_error_queue(
 async def test_a_clock_that_stepped_back_makes_no_long_delay_short(
     rabbitmq_url: str, store: SqlDelayedMessageStore
 ) -> None:
-    """Given what the store hands over a day early, when the levels cannot hold it yet, then it is not sent at all."""
+    """Given a message released a day early, when the levels cannot take it yet, then it is not sent at all."""
     due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY) + timedelta(days=1)
     transport = RabbitMQTransport(rabbitmq_url)
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)))

@@ -66,7 +66,7 @@ HANDLED = {
 
 
 class RecordingEndpoint:
-    """An endpoint under test: what it has handled, and what went wrong with it."""
+    """An endpoint under test, with its handled messages and its errors."""
 
     def __init__(self, url: str, fails: Callable[[], Exception] | None = None) -> None:
         self.handled: list[str] = []

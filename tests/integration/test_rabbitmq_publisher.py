@@ -1,4 +1,4 @@
-"""The publisher on a real broker: what it sends arrives, and what does not is told to the one who sent it."""
+"""The publisher on a real broker: messages arrive, or their sender gets an error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_many_in_one_call_arrive_in_order(rabbitmq_url: str) -> None:
 
 
 async def test_concurrent_callers_share_the_pipeline(rabbitmq_url: str) -> None:
-    """Given two queues, one of them missing, when 200 callers publish at once, then each learns of its own only."""
+    """Given two queues, one of them missing, when 200 callers publish at once, then each gets its own result."""
     await declare(rabbitmq_url, "there")
     async with opened(rabbitmq_url) as publisher:
         calls = [publisher.publish([to_queue("there" if n % 2 else "absent")]) for n in range(200)]

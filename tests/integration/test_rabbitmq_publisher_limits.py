@@ -1,4 +1,4 @@
-"""A broker with settings of its own: TLS, and a limit to the size of messages."""
+"""A broker with special settings: TLS, and a limit of the message size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a broker does not take, or does not let one do: told to those it concerns, and to nobody else."""
+"""Refusals of a broker are reported to the callers concerned, and to no others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ async def test_an_exchange_that_is_deleted_fails_its_own_messages_only(rabbitmq_
 
 
 async def test_an_exchange_one_may_not_write_to_is_told(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
-    """Given a user who may write to one exchange of two, when both are published to, then the error says what to do."""
+    """Given a user with the right to write to one of two exchanges, when publishing to both, then the error has a
+    remedy.
+    """
     url = rabbitmq.new_user(rabbitmq_url, configure="", write="^allowed$", read="")
     async with a_channel(rabbitmq_url) as channel:
         for name in ("allowed", "forbidden"):
@@ -133,7 +135,7 @@ async def test_what_the_broker_finds_wrong_with_one_message_concerns_that_one(ra
 
 
 async def test_what_amqp_cannot_carry_is_not_sent(rabbitmq_url: str) -> None:
-    """Given a message of three with a header that is no text, when published, then the two others arrive."""
+    """Given a header that is not text in one of three messages, when published, then the two others arrive."""
     await declare(rabbitmq_url, "there")
     wrong = to_queue("there", Message("wrong", {"number": 5}, b""))  # type: ignore[dict-item]
     async with opened(rabbitmq_url) as publisher:
@@ -175,7 +177,7 @@ async def test_a_virtual_host_one_may_not_use_is_told(rabbitmq: RabbitmqServer, 
 
 
 async def test_nobody_there_is_unavailable_at_once_and_for_a_while() -> None:
-    """Given a port nobody listens on, when connecting twice, then the second time nobody is asked."""
+    """Given a port without a listener, when connecting twice, then the second attempt fails without connecting."""
     publisher = Publisher(BrokerAddress("127.0.0.1", free_port()))
     with pytest.raises(BackendUnavailable, match="does not answer"):
         await publisher.open()
@@ -192,7 +194,7 @@ async def test_nobody_there_is_unavailable_at_once_and_for_a_while() -> None:
     ],
 )
 async def test_a_server_of_something_else_is_told(said: bytes, told: str) -> None:
-    """Given a server that is no RabbitMQ, when connecting, then the error says so, after connection_timeout."""
+    """Given a server that is not RabbitMQ, when connecting, then the error says so, after connection_timeout."""
     async with a_server(said) as port:
         with pytest.raises(BackendUnavailable, match=told):
             await Publisher(BrokerAddress("127.0.0.1", port, connection_timeout=0.3)).open()

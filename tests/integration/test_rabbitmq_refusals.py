@@ -78,7 +78,7 @@ PERMISSIONS = [
 async def test_setting_up_names_the_permission_it_lacks(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, refused: str, text: str
 ) -> None:
-    """Given a user who may do two things of three, when an endpoint sets up, then the error names the third."""
+    """Given a user with two of three rights, when an endpoint sets up, then the error names the third."""
     allowed = r"^(?!nsb\.v2\.).*" if refused == "configure" else "^$"
     user = rabbitmq.new_user(rabbitmq_url, **{refused: allowed})
     with pytest.raises(BackendUnusable, match=rf"{text} in virtual host .*set_permissions -p \w+ user_\w+ CONFIGURE"):

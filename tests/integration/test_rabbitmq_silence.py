@@ -1,4 +1,4 @@
-"""A broker that falls silent: every wait on it ends, it is replaced, and what was asked of it says what is known."""
+"""A broker that stops answering: every wait ends, the connection is replaced, and errors state the outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE = 30.0
 
 
 class RecordingEndpoint:
-    """An endpoint that keeps what it has handled."""
+    """An endpoint that records its handled messages."""
 
     def __init__(self, url: str, server_timeout: float | None = None) -> None:
         self.handled: list[str] = []
@@ -204,7 +204,7 @@ async def test_a_broker_that_stays_silent_is_a_critical_error(rabbitmq_url: str)
 
 
 def test_the_limit_is_an_option_of_the_url_and_an_argument() -> None:
-    """Given both, when the transport is made, then the argument wins; what is no number of seconds is refused."""
+    """Given both, when the transport is created, then the argument wins; values that are not seconds are refused."""
     assert BrokerAddress.parse("amqp://broker").server_timeout == 15
     assert BrokerAddress.parse("amqp://broker?server_timeout=2.5").short_heartbeat == 1
     assert BrokerAddress.parse("amqp://broker").short_heartbeat == 7

@@ -1,4 +1,4 @@
-"""RabbitMQ's bad days: connections cut, queues deleted, messages nobody can read, things that are there but differ."""
+"""RabbitMQ's faults: lost connections, deleted queues, unreadable messages, existing objects that differ."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_an_endpoint_lives_through_cut_connections(rabbitmq: RabbitmqServe
 async def test_a_queue_deleted_under_its_receiver_is_made_again(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, transport: RabbitMQTransport
 ) -> None:
-    """Given a queue of this process' own, when somebody deletes it, then it is there again, and receives."""
+    """Given a queue of this process, when it is deleted, then it is created again, and receives."""
     receiver = await transport.receiver("billing")
     receiving = asyncio.create_task(received_at_last(receiver))
     await asyncio.sleep(0.1)

@@ -65,7 +65,7 @@ class Frozen:
         self._stopped: list[int] = []
 
     def stop(self) -> None:
-        """Stop the server, then what it has started."""
+        """Stop the server, then its child processes."""
         os.kill(self._pid, signal.SIGSTOP)
         children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
         self._stopped = [self._pid, *map(int, children)]
@@ -82,7 +82,7 @@ class Frozen:
 
 
 class Swallower:
-    """A TCP proxy that can swallow what comes from either side."""
+    """A TCP proxy that can swallow data from either side."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -106,7 +106,7 @@ class Swallower:
                     threading.Thread(target=self._pump, args=(one, other, swallowed), daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket, swallowed: threading.Event) -> None:
-        """Pass on what comes; what follows a swallowed part cannot be understood, so it is swallowed too."""
+        """Forward data; data after a swallowed part is swallowed too, because it cannot be understood."""
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if self.swallows:
@@ -370,7 +370,7 @@ async def test_a_stop_returns_in_time_with_the_default_limit(
         frozen.go_on()
     assert error is None
     assert seconds < STOP
-    await endpoint.start()  # what was left behind is in nothing's way
+    await endpoint.start()  # # leftovers do not interfere
     await endpoint.send("orders", b"", delay=timedelta(hours=1))
     await endpoint.stop()
 

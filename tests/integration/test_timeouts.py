@@ -63,7 +63,7 @@ HEADERS = (
 
 
 class Arrivals:
-    """What came to an endpoint, and when."""
+    """The messages that arrived at an endpoint, with their times."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.messages: list[tuple[Message, datetime]] = []
@@ -110,7 +110,7 @@ def run_sql(product: str, url: str, *statements: tuple[str, Sequence[Any]]) -> l
 
 @pytest.mark.parametrize("product", ["postgresql", "mariadb"])
 async def test_a_table_of_dotnet_without_its_indexes_delivers(product: str, request: pytest.FixtureRequest) -> None:
-    # Given a table of .NET's that somebody made without the index on the due time
+    # # Given a table of .NET's without the index on the due time
     url = request.getfixturevalue(f"{product}_url")
     quote = '"' if product == "postgresql" else "`"
     insert = f"insert into {quote}Sales_Eu_TimeoutData{quote} values (%s, %s, %s, %s, %s, %s, %s)"  # noqa: S608
@@ -172,7 +172,7 @@ async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: p
                 await asyncio.sleep(0.05)
         [nowhere] = await endpoint.transport.browse("error", 10)
         assert (nowhere.id, nowhere.body) == ("nowhere", b"lost?")
-        # And what it stores itself, .NET can read
+        # # And .NET can read the rows that it stores
         await endpoint.send("Sales.Eu", b"later", message_id="later", delay=timedelta(days=1), headers={"k": "ключ"})
         query = f"select {quote}Headers{quote} from {quote}Sales_Eu_TimeoutData{quote}"  # noqa: S608
         async with asyncio.timeout(PATIENCE):
@@ -255,7 +255,7 @@ async def both_ways(old: Endpoint, new: Endpoint) -> None:
 
 
 async def drains(transport: Callable[[], Transport], new: DelayedDelivery, url: str, queue: str) -> None:
-    """What waits in the old way arrives while new messages go the new way."""
+    """Pending messages of the old delivery arrive while new messages use the new one."""
     old = Endpoint(
         "sales", transport=transport(), delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(url), polling=False)
     )
@@ -271,7 +271,7 @@ async def drains(transport: Callable[[], Transport], new: DelayedDelivery, url: 
     async with endpoint:
         await endpoint.send("sales", b"", message_id="new", delay=2 * SECOND)
         assert await arrivals.number(2) == ["new", "old"]
-        # And somebody who knows the queue's name only, as a .NET endpoint does
+        # # And a sender that only has the queue's name, as a .NET endpoint
         due = datetime.now(UTC) + 2 * SECOND
         headers = {
             Headers.MESSAGE_ID: "dotnet",
@@ -357,7 +357,7 @@ async def test_what_waits_is_listed_cancelled_and_rescheduled(
         async with asyncio.timeout(PATIENCE):
             while len(waiting := await endpoint.delayed.pending()) < 4:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.05)
-        # Then they are listed with what the table knows
+        # # Then they are listed with the values of the table
         assert [(one.id, one.destination) for one in waiting] == [
             ("a", "sales"),
             (hostile, "sales"),

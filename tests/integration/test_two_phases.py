@@ -1,4 +1,4 @@
-"""Transactions over two databases: what they do when nothing crashes, and what is refused."""
+"""Transactions over two databases without crashes, and refused combinations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def driven(url: str) -> str:
 
 
 class TwoDatabases:
-    """Queues in one database, a store in another, and a count of what was prepared."""
+    """Queues in one database, a store in another, and a count of prepared transactions."""
 
     def __init__(self, queues: str, waiting: str) -> None:
         self.queues = queues
@@ -137,7 +137,9 @@ async def test_a_savepoint_spans_both(pair: TwoDatabases) -> None:
 
 
 async def test_a_cancelled_commit_is_finished_first(pair: TwoDatabases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given a commit under way, when its task is cancelled, then both have committed, and who waits is told."""
+    """Given a commit in progress, when its task is cancelled, then both have committed, and waiting callers get the
+    result.
+    """
     told: list[str] = []
     tasks: list[asyncio.Task[None]] = []
     loop = asyncio.get_running_loop()

@@ -37,11 +37,11 @@ class Wire:
         self.let_through()
 
     def hold_answers(self) -> None:
-        """Keep from the client what the broker says."""
+        """Withhold the broker's answers from the client."""
         self._answers.clear()
 
     def hold_answers_to(self, said: bytes) -> int:
-        """Keep from the clients that have said this what the broker says; return how many there are."""
+        """Withhold the broker's answers from clients that have sent this; return how many there are."""
         held = [line for line in self._lines if said in line.said]
         for line in held:
             line.answers.clear()
@@ -53,14 +53,14 @@ class Wire:
         self._requests.clear()
 
     def let_through(self) -> None:
-        """Forward again, what was held first."""
+        """Forward withheld data first, and everything after it."""
         self._answers.set()
         self._requests.set()
         for line in self._lines:
             line.answers.set()
 
     def cut(self) -> None:
-        """Close every connection, and forget what was held."""
+        """Close all connections and drop withheld data."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()

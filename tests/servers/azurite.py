@@ -23,7 +23,7 @@ ACCOUNTS: Final = 2000
 
 
 class AzuriteServer(OwnProcess):
-    """An emulator of its own on free ports. Stopped in order, it keeps on disk what it was told, but for leases."""
+    """A private emulator on free ports. After an orderly stop its data are on disk, except leases."""
 
     product = "Azurite"
     install = f"npm install --prefix {CACHE} azurite@{VERSION}"

@@ -38,7 +38,7 @@ def program(name: str) -> str | None:
 
 
 class MariadbServer(OwnProcess):
-    """A server of its own on a free port, with an administrator `delayline` who needs no password."""
+    """A private server on a free port, with an administrator `delayline` without a password."""
 
     product = "MariaDB"
     install = "apt-get install mariadb-server"
@@ -114,7 +114,7 @@ class MariadbServer(OwnProcess):
         return f"mariadb://delayline@127.0.0.1:{self.port}/{name}"
 
     def drop_database(self, url: str) -> None:
-        """Drop it, whoever is connected."""
+        """Drop the database despite open connections."""
         name = url.rsplit("/", 1)[1]
         with self.administrator() as cursor:
             cursor.execute("SELECT id FROM information_schema.processlist WHERE db = %s", (name,))

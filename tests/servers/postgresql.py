@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PATIENCE: Final = 30.0
-#: Where Debian keeps the server's programs, which are on nobody's PATH.
+#: #: Debian's folder of the server's programs, which is not on PATH.
 DEBIAN: Final = Path("/usr/lib/postgresql")
 END_OTHERS: Final = """
 SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
@@ -45,7 +45,7 @@ def program(name: str) -> str | None:
 
 
 class PostgresqlServer:
-    """A server of its own on a free port, with a superuser `delayline` whom it trusts."""
+    """A private server on a free port, with a trusted superuser `delayline`."""
 
     product = "PostgreSQL"
     install = "apt-get install postgresql"
@@ -109,7 +109,7 @@ class PostgresqlServer:
             yield connection
 
     def guard(self, user: str, password: str) -> None:
-        """Create a user who has to give a password."""
+        """Create a user with a password."""
         rules = self.data / "pg_hba.conf"
         rules.write_text(f"host all {user} 127.0.0.1/32 scram-sha-256\n{rules.read_text()}")
         with self.administrator() as connection:
@@ -128,7 +128,10 @@ class PostgresqlServer:
         return f"postgresql://delayline@127.0.0.1:{self.port}/{name}"
 
     def drop_database(self, url: str) -> None:
-        """Empty it, whoever is connected, and keep it for the next test. Fails where a transaction is left prepared."""
+        """Empty the database despite open connections, and keep it for the next test.
+
+        Fails if a transaction is prepared.
+        """
         name = url.rsplit("/", 1)[1]
         with self.administrator(name) as connection:
             connection.execute(END_OTHERS)
@@ -147,7 +150,7 @@ class PostgresqlServer:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -39,9 +39,9 @@ ADVANCED: Final = "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 100
 
 
 class RabbitmqServer(OwnProcess):
-    """A node of its own on free ports, with its management plugin and the administrator `guest`.
+    """A private node on free ports, with its management plugin and the administrator `guest`.
 
-    feature_flags: those to begin with, by name and with commas between; all of them where left out.
+    feature_flags: the initial flags, by name and with commas between; by default all of them.
     """
 
     product = "RabbitMQ"
@@ -81,7 +81,7 @@ class RabbitmqServer(OwnProcess):
         time.sleep(1.0)
 
     def kill(self) -> None:
-        """End it the hard way: quorum queues that have not settled come back without a leader, and answer nobody."""
+        """Kill the node: quorum queues that have not settled come back without a leader and do not answer."""
         super().kill()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class RabbitmqServer(OwnProcess):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def api(self, method: str, path: str, **content: object) -> httpx.Response:
-        """Ask the management API as administrator; what it refuses is an error."""
+        """Call the management API as administrator; a refusal raises an error."""
         return self._http.request(method, f"/api/{path}", **content).raise_for_status()  # type: ignore[arg-type]
 
     def new_vhost(self) -> str:
@@ -106,7 +106,7 @@ class RabbitmqServer(OwnProcess):
         return f"amqp://guest:guest@127.0.0.1:{self.port}/{name}"
 
     def drop_vhost(self, url: str) -> None:
-        """Drop it, whoever is connected."""
+        """Drop the virtual host despite open connections."""
         self.api("DELETE", f"vhosts/{url.rsplit('/', 1)[1]}")
 
     def new_user(self, url: str, *, configure: str = ".*", write: str = ".*", read: str = ".*", tags: str = "") -> str:
@@ -130,7 +130,7 @@ class RabbitmqServer(OwnProcess):
         self.control("set_vm_memory_high_watermark", "absolute", "2GB")
 
     def control(self, *arguments: str) -> str:
-        """Run `rabbitmqctl` (a second or two) and return what it prints."""
+        """Run `rabbitmqctl` (a second or two) and return its output."""
         return self._run("rabbitmqctl", "--quiet", "--node", self._node, *arguments)
 
     def _configure(self, settings: Sequence[str]) -> None:
@@ -171,7 +171,7 @@ class RabbitmqServer(OwnProcess):
         }
 
     def _start_names(self) -> None:
-        """Start Erlang's register of nodes: one of its own, or the node would leave one behind for the machine."""
+        """Start a private Erlang port mapper; otherwise the node would leave one running on the machine."""
         if self._names is None:
             self._names = subprocess.Popen(
                 ["epmd", "-port", str(self._names_port), "-address", "127.0.0.1"],
@@ -196,7 +196,7 @@ class RabbitmqServer(OwnProcess):
 
 
 def two_free_ports() -> int:
-    """Return a port that nobody listens on, nor on the one for the management API above it."""
+    """Return a free port, with a free port for the management API above it."""
     while True:
         port = free_port()
         if port + MANAGEMENT_ABOVE < 2**16:

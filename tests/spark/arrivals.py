@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
     """From when on the endpoint has run."""
 
     def on_time(self, due: datetime) -> bool:
-        """Tell whether it came when it was due, or as soon as there was somebody to take it; never before."""
+        """Return whether it arrived when it was due or when a receiver started, and never before."""
         return due <= self.at < max(due, self.since) + LATE
 
 

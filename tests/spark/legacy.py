@@ -1,4 +1,4 @@
-"""Timeout tables as .NET leaves them, in .NET's own words, and what is in them."""
+"""Timeout tables as .NET creates and fills them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from delayline.migration.source import TableSource
 
-#: What the installers of NServiceBus' SQL persistence run.
+#: #: The statements of the installers of NServiceBus' SQL persistence.
 POSTGRESQL: Final = """
 create table public."{name}_TimeoutData"(
     "Id" uuid not null, "Destination" character varying(200), "SagaId" uuid, "State" bytea,
@@ -99,7 +99,7 @@ class Legacy:
         self.change(lambda connection: connection.execute(sql, [one.row for one in timeouts]))
 
     def rows(self, endpoint: str) -> list[tuple[Any, ...]]:
-        """Return what is in the table, in the order of the ids."""
+        """Return the rows of the table, in the order of the ids."""
         table = self.source.table(self.table(endpoint))
         found = self.look(lambda connection: connection.execute(select(table).order_by(table.c.Id)).fetchall())
         return [tuple(row) for row in found]

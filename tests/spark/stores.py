@@ -49,7 +49,7 @@ class StoreAt:
         self.run(lambda store: store.store_many(messages))
 
     def due(self) -> list[str]:
-        """Return the ids of what a poller would fetch."""
+        """Return the ids that a poller would fetch."""
 
         async def fetch(store: SqlDelayedMessageStore) -> list[str]:
             found = await store.fetch_due(datetime.now(UTC), 1_000_000, max_bytes=1 << 30)

@@ -1,4 +1,4 @@
-"""Batches: what was written can be read, and nothing else is ever accepted."""
+"""Batches: written messages can be read, and invalid rows are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resident tasks dispatch what is due; they are stopped, renewed, lost and started again, and nothing is."""
+"""Resident tasks dispatch due messages; they are stopped, renewed, lost and restarted without losing messages."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_generation_follows_when_a_lease_is_over(spark: SparkSession, store: S
 
 
 def test_a_task_that_is_killed_is_started_again(spark: SparkSession, store: StoreAt) -> None:
-    # Given a task in a process of its own
+    # # Given a task in a separate process
     dispatcher = Dispatcher(settings(store), shards=1, spark=spark)
     with running(dispatcher):
         first = int(dispatcher.metrics()[0].place.split()[-1])

@@ -1,4 +1,4 @@
-"""The driver of a job is killed at each step: what it has not committed never was, and what it has is done."""
+"""The driver of a job is killed at each step: uncommitted work has no effect, and committed work is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal is exported bit by bit, each entry once; what a dead or beaten export has left counts nothing."""
+"""The journal is exported in batches, each entry once; files of killed or superseded exports are ignored."""
 
 from __future__ import annotations
 

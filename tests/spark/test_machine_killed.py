@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SOME: Final = 100
 SOON: Final = timedelta(seconds=25)
 #: Where four transactions are when the machine dies: a job's before it begins, a stream's third batch half way, one
-#: that dispatches half way, and one that removes what a broker has confirmed.
+#: #: that dispatches half way, and one that removes messages that a broker has confirmed.
 IN_FLIGHT: Final = [
     f"BEFORE INSERT ON {LEDGER} FOR EACH ROW WHEN (NEW.run = 'campaign')",
     "BEFORE INSERT ON \"sales.timeouts\" FOR EACH ROW WHEN (NEW.id = 's2-50')",
@@ -93,7 +93,7 @@ def start_again(spark: SparkSession, pipeline: Pipeline, all_gone: Callable[[], 
 
 
 def audited(spark: SparkSession, pipeline: Pipeline) -> Totals:
-    """Return what the journal says of the endpoint that keeps one."""
+    """Return the journal's events of the endpoint that has one."""
     journal = f"{pipeline.folder}/journal"
     export(pipeline.target, journal, spark=spark)
     entries, waiting = read_journal(pipeline.target, journal, spark=spark), waiting_ids(pipeline.target, spark)
@@ -116,7 +116,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
         kill_session(process.pid)
         flight.release()
 
-    # Then what has not committed never was; what leaves in one statement the server may have finished by itself
+    # # Then uncommitted work has no effect; the server may have finished single statements
     gone = sorted(arrived(sales))
     assert gone in (ids("d0"), ids("d0", "d1"))
     assert tiers.ids() == sales.ids() and sorted([*gone, *sales.ids()]) == ids("d0", "d1", "s0", "s1")
@@ -125,7 +125,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
     strays = tiers.files()
     assert strays
 
-    # When all of it is started again, on a day when what was left is old
+    # # When everything is started again, on a day when the leftovers are old
     with psycopg.connect(sales.url, autocommit=True) as connection:
         connection.execute(f'ALTER TABLE "{left}" RENAME TO "{PREFIX}202001010000_0123456789ab"')
     for stray in strays:
@@ -137,7 +137,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
     assert tiers.ids() == ids("far")
     totals = audited(spark, pipeline)
     assert totals.clean and (totals.dispatched, totals.waiting, totals.overdue) == (6 * SOME, SOME, 0)
-    # And what the broker has twice it had confirmed, and nobody had noted that
+    # # And messages that arrived twice had been confirmed, but not recorded
     there = [one.header.properties.message_id for one in on_broker(rabbitmq_url, lambda it: taken(it, "billing"))]
     twice = {one for one in there if there.count(one) > 1}
     assert sorted(set(there)) == ids("r0", "r1")

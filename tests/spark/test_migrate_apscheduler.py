@@ -25,7 +25,7 @@ def remind(*arguments: Any, **named: Any) -> None:  # noqa: ANN401 - what a job 
 
 
 class Hostile:
-    """Runs a command where somebody unpickles it in good faith."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

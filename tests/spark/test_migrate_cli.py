@@ -1,4 +1,4 @@
-"""`delayline migrate`: what it prints, and with which code it ends."""
+"""`delayline migrate`: its output and exit codes."""
 
 from __future__ import annotations
 

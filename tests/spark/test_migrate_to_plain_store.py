@@ -1,6 +1,6 @@
-"""Timeouts move to stores that cannot stage, as SQL Server's table of the document: a batch, a transaction.
+"""Timeouts move to stores without staging, such as SQL Server's table of NServiceBus: one transaction per batch.
 
-What is run here runs on other products too; on SQL Server it runs where DELAYLINE_TEST_SQLSERVER_URL names one.
+The tests run on other products; on SQL Server if DELAYLINE_TEST_SQLSERVER_URL names a server.
 """
 
 from __future__ import annotations

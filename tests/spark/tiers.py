@@ -38,11 +38,11 @@ class Tiers:
         self._spark = spark
 
     def schedule(self, data: DataFrame | Path, **settings: Any) -> Scheduled:  # noqa: ANN401 - schedule's own
-        """Schedule the messages: what is due in more than an hour waits in files."""
+        """Schedule the messages: those due in more than an hour go to files."""
         return schedule(data, self.target, **{"hot_horizon": HOUR, **settings})
 
     def promote(self, until: datetime, **settings: Any) -> Promoted:  # noqa: ANN401 - promote's own
-        """Promote what is due before `until`, with the rest of its hour."""
+        """Promote messages that are due before `until`, with the rest of their hour."""
         return promote(self.target, horizon=until - datetime.now(UTC), spark=self._spark, **settings)
 
     def compact(self) -> Compacted:
@@ -68,7 +68,7 @@ class Tiers:
         return outcome
 
     def files(self) -> list[Path]:
-        """Return the files that are there, whether anybody knows them or not."""
+        """Return all files in the folder, registered or not."""
         return sorted(self.folder.rglob("*.parquet"))
 
     @property

@@ -97,7 +97,7 @@ def _headers(raw: bytes) -> bytes:
 
 
 def delivered(flags: int, properties: bytes, body: bytes = b"") -> DeliveredMessage:
-    """Return what a client makes of a message whose sender encoded its properties so."""
+    """Return a client's view of a message whose sender encoded its properties so."""
     content = header.ContentHeader()
     content.unmarshal(struct.pack(">HHQH", 60, 0, len(body), flags) + properties)
     delivery = commands.Basic.Deliver("", 1, False, "", "")

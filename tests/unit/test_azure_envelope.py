@@ -1,4 +1,4 @@
-"""The wrapper of NServiceBus: what .NET writes is read, what is written is what .NET reads, and it always fits."""
+"""The envelope of NServiceBus: messages of .NET can be read, and .NET can read ours, within the size limit."""
 
 import base64
 import contextlib

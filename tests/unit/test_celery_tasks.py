@@ -1,4 +1,4 @@
-"""What a Celery task becomes, and which cannot become a message."""
+"""Conversion of Celery tasks to messages, and tasks that cannot be converted."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ async def test_a_message_that_is_being_completed_when_its_handler_is_cancelled_i
     await start(scenario, _succeed)
     scenario.transport.inject(Fault("acknowledge", until=gate))
     await fill(scenario, "m")
-    # When the endpoint stops and cancels what is left
+    # # When the endpoint stops and cancels the remaining handlers
     stopping = asyncio.create_task(scenario.endpoint.stop(timedelta(seconds=1)))
     await clock.advance(1)
     assert not stopping.done()

@@ -1,4 +1,4 @@
-"""What the delay levels are made of, as a table."""
+"""The exchanges, queues and bindings of the delay levels, as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Destinations of delayed sends: asked for once, and not while there is no answer."""
+"""Destinations of delayed sends are looked up once, and not during an outage."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ async def test_a_disabled_timeout_manager_is_left_alone(clock: ManualClock, old:
 
 
 async def test_draining_needs_no_transaction_with_the_new_one(clock: ManualClock) -> None:
-    """The mode is that of the transport and the new way; the old one does what it can."""
+    """The mode is that of the transport and the new delivery; the old one uses the best that it supports."""
     old = build_timeouts(clock, shared=False)
     await leave_timeouts(old)
     endpoint = moved(old)

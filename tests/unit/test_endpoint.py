@@ -164,11 +164,11 @@ def test_a_handler_with_a_wrong_signature_is_refused(handle: Any) -> None:  # no
 
 
 async def with_a_default(message: Message, context: MessageContext, more: str = "") -> None:
-    """Have a default for what is not given."""
+    """Accept any settings."""
 
 
 async def anything(*arguments: object) -> None:
-    """Take what comes."""
+    """Handle any message."""
 
 
 class Handlers:

@@ -1,4 +1,4 @@
-"""Every log record says what it is about."""
+"""Every log record has its subject as an attribute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One public door: what is in `delayline.__all__` is the API, and nothing joins or leaves it unnoticed."""
+"""The public API is `delayline.__all__`, and changes of it are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources that are no tables: what they are told, what is kept of a message, and what a look adds up to."""
+"""Sources that are not tables: their options, the stored messages, and counts of a preview."""
 
 from __future__ import annotations
 

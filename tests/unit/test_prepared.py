@@ -1,4 +1,4 @@
-"""Prepared statements: what the caller gives reaches the driver in the order of the SQL."""
+"""Prepared statements: arguments reach the driver in the order of the SQL."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SOME = (
 
 
 class Driver:
-    """A connection and its cursor, which note what they are asked for."""
+    """A connection and its cursor, which record their calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[Any, ...]]] = []

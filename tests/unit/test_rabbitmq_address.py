@@ -1,4 +1,4 @@
-"""Where a broker is: URLs, NServiceBus's connection strings, and what is wrong with others."""
+"""Addresses of brokers: URLs, NServiceBus's connection strings, and their errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_address_is_read(text: str, expected: BrokerAddress) -> None:
     ],
 )
 def test_an_address_that_cannot_work_is_refused(text: str, said: str) -> None:
-    """Given an address with a fault, when read, then the error names it and what is right."""
+    """Given an invalid address, when parsed, then the error names the fault and the remedy."""
     with pytest.raises(ConfigurationError) as caught:
         BrokerAddress.parse(text)
     assert said in str(caught.value)

@@ -1,4 +1,4 @@
-"""Names of what a store keeps for the delay levels."""
+"""Names of messages in a store in front of the delay levels."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_what_is_held_is_released_as_it_was() -> None:
 
 @pytest.mark.parametrize("destination", ["sales", "2035-01-01 00:80:00:000000 Z|x", "2035-13-01 00:00:00:000000 Z|x"])
 def test_a_name_that_only_looks_held_is_an_ordinary_one(destination: str) -> None:
-    """Given a destination that a stranger made up, when released, then it is no error and no delayed message."""
+    """Given an arbitrary destination, when released, then it is neither an error nor a delayed message."""
     assert released(TransportOperation(MESSAGE, destination)) is None

@@ -1,4 +1,4 @@
-"""Messages as other senders put them on the wire, byte by byte, and what they are to a handler."""
+"""Messages of other senders on the wire, byte by byte, as handlers see them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_properties_win_over_headers() -> None:
 
 
 def test_a_type_alone_is_the_enclosed_type() -> None:
-    """Given a native sender with the property type only, when read, then handlers see what is enclosed."""
+    """Given a native sender with the property type only, when read, then handlers see the enclosed type."""
     assert message_from(delivered(ID | TYPE, short("id") + short("Ns.Order"))).headers == {TYPES: "Ns.Order"}
 
 
@@ -171,7 +171,7 @@ def test_damaged_headers_come_out_as_they_went_in(damaged: bytes) -> None:
 
 
 def test_a_message_that_goes_on_unchanged_keeps_its_properties() -> None:
-    """Given a message with every property, when it goes on, then all are there but what a broker takes for its own."""
+    """Given a message with every property, when forwarded, then it has all but those that the broker interprets."""
     fields = {
         DELAY: b"I" + struct.pack(">i", 10),
         "text": long_string("größe"),

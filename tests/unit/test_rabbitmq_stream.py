@@ -1,4 +1,4 @@
-"""Frames of delivered messages: whatever a sender put into them, the AMQP library decodes what it is given."""
+"""Frames of delivered messages: the AMQP library can decode all of them, for any content."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_is_decodable_stays_as_it_is() -> None:
 @example(struct.pack(">H", 1))
 @example(b"")
 def test_whatever_the_properties_are_they_can_be_decoded(encoded: bytes) -> None:
-    """Given any bytes as property flags and list, when read, then the library decodes what it gets, and keeps all."""
+    """Given any bytes as property flags and list, when read, then the library decodes them, and keeps all."""
     _, channel, content = frame.unmarshal(readable(header_frame(encoded)))
     assert isinstance(content, header.ContentHeader)
     assert (channel, content.body_size) == (7, 5)

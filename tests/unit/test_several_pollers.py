@@ -1,4 +1,4 @@
-"""Several pollers of one endpoint on one store: exactly 1 + number_of_retries attempts, whoever makes them."""
+"""Several pollers of one endpoint on one store make exactly 1 + number_of_retries attempts together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes in bulk is checked as `Endpoint.send` checks one message: columns, rows and options, without Spark."""
+"""Bulk input is checked as `Endpoint.send` checks one message: columns, rows and options, without Spark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drivers declare to SQL Server for every statement that binds text or bytes, by their own typing.
+"""The types that the drivers declare to SQL Server for all statements with text or bytes.
 
 Only the driver's binary part is replaced: no server runs here.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialects.sqlserver_microsoft import DeclaringCursor
 
-Loose = Any  # what the drivers take
+Loose = Any  # # the types that the drivers accept
 WVARCHAR, VARBINARY, BIGINT, TIMESTAMP = -9, -3, -5, 93
 AT = datetime(2026, 1, 1)  # noqa: DTZ001 - as the column keeps it
 ASCII, CYRILLIC, BEYOND = "a-long-ascii-id", "Ключ", "🚚" * 3
@@ -59,7 +59,7 @@ def value_of(name: str, text: str) -> Loose:
 
 
 class Binary:
-    """Takes the place of the driver's binary part and keeps what it is given."""
+    """Replaces the driver's binary part and records its arguments."""
 
     def __init__(self) -> None:
         self.batches: list[list[tuple[int, int]]] = []
@@ -265,7 +265,7 @@ def test_the_declaring_connection_is_the_drivers_own(monkeypatch: pytest.MonkeyP
 
 
 def limits_given(url: str, seconds: float) -> dict[str, Any]:
-    """Return what the driver would be given to connect."""
+    """Return the arguments with which the driver would connect."""
     one = server(url)
     options: dict[str, Any] = {}
     one.server_timeout = seconds

@@ -1,4 +1,4 @@
-"""The timeout manager: what is stored, what is dispatched, when, and with which headers."""
+"""The timeout manager: stored and dispatched messages, their times and headers."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ async def test_queues_are_created(clock: ManualClock) -> None:
 
 
 async def test_a_deferred_message_of_a_handler_comes_back(scenario: TimeoutScenario) -> None:
-    # Given a handler that defers what it gets, once
+    # # Given a handler that defers its message, once
     seen: list[str] = []
     scenario.endpoint._handlers = Handlers()
 
