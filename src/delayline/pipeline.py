@@ -317,6 +317,9 @@ class Pipeline:
     async def _release(self, received: Sequence[ReceivedMessage]) -> None:
         if received and self._prefetches is not None:
             await self._prefetches.release_many(received)
+            return
+        for one in received:
+            await self.receiver.release(one)
 
     async def _next_batch_ahead(self, limit: int) -> Sequence[ReceivedMessage]:
         """Return messages for later; none if prefetched ones go back to the queue meanwhile."""

@@ -83,7 +83,7 @@ def test_a_demo_in_which_a_message_is_doubled_says_so(folder: Path, processes: l
     process = demo_process("--rows", "50", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
     processes.append(process)
     eventually(lambda: any(arrivals_in(folder)))
-    # # When a message that has arrived is put into the queue again
+    # When a message that has arrived is put into the queue again
     (journal,) = folder.glob("runs/*/receiver.journal")
     message_id, due, _ = next(arrivals_in(folder))
     copy = Message(message_id, {Headers.DELIVER_AT: to_wire_time(from_microseconds(int(due)))}, b"")

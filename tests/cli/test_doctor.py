@@ -169,7 +169,7 @@ def test_an_endpoint_drains_what_the_settings_name(
 def test_what_a_dry_run_shows_is_all_that_draining_needs(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # # Given tables that an administrator has created from the output of the dry run
+    # Given tables that an administrator has created from the output of the dry run
     monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
     shown = run("setup", "--endpoint", "sales", "--queue", "billing", "--dry-run").out
     with sqlite3.connect("delayline.db") as connection:
@@ -224,7 +224,7 @@ def test_a_timeout_manager_is_set_up_examined_and_looked_into(
     assert found["queue sales.Timeouts"] == (True, "0 messages")
     assert found["queue sales.TimeoutsDispatcher"] == (True, "0 messages")
     assert found["pending"] == (True, "0 messages")
-    # # And pending messages can be listed, cancelled and moved, as in a store
+    # And pending messages can be listed, cancelled and moved, as in a store
     assert run("send", "sales", "x", "--delay", "1h", "--id", "a").code == 0
     assert findings(run("doctor", "--json"))["queue sales.Timeouts"] == (True, "1 messages")
     assert run("pending", "--json").document["pending"] == []

@@ -256,7 +256,7 @@ def test_without_the_management_api_a_count_says_what_it_leaves_out(
 def test_a_user_who_may_set_no_policy_is_told_what_is_missing(
     run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str
 ) -> None:
-    # # Given a user with the right to create the levels, but not to set policies
+    # Given a user with the right to create the levels, but not to set policies
     user = rabbitmq.new_user(rabbitmq_url, tags="monitoring")
     url = f"{user}?management={rabbitmq.management_url}"
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.cluster.harness import WorkerFactory
 
 BURST = 5000
-FAILOVER = 20.0  # # seconds: a lease of 15, and the delays of a busy machine
+FAILOVER = 20.0  # seconds: a lease of 15, and the delays of a busy machine
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_an_answer_is_true_whoever_else_is_at_work(make_cluster: Callable[..., C
     # When another process cancels or reschedules them as they fall due
     answers = asyncio.run(change_minds(SqlDelayedMessageStore(f"sqlite:///{cluster.store_file}")))
     cluster.finish()
-    # # Then cancelled messages never arrived, all others did once, and rescheduled ones not before their new time
+    # Then cancelled messages never arrived, all others did once, and rescheduled ones not before their new time
     cancelled = {id for id, (outcome, due) in answers.items() if outcome is Outcome.DONE and due is None}
     moved = {id: due for id, (outcome, due) in answers.items() if outcome is Outcome.DONE and due is not None}
     print(f"{layout}: {len(cancelled)} cancelled, {len(moved)} moved, of {len(answers)} asked for")  # noqa: T201

@@ -77,7 +77,7 @@ def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], ser
         assert cluster.start("poller", **settings).ended(PATIENCE), f"was not killed: {settings}"
         # Then every message is in exactly one place
         assert waits_or_left(cluster) == (MESSAGES, MESSAGES), settings
-        # # And batches committed before the end have moved: whole ones, and two with this one
+        # And batches committed before the end have moved: whole ones, and two with this one
         if settings.get("die_in_move") == "after commit":
             assert before - len(cluster.stored()) == 2 * 10, settings
     assert cluster.stored(), "the backlog was too small for all these steps"
@@ -157,7 +157,7 @@ def test_connections_ended_at_random(
             ended += len(found.fetchall())
     assert sender.ended(PATIENCE)
     cluster.finish()
-    # # Then confirmed sends have arrived once, and sends with an unknown outcome once or never
+    # Then confirmed sends have arrived once, and sends with an unknown outcome once or never
     effects, sent, tried = cluster.results(), cluster.sent(), {words[1] for words in cluster.journal("trying")}
     print(f"{ended} connections ended, {len(sent)} of {len(tried)} sends returned")  # noqa: T201
     assert ended > 20
@@ -184,7 +184,7 @@ def test_the_server_crashes_while_thousands_fall_due(
         time.sleep(0.3)
         crashing.start()
         eventually(lambda: not cluster.stored(), "all to leave the store", 60)
-    # # Then every message has moved once, and the processes have continued without a restart
+    # Then every message has moved once, and the processes have continued without a restart
     assert all(not worker.ended() for worker in cluster.workers)
     arrived = cluster.arrived()
     assert len(arrived) == len(ends) * HALF

@@ -130,7 +130,7 @@ def test_nothing_is_handled_twice_without_transactions(make_cluster: Callable[..
         assert cluster.start("receiver", **settings).ended(PATIENCE), f"was not killed: {settings}"
     cluster.start("receiver")
     cluster.finish()
-    # # Then no handler has seen a message twice, and at most the messages in handlers are lost
+    # Then no handler has seen a message twice, and at most the messages in handlers are lost
     assert max(cluster.handled().values()) == 1
     kills, concurrency = len(RECEIVER_TWO_FILES) + 1, 4
     assert 0 <= MESSAGES - len(cluster.results()) <= kills * concurrency

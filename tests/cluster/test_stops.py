@@ -33,7 +33,7 @@ def test_stopping_in_the_middle_of_a_backlog(make_cluster: Callable[..., Cluster
             worker.stop()
     assert cluster.stored() or cluster.queued("orders"), "the backlog was too small"
     assert len(cluster.journal("stopped")) == 1 + 3 * 2
-    # # Then the next processes find the remaining messages: none lost or doubled, in any mode
+    # Then the next processes find the remaining messages: none lost or doubled, in any mode
     cluster.start("poller")
     cluster.start("receiver")
     cluster.finish()

@@ -89,7 +89,7 @@ class TestSqlServerDeliveryOverTwoDatabases(OnSqlServer, OtherLayout):
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
 
 
-#: #: Tests in which other connections must not see, or not wait for, locked rows.
+#: Tests in which other connections must not see, or not wait for, locked rows.
 for name in (
     "test_a_message_fetched_in_a_transaction_is_locked",
     "test_others_go_on_beside_a_transaction_that_locks_rows",

@@ -45,7 +45,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 OURS = [page for page in PAGES if page.parent.name not in {"custom_store", "reminders"}]
 #: The page that starts Spark as it comes.
 AS_A_NEWCOMER = "spark-pipeline.md"
-#: #: Their commands run on a private server: DELAYLINE_URL leads there.
+#: Their commands run on a private server: DELAYLINE_URL leads there.
 ON_A_BROKER, ON_POSTGRESQL = (
     [page for page in OURS if f"<!-- server: {server} -->" in page.read_text(encoding="utf-8")]
     for server in ("rabbitmq", "postgresql")
@@ -57,7 +57,7 @@ ON_SPARK = [
 BLOCK = re.compile(
     r"^(?:<!-- ([\w-]+)(?:: ([^\n]*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL
 )
-#: #: Shown but not run here: `make` has tests elsewhere, and installing changes the machine.
+#: Shown but not run here: `make` has tests elsewhere, and installing changes the machine.
 NOT_RUN = ("make", "pip", "flask", "gunicorn")
 
 
@@ -219,7 +219,7 @@ def small_sparks(
     session: Session, forked: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Have a page start Spark as other tests do, which takes a third of the time."""
-    del session  # # which hides variables named DELAYLINE_*
+    del session  # which hides variables named DELAYLINE_*
     for name, value in variables(tmp_path_factory.mktemp("conf"), forked).items():
         monkeypatch.setenv(name, value)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: #: The command for newcomers, as on the page.
+#: The command for newcomers, as on the page.
 PAGE = ROOT / "docs" / "how-to" / "spark-dispatch.md"
 
 

@@ -46,7 +46,7 @@ async def test_autogenerate_drops_no_table_of_delayline(
     for name in (None, "reminders"):
         store = SqlDelayedMessageStore(url, table_name=name)
         await Endpoint("shop", transport=SqlTransport(url), delayed_delivery=StoredDelivery(store)).setup()
-    # # Without the filter Alembic drops all of them, with it none; a table without an owner is dropped in both cases
+    # Without the filter Alembic drops all of them, with it none; a table without an owner is dropped in both cases
     assert dropped(alembic_url) >= {"delayline_messages", "delayline_queues", "shop.timeouts", "reminders"}
     assert dropped(alembic_url, include_name=include_name("reminders")) == set()
     assert dropped(alembic_url, include_name=include_name()) == {"reminders"}

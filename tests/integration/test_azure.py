@@ -298,7 +298,7 @@ async def test_a_lease_that_is_broken_is_told_and_what_was_held_is_fetched_by_ot
     with Signals() as signals:
         assert await store.fetch_next_due(now + SECOND) is not None
         assert await other.fetch_next_due(now + SECOND) is None
-        # # When its lease is broken
+        # When its lease is broken
         account = AzureAccount(azure_url)
         await account.open()
         container = account.clients.blobs.get_container_client(delays_name("sales"))

@@ -210,11 +210,11 @@ async def test_what_is_due_while_locked_arrives_afterwards(file: Path, make_endp
 
 async def test_a_file_that_is_deleted_while_in_use(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
     async with make_endpoint() as endpoint:
-        # # Given a running endpoint whose file is deleted
+        # Given a running endpoint whose file is deleted
         for path in file.parent.glob("delayline.db*"):
             if path.is_file():
                 path.unlink()
-        # # Then a send for the deleted file fails
+        # Then a send for the deleted file fails
         with pytest.raises(BackendUnusable, match="deleted or replaced"):
             await endpoint.send("orders", b"", delay=timedelta(hours=1))
 

@@ -120,13 +120,13 @@ def test_the_command_line_says_so_without_a_stack_trace(database: str, url: str)
 
 
 async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str) -> None:
-    # # Given a user with only the right to connect
+    # Given a user with only the right to connect
     url, own = f"postgresql://{USER}:{SECRET}@{database}", f"postgresql://delayline@{database}"
     error = await refusal(url)
     assert isinstance(error, BackendUnusable)
     assert "permission denied for schema public" in str(error)
     assert str(error).endswith(f"GRANT CREATE ON SCHEMA public TO {USER}")
-    # # When an administrator creates the tables, and one right is missing
+    # When an administrator creates the tables, and one right is missing
     store, transport = SqlDelayedMessageStore(own), SqlTransport(own)
     await store.setup_infrastructure("sales")
     await transport.setup_infrastructure(["billing"])
@@ -173,7 +173,7 @@ def working(url: str) -> Endpoint:
 async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
     guarded: PostgresqlServer, database: str
 ) -> None:
-    # # Given tables, and a user without the right to use their schema
+    # Given tables, and a user without the right to use their schema
     url, own = f"postgresql://{USER}:{SECRET}@{database}", f"postgresql://delayline@{database}"
     await working(own).setup()
     with guarded.administrator(database.rpartition("/")[2]) as administrator:
@@ -196,7 +196,7 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
         ]
         seen = await asyncio.to_thread(told, "doctor", "--endpoint", "sales", "--url", url)
         assert " ".join(grants) in seen
-        # # And the granted rights suffice, for all tables
+        # And the granted rights suffice, for all tables
         for grant in grants:
             administrator.execute(grant)
         handled, allowed = asyncio.Event(), working(url)
@@ -225,7 +225,7 @@ async def test_the_rights_on_a_journal_on_decisions_and_on_timeouts_are_in_the_b
     await parts(own)[1].setup_infrastructure(["sales", "error", "sales.Timeouts", "sales.TimeoutsDispatcher"])
     await SqlTimeoutPersister(own).setup_infrastructure("sales")
     every, none = "SELECT, INSERT, UPDATE, DELETE", f"TO {USER};"
-    # # When each part reports its missing rights
+    # When each part reports its missing rights
     store, transport, manager = parts(url)
     of_store = await store.missing_rights("sales", takes=True)
     of_transport = await transport.missing_rights("sales", takes=True)
@@ -238,7 +238,7 @@ async def test_the_rights_on_a_journal_on_decisions_and_on_timeouts_are_in_the_b
     assert not await TimeoutManagerDelivery(SqlTimeoutPersister(url), polling=False).missing_rights("sales", takes=True)
     plain = await SqlTransport(url).missing_rights("sales", takes=True)
     assert [grant for grant in plain if "decisions" in grant] == []
-    # # And doctor prints the missing rights of the timeout manager, and they suffice for an endpoint with one
+    # And doctor prints the missing rights of the timeout manager, and they suffice for an endpoint with one
     with guarded.administrator(database.rpartition("/")[2]) as administrator:
         for grant in {*of_store, *plain, *of_manager}:
             administrator.execute(grant.encode())
@@ -343,7 +343,7 @@ async def test_a_server_without_room_for_a_connection(guarded: PostgresqlServer,
 
 
 async def test_a_body_that_the_server_could_not_take(postgresql_url: str) -> None:
-    # # Given half a gigabyte of virtual memory
+    # Given half a gigabyte of virtual memory
     huge = bytes(500_000_000)
     store, transport = SqlDelayedMessageStore(postgresql_url), SqlTransport(postgresql_url)
     await store.setup_infrastructure("sales")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-#: #: Runs in a separate process: Django has one configuration per process. Django's MySQL back end imports MySQLdb.
+#: Runs in a separate process: Django has one configuration per process. Django's MySQL back end imports MySQLdb.
 BEGIN = """
     import json, sys
     import pymysql

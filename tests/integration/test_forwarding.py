@@ -168,7 +168,7 @@ async def test_a_move_that_fails_for_an_unknown_reason_is_tried_one_by_one(
         async with endpoint:
             await signals.wait_for(Event.SLEEPS)
             assert await backend.queued() == ["a", "b"]
-            # # And later messages are still moved in batches
+            # And later messages are still moved in batches
             monkeypatch.undo()
             await backend.hold("c", "d")
             await signals.wait_for(Event.SLEEPS, 2)

@@ -36,7 +36,7 @@ async def test_what_nobody_told_of_is_found_by_one_look_for_all(tmp_path: Path) 
     transport._statements.filled.rows_each = counted  # type: ignore[method-assign,assignment]
     await asyncio.wait_for(looked.wait(), PATIENCE)
     assert sorted(looks[0]["keys"]) == queues  # type: ignore[index]
-    # # When a message is put into one of them without a notification
+    # When a message is put into one of them without a notification
     with closing(sqlite3.connect(file)) as other, other:
         other.execute("INSERT INTO delayline_messages (queue, id, headers, body) VALUES ('b', 'm', '{}', '')")
     # Then it is received, and the others go on idling

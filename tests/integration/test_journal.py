@@ -158,7 +158,7 @@ async def test_a_product_without_a_journal_says_so() -> None:
 
 
 async def test_a_journal_is_kept_in_a_schema_of_its_own(postgresql_url: str) -> None:
-    # # Given a store in a schema that is not in the search path
+    # Given a store in a schema that is not in the search path
     engine = create_engine(postgresql_url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
         connection.execute(text('CREATE SCHEMA "My Shop"'))

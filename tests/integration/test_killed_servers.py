@@ -197,7 +197,7 @@ async def test_each_call_while_no_server_runs_raises_an_error_of_delaylines(prod
         finally:
             await pair.end()
     assert {type(error) for error in outcomes.values()} <= {BackendUnavailable, type(None)}, outcomes
-    # # Starting shares open connections; row locks are released with their connection.
+    # Starting shares open connections; row locks are released with their connection.
     assert [name for name, error in outcomes.items() if error is None] == ["release", "release_many", "start"]
 
 

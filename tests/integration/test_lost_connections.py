@@ -98,7 +98,7 @@ async def test_a_transaction_does_not_go_on_after_its_connection(store: SqlDelay
     with pytest.raises(BackendUnavailable, match="middle of a transaction"):
         async with store.transaction() as transaction:
             await store.store(delayed("before"), transaction)
-            # # When its connection is lost while its user ignores errors
+            # When its connection is lost while its user ignores errors
             assert server.terminate(IN_TRANSACTION) == 1
             with pytest.raises(BackendUnavailable, match=r"lost|ended") as raised:
                 await store.store(delayed("at"), transaction)
@@ -172,7 +172,7 @@ async def test_claims_outlive_their_connection(transport: SqlTransport, server: 
     [held] = await receiver.receive(1)
     # When every connection is lost
     server.terminate()
-    # # Then no other receiver of this process gets it, and its receiver can still acknowledge it, once
+    # Then no other receiver of this process gets it, and its receiver can still acknowledge it, once
     assert await receive(another) == ["free"]
     acknowledged: list[bool] = []
     while not acknowledged:
@@ -232,7 +232,7 @@ async def test_cancelled_transactions_leave_the_lane(store: SqlDelayedMessageSto
 async def test_closing_in_the_middle_of_a_transaction(
     transport: SqlTransport, database: ServerDatabase, server: Server
 ) -> None:
-    # # Given an open transaction while all users close the database and one opens it again
+    # Given an open transaction while all users close the database and one opens it again
     transaction = transport.transaction()
     await transport.dispatch([operation("billing", "lost")], transaction)
     await transport.stop()

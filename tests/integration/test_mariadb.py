@@ -87,7 +87,7 @@ async def test_transactions_lock_no_more_than_they_touch(mariadb_url: str, half:
         ]
         for transaction, mine in held:
             assert await store.remove_many(mine, transaction) == half
-        # # When other transactions store messages meanwhile, then they do not wait
+        # When other transactions store messages meanwhile, then they do not wait
         await store.store(delayed("later"))
         assert await store.next_due() == PAST
     left = await store.fetch_due(PAST, 10, max_bytes=100)
@@ -114,7 +114,7 @@ async def test_nobody_waits_for_a_message_that_is_being_acknowledged(mariadb_url
 
 
 async def test_the_loser_of_a_deadlock_does_nothing_more_in_its_transaction(mariadb_url: str) -> None:
-    # # Given two transactions that will touch each other's rows
+    # Given two transactions that will touch each other's rows
     store = await opened(mariadb_url)
     await store.store_many([delayed("a"), delayed("b")])
     one, other = store.transaction(), store.transaction()
@@ -134,7 +134,7 @@ async def test_the_loser_of_a_deadlock_does_nothing_more_in_its_transaction(mari
         outcomes = await asyncio.gather(
             cross(one, "a", "b", meet), cross(other, "b", "a", meet), return_exceptions=True
         )
-    # # Then one has committed, and the other has no effect, also not after the deadlock
+    # Then one has committed, and the other has no effect, also not after the deadlock
     assert [type(outcome) for outcome in outcomes if outcome is not None] == [BackendUnavailable]
     assert await store.next_due() is None
     await store.close()
@@ -315,7 +315,7 @@ async def test_a_url_with_a_typing_error_is_refused(rest: str, text: str) -> Non
 
 
 async def test_missing_rights_are_named(mariadb: MariadbServer, mariadb_url: str) -> None:
-    # # Given a user with only the right to read
+    # Given a user with only the right to read
     await (await opened(mariadb_url)).close()
     url = make_url(mariadb_url)
     with mariadb.administrator() as cursor:
@@ -334,7 +334,7 @@ async def test_missing_rights_are_named(mariadb: MariadbServer, mariadb_url: str
 async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
     mariadb: MariadbServer, mariadb_url: str
 ) -> None:
-    # # Given tables, and a user with only the right to create views, so that it can name the database
+    # Given tables, and a user with only the right to create views, so that it can name the database
     def at(url: str) -> Endpoint:
         delivery = StoredDelivery(SqlDelayedMessageStore(url))
         return Endpoint("orders", transport=SqlTransport(url), delayed_delivery=delivery, setup_infrastructure=False)
@@ -364,7 +364,7 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
             f"GRANT SELECT, INSERT, DELETE ON {place}.delayline_messages {user}",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.`orders.timeouts` {user}",
         ]
-        # # And the granted rights suffice
+        # And the granted rights suffice
         for grant in grants:
             cursor.execute(grant)
         async with allowed, asyncio.timeout(PATIENCE):

@@ -147,7 +147,7 @@ async def test_another_process_is_told(folder: Path) -> None:
 
 
 async def test_pipes_of_killed_processes_are_swept(folder: Path) -> None:
-    # # Given one process that was killed before it had listeners, and one that was killed afterwards
+    # Given one process that was killed before it had listeners, and one that was killed afterwards
     with listener(folder):
         pass
     assert len(pipes(folder)) == 1
@@ -165,7 +165,7 @@ async def test_pipes_of_killed_processes_are_swept(folder: Path) -> None:
 async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # # Given a process that looks for dead pipes when a listener has created its pipe and does not read it yet
+    # Given a process that looks for dead pipes when a listener has created its pipe and does not read it yet
     teller, notifications, make = PipeNotifications(folder), PipeNotifications(folder), os.mkfifo
 
     def making(path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
 
 
 async def test_many_listeners_come_and_go_while_others_tell(folder: Path) -> None:
-    # # Given a process that sends notifications without a pause
+    # Given a process that sends notifications without a pause
     teller, enough = PipeNotifications(folder), threading.Event()
 
     def tell() -> None:
@@ -247,7 +247,7 @@ async def test_nobody_waits_for_a_full_pipe(folder: Path) -> None:
             teller.notify("other channel", number)
         teller.notify("channel", 42)
         assert time.monotonic() - started < PATIENCE
-        # # Then no process was blocked, and the listener is notified of all messages when it continues
+        # Then no process was blocked, and the listener is notified of all messages when it continues
         process.send_signal(signal.SIGCONT)
         assert process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), PATIENCE)

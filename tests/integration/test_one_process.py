@@ -187,7 +187,7 @@ async def test_cancelled_writes_of_several_loops_harm_no_others(file: Path) -> N
     async with asyncio.timeout(20):
         outcomes = await asyncio.gather(*(asyncio.to_thread(asyncio.run, storm(loop)) for loop in range(3)))
         rows = await database.read(lambda connection: connection.exec_driver_sql("SELECT x FROM made").scalars().all())
-    # # Then confirmed messages are stored once, and each cancelled one is stored or not
+    # Then confirmed messages are stored once, and each cancelled one is stored or not
     sure = [value for answered, _ in outcomes for value in answered]
     assert len(sure) >= 3 * 350
     assert len(rows) == len(set(rows))
@@ -197,7 +197,7 @@ async def test_cancelled_writes_of_several_loops_harm_no_others(file: Path) -> N
 
 
 def test_a_write_withdrawn_while_a_group_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # # Given waiting writes, the last of which is withdrawn from another loop's thread while they are counted
+    # Given waiting writes, the last of which is withdrawn from another loop's thread while they are counted
     group = GroupCommit(database_of(file).dialect)
     writes = [Write(lambda connection: None) for _ in range(3)]
 
@@ -292,7 +292,7 @@ def test_a_fork_has_endpoints_of_its_own(file: Path, make_endpoint: Callable[...
                 assert handled.wait(10)
                 child.send("parents", b"", delay=HOUR)
 
-    # # When it forks, and the child starts an endpoint that was created before the fork or after it
+    # When it forks, and the child starts an endpoint that was created before the fork or after it
     waiting = in_child(use)
     next(waiting)
     # Then both work, side by side and afterwards
@@ -325,7 +325,7 @@ def test_a_fork_survives_its_parent(file: Path, make_endpoint: Callable[..., End
     parent.stop()
     os.write(go[1], b"!")
     assert next(waiting, None) is None
-    # # Then the child's messages are stored: its file was not deleted
+    # Then the child's messages are stored: its file was not deleted
     with SyncEndpoint(make_endpoint()) as again:
         pending = again.run(again.endpoint.delayed.pending())
         assert {message.id for message in pending} == {"first", "second"}

@@ -60,7 +60,7 @@ async def test_what_is_there_already_stays_as_it_is(store: SqlDelayedMessageStor
             await store.store(delayed("before", LATER), transaction)
             await store.store_many([*batch("more"), *batch("new", 9)], transaction)
             await store.store(delayed("after", LATER), transaction)
-        # # Then existing messages are unchanged, and each of the others is stored once
+        # Then existing messages are unchanged, and each of the others is stored once
         found = await kept(store)
         same(found["new-0007"], old)
         wanted = {message.id for prefix in ("old", "new", "more") for message in batch(prefix)} | {"before", "after"}
@@ -118,7 +118,7 @@ async def test_many_in_a_callers_transaction(store: SqlDelayedMessageStore, post
 
 
 async def test_other_encodings_names_and_shapes(postgresql_url: str) -> None:
-    # # Given a connection that does not use UTF-8, and an existing table whose name needs quotes
+    # Given a connection that does not use UTF-8, and an existing table whose name needs quotes
     name = '100% (of) "it" VALUES ('
     store = SqlDelayedMessageStore(f"{postgresql_url}?client_encoding=latin1", table_name=name)
     plain = SqlDelayedMessageStore(postgresql_url, table_name=name)

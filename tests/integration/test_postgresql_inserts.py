@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WORKERS = POOL_SIZE // 3
 PATIENCE = 20.0
-LATER = datetime(2100, 1, 1, tzinfo=UTC)  # # no notification on another connection is needed
+LATER = datetime(2100, 1, 1, tzinfo=UTC)  # no notification on another connection is needed
 #: The first insert connects, on a worker thread; from then on the loop goes by itself.
 FIRST = ("first", "second")
 HELD = "state = 'active' AND wait_event_type = 'Lock' AND query LIKE 'INSERT%'"
@@ -114,7 +114,7 @@ async def test_no_thread_takes_part(store: SqlDelayedMessageStore, postgresql_ur
     for _ in range(WORKERS):
         database.spawn(work)
     await asyncio.to_thread(busy.wait, PATIENCE)
-    # # When a message is stored, then it does not wait for them
+    # When a message is stored, then it does not wait for them
     try:
         async with asyncio.timeout(PATIENCE / 2):
             await store.store(delayed("m"))
@@ -190,7 +190,7 @@ async def test_closing_waits_for_what_is_under_way(postgresql_url: str, store: S
         assert not closing.done()
         blocker.release()
         await closing
-        with contextlib.suppress(Exception):  # # stored; notifying is no longer possible
+        with contextlib.suppress(Exception):  # stored; notifying is no longer possible
             await storing
 
 

@@ -89,7 +89,7 @@ async def test_a_lock_that_is_not_given_in_time(postgresql_url: str, held: str) 
         await store.store(delayed("first"))
         with psycopg.connect(postgresql_url) as other:
             other.execute(held.encode())
-            # # When we need the rows that it has locked
+            # When we need the rows that it has locked
             with pytest.raises(BackendUnavailable, match="did not get a lock in time"):
                 await store.remove(delayed("first"))
             with pytest.raises(BackendUnavailable, match="did not get a lock in time"):

@@ -92,14 +92,14 @@ async def test_a_poller_is_woken_by_another_process(postgresql_url: str, notifie
 
 
 async def test_a_poller_that_wakes_in_time_is_not_told(postgresql_url: str, notified: list[str]) -> None:
-    # # Given a poller that sleeps until its message is due
+    # Given a poller that sleeps until its message is due
     endpoint = endpoint_at(postgresql_url)
     with Signals() as signals:
         async with endpoint:
             due = datetime.now(UTC) + timedelta(seconds=30)
             await endpoint.send("orders", b"", deliver_at=due)
             await signals.wait_for(Event.SLEEPS, where=lambda record: vars(record)["facts"]["until"] <= due)
-            # # When other processes store later messages, and finally an earlier one
+            # When other processes store later messages, and finally an earlier one
             await send(postgresql_url, "40", "3600", "100000", "0.5")
             await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
     # Then only that was worth a notification
@@ -129,7 +129,7 @@ async def test_where_listening_ends_it_begins_again(postgresql_url: str, caplog:
                     "WHERE query LIKE 'LISTEN%' AND pid <> pg_backend_pid()"
                 )
             await signals.wait_for(Event.LISTENING_LOST, timeout=PATIENCE)
-            # # Then messages of other processes arrive all the same
+            # Then messages of other processes arrive all the same
             await send(postgresql_url, "0.1")
             await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
 
@@ -146,6 +146,6 @@ async def test_where_notifications_stop_coming_without_a_word_it_looks_by_itself
                 await signals.wait_for(Event.SLEEPS)
                 await asyncio.sleep(1)  # the probes of a listener that hears well
                 assert wire.hold_answers_to(b"LISTEN") == 1
-                # # When other processes store messages, then the poller finds them without a notification
+                # When other processes store messages, then the poller finds them without a notification
                 await send(postgresql_url, "0.1")
                 await signals.wait_for(Event.HANDLED, timeout=PATIENCE)

@@ -110,7 +110,7 @@ async def test_everything_is_declared_as_the_reference_has_it(
 async def test_levels_made_otherwise_are_refused_with_what_differs(
     rabbitmq_url: str, theirs: dict[str, Any], complaint: str
 ) -> None:
-    # # Given a level's queue with other arguments
+    # Given a level's queue with other arguments
     infrastructure = DelayInfrastructure.v2()
     async with a_channel(rabbitmq_url) as channel:
         await channel.queue_declare(infrastructure.level(2), durable=True, arguments=theirs)

@@ -163,7 +163,7 @@ async def test_a_retry_waits_for_its_own_delay_and_not_that_of_the_first_attempt
 async def test_messages_that_cannot_be_moved_go_to_the_poison_queue_with_the_reason(
     channel: Channel, rabbitmq_url: str
 ) -> None:
-    # # Given good messages, some with malformed, missing or odd headers, and one without a destination
+    # Given good messages, some with malformed, missing or odd headers, and one without a destination
     await conventional(channel, "sales")
     await put(channel, 100)
     await put(channel, 101, TimeSent="yesterday")
@@ -176,7 +176,7 @@ async def test_messages_that_cannot_be_moved_go_to_the_poison_queue_with_the_rea
     # When they are moved
     report = await migrate(rabbitmq_url)
 
-    # # Then the good ones have moved, and the others are complete in a separate queue
+    # Then the good ones have moved, and the others are complete in a separate queue
     assert (report.moved, report.poison, report.poison_queue) == (2, 5, APART)
     assert await waiting_in(channel, V2) == {b"100 s": 100, b"105 s": 105}
     poison = {bytes(one.body): one.header.properties for one in await taken(channel, APART)}
@@ -219,7 +219,7 @@ async def test_destinations_are_bound_in_either_topology(channel: Channel, rabbi
     # When their messages are moved
     assert (await migrate(rabbitmq_url)).destinations == {"with.dots": 1, "direct": 1}
 
-    # # Then due messages get there
+    # Then due messages get there
     for name in ("with.dots", "direct"):
         await channel.basic_publish(b"due", exchange=V2.level(0), routing_key=V2.route(0, name)[1])
         assert [bytes(one.body) for one in await arrived(channel, name, 1)] == [b"due"]

@@ -51,7 +51,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"delay": -MINUTE}, InvalidDueTime, "is negative"),
     ({"delay": None, "deliver_at": datetime(9999, 12, 31, tzinfo=UTC)}, InvalidDueTime, r"'3106\.21:24:15'"),
     ({"delay": None, "deliver_at": datetime(2030, 1, 1)}, InvalidDueTime, "no time zone"),  # noqa: DTZ001
-    ({"body": object()}, InvalidMessage, "neither bytes, UTF-8 text nor JSON-able"),
+    ({"body": object()}, InvalidMessage, "cannot be written as JSON"),
 ]
 
 

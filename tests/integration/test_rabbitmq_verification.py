@@ -158,7 +158,7 @@ async def test_due_messages_without_a_destination_are_found_and_gone_once_there_
     await V2.declare(channel)
     assert by_name(await examine(api, V2))["due messages"].ok
 
-    # # When messages come due whose destination is not bound
+    # When messages come due whose destination is not bound
     for _ in range(3):
         exchange, key = V2.route(1, "deleted")
         await channel.basic_publish(b"", exchange=exchange, routing_key=key)
@@ -236,7 +236,7 @@ def test_a_broker_that_is_too_old_is_told(version: str) -> None:
 
 
 async def test_a_feature_flag_that_is_off_is_told() -> None:
-    # # Given an upgraded broker without the feature flags
+    # Given an upgraded broker without the feature flags
     with running(RabbitmqServer, feature_flags="quorum_queue,virtual_host_metadata") as server:
         async with ManagementApi(BrokerAddress.parse(server.new_vhost()), server.management_url) as api:
             found = by_name(await verify(api, V2))["feature flag"]

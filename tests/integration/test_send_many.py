@@ -123,7 +123,7 @@ async def test_many_messages_in_a_transaction_of_the_callers(tmp_path: Path) -> 
 
 
 async def test_a_handler_sends_many_and_forwards(endpoint: Endpoint) -> None:
-    # # Given a handler that sends messages and forwards the received one
+    # Given a handler that sends messages and forwards the received one
     @endpoint.handler
     async def handle(message: Message, context: MessageContext) -> None:
         context.send_many([Send("billing", Bill(number)) for number in range(3)])

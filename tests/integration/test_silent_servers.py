@@ -370,7 +370,7 @@ async def test_a_stop_returns_in_time_with_the_default_limit(
         frozen.go_on()
     assert error is None
     assert seconds < STOP
-    await endpoint.start()  # # leftovers do not interfere
+    await endpoint.start()  # leftovers do not interfere
     await endpoint.send("orders", b"", delay=timedelta(hours=1))
     await endpoint.stop()
 

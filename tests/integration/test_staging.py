@@ -179,7 +179,7 @@ def test_replace_takes_the_new_content_and_due_time(url: str, make_job: Callable
 
 
 def test_what_a_poller_has_is_not_replaced(url: str, make_job: Callable[..., BulkWriter]) -> None:
-    # # Given a message that a poller is dispatching and will remove by its id
+    # Given a message that a poller is dispatching and will remove by its id
     due = datetime(2020, 1, 1, tzinfo=UTC)
     first, second = make_job(), make_job()
     first.commit([first.write([rows("a", "b", body=b"first", due=due)])])
@@ -352,7 +352,7 @@ def test_a_zombie_that_still_writes_does_not_stop_the_end_of_its_job(
     assert job.commit([named]).stored == 1
     ended.set()
     zombie.join()
-    # # Then only the named attempts are stored
+    # Then only the named attempts are stored
     assert ids(postgresql_url) == ["a"]
 
 

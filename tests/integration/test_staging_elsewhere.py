@@ -91,7 +91,7 @@ async def test_a_stream_takes_what_is_due_and_finds_it_again_until_it_is_done(ur
     rows = [row for page in first.rows(["id", "body"], 0, 3, 2) for row in page]
     assert sorted(rows) == [["a", b"a"], ["b", b"b"], ["c", b"c"]]
     assert await store.next_due() is None
-    # # And the next stream of that name finds unfinished messages, and the first one stops
+    # And the next stream of that name finds unfinished messages, and the first one stops
     second = StreamClaims(url, TABLE, None, "invoices")
     await second.open()
     assert await second.first() == 0

@@ -110,7 +110,7 @@ def run_sql(product: str, url: str, *statements: tuple[str, Sequence[Any]]) -> l
 
 @pytest.mark.parametrize("product", ["postgresql", "mariadb"])
 async def test_a_table_of_dotnet_without_its_indexes_delivers(product: str, request: pytest.FixtureRequest) -> None:
-    # # Given a table of .NET's without the index on the due time
+    # Given a table of .NET's without the index on the due time
     url = request.getfixturevalue(f"{product}_url")
     quote = '"' if product == "postgresql" else "`"
     insert = f"insert into {quote}Sales_Eu_TimeoutData{quote} values (%s, %s, %s, %s, %s, %s, %s)"  # noqa: S608
@@ -172,7 +172,7 @@ async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: p
                 await asyncio.sleep(0.05)
         [nowhere] = await endpoint.transport.browse("error", 10)
         assert (nowhere.id, nowhere.body) == ("nowhere", b"lost?")
-        # # And .NET can read the rows that it stores
+        # And .NET can read the rows that it stores
         await endpoint.send("Sales.Eu", b"later", message_id="later", delay=timedelta(days=1), headers={"k": "ключ"})
         query = f"select {quote}Headers{quote} from {quote}Sales_Eu_TimeoutData{quote}"  # noqa: S608
         async with asyncio.timeout(PATIENCE):
@@ -271,7 +271,7 @@ async def drains(transport: Callable[[], Transport], new: DelayedDelivery, url: 
     async with endpoint:
         await endpoint.send("sales", b"", message_id="new", delay=2 * SECOND)
         assert await arrivals.number(2) == ["new", "old"]
-        # # And a sender that only has the queue's name, as a .NET endpoint
+        # And a sender that only has the queue's name, as a .NET endpoint
         due = datetime.now(UTC) + 2 * SECOND
         headers = {
             Headers.MESSAGE_ID: "dotnet",
@@ -357,7 +357,7 @@ async def test_what_waits_is_listed_cancelled_and_rescheduled(
         async with asyncio.timeout(PATIENCE):
             while len(waiting := await endpoint.delayed.pending()) < 4:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.05)
-        # # Then they are listed with the values of the table
+        # Then they are listed with the values of the table
         assert [(one.id, one.destination) for one in waiting] == [
             ("a", "sales"),
             (hostile, "sales"),

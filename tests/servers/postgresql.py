@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PATIENCE: Final = 30.0
-#: #: Debian's folder of the server's programs, which is not on PATH.
+#: Debian's folder of the server's programs, which is not on PATH.
 DEBIAN: Final = Path("/usr/lib/postgresql")
 END_OTHERS: Final = """
 SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity

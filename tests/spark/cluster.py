@@ -53,7 +53,7 @@ class Cluster:
         self._start("master", "org.apache.spark.deploy.master.Master", *ports, *master)
         self._wait("master", "I have been elected leader")
         for number in range(WORKERS):
-            host = f"127.0.0.{number + 1}"  # # a repeated task runs on another host
+            host = f"127.0.0.{number + 1}"  # a repeated task runs on another host
             work = [host, "--work-dir", str(self.work(number)), "--cores", "1", "--memory", "1g"]
             self._start(f"worker-{number}", "org.apache.spark.deploy.worker.Worker", *ports, *work, self.url)
         for number in range(WORKERS):

@@ -50,7 +50,7 @@ def forking() -> Iterator[str]:
         environment = {**os.environ, "PYTHONHASHSEED": "0", **SINGLE}  # the seed is what Spark gives its workers
         command = [sys.executable, "-m", "tests.spark.daemon", SERVE]
         with subprocess.Popen(command, stdin=listener.fileno(), env=environment, cwd=ROOT) as process:
-            listener.close()  # # otherwise the death of the process would not be reported
+            listener.close()  # otherwise the death of the process would not be reported
             try:
                 yield place
             finally:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from delayline.migration.source import TableSource
 
-#: #: The statements of the installers of NServiceBus' SQL persistence.
+#: The statements of the installers of NServiceBus' SQL persistence.
 POSTGRESQL: Final = """
 create table public."{name}_TimeoutData"(
     "Id" uuid not null, "Destination" character varying(200), "SagaId" uuid, "State" bytea,

@@ -26,7 +26,7 @@ def second(number: float) -> datetime:
     return DUE + timedelta(seconds=number)
 
 
-#: #: Event, message, and time in seconds relative to the due time; None for messages due much later.
+#: Event, message, and time in seconds relative to the due time; None for messages due much later.
 STORY: list[tuple[str, str, float, float]] = [
     ("scheduled", "on time", -60, 0),
     ("dispatched", "on time", 0.010, 0),
@@ -131,7 +131,7 @@ def test_what_receivers_have_noted_decides(spark: SparkSession, journal: DataFra
             "at": pa.array([second(at) for _, at in arrivals], pa.timestamp("us", "UTC")),
         }
     )
-    # # When the audit is given the recorded arrivals
+    # When the audit is given the recorded arrivals
     with audit(journal, store=STORE, delivered=spark.createDataFrame(table), until=second(600)) as found:
         # Then that counts, and not what left the store
         assert names(found.duplicated) == ["late"]

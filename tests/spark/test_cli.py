@@ -71,7 +71,7 @@ def test_what_is_far_is_held_promoted_and_compacted(run: Callable[..., Result], 
         result = run("spark", "schedule", str(file), "--format", "jsonl", "--hot-horizon", "2d", *place)
         assert document(result)["cold"] == (0 if name == "c" else 1), result.output
     assert store.ids() == ["c"]
-    # # When their files are merged, and near messages are promoted
+    # When their files are merged, and near messages are promoted
     assert document(run("spark", "compact", *place)) == {"before": 2, "after": 1, "deleted": 0}
     assert document(run("spark", "promote", *place))["stored"] == 0
 
@@ -107,7 +107,7 @@ def test_a_table_of_another_database_is_scheduled(run: Callable[..., Result], st
     words += ["--column", "id=number", "--column", "to=billing", "--column", "headers=more"]
     # When it is scheduled
     result = run("spark", "schedule", *words, "--column", "due=at")
-    # # Then the instant is unchanged, and the row without one is rejected
+    # Then the instant is unchanged, and the row without one is rejected
     assert result.exit_code == 1, result.output
     done = document(result)
     assert (done["stored"], done["rejected"], done["rejected_rows"][0]["reason"][:14]) == (1, 1, "due is missing")
@@ -141,7 +141,7 @@ def test_the_journal_is_exported_and_audited(
     totals = document(result)
     assert (totals["scheduled"], totals["waiting"], totals["overdue"], totals["lost"]) == (101, 100, 1, 0)
     assert page.read_text().startswith("<!doctype html>")
-    # # And when the store is emptied from outside, the audit reports it
+    # And when the store is emptied from outside, the audit reports it
     remove_unseen(store)
     told = run("spark", "audit", str(tmp_path / "journal"), json=False)
     assert told.exit_code == 1 and "lost" in told.output and "billing" in told.output

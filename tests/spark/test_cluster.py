@@ -74,6 +74,6 @@ def test_jobs_run_on_a_cluster_and_tasks_that_are_run_twice_count_once(store: St
     assert all(list(cluster.work(number).rglob("delayline-*.whl")) for number in range(WORKERS))
     assert flag.exists()
     assert (twice["twice"], scheduled["stored"]) == (ROWS, ROWS)
-    # # And the audit has every message: half of them overdue and not dispatched
+    # And the audit has every message: half of them overdue and not dispatched
     assert (totals["scheduled"], totals["waiting"], totals["overdue"]) == (2 * ROWS, ROWS, ROWS)
     assert (totals["lost"], totals["duplicated"]) == (0, 0)

@@ -58,7 +58,7 @@ def test_what_is_far_waits_in_files_and_is_promoted_once(spark: SparkSession, an
     assert (done.stored, done.cold, done.duplicates, done.rejected) == (1, NUMBER, 0, 0)
     assert tiers.hot.ids() == ["soon"]
     assert tiers.ids() == sorted([*ids(), "soon"])
-    # # When near messages are promoted, hour by hour, and once more
+    # When near messages are promoted, hour by hour, and once more
     first = tiers.promote(FIRST + HOUR)
     again = tiers.promote(FIRST + HOUR)
     # Then whole hours have moved, and everything waits in one place
@@ -70,7 +70,7 @@ def test_what_is_far_waits_in_files_and_is_promoted_once(spark: SparkSession, an
     rest = tiers.promote(datetime.max.replace(tzinfo=UTC))
     assert first.stored + rest.stored == NUMBER
     assert tiers.hot.ids() == sorted([*ids(), "soon"])
-    # # And is unchanged
+    # And is unchanged
     found = {message.id: message for message in tiers.hot.messages()}
     assert found["m7"].due == FIRST + timedelta(seconds=7 * 7919 % (5 * 3600))
     assert (found["m7"].message.body, found["m7"].destination) == (b"7", "shipping")
@@ -165,7 +165,7 @@ def test_compaction_merges_the_files_of_an_hour_and_loses_nothing(
         tiers.schedule(spread(spark, 60, hours=1, prefix=prefix))
     tiers.cancel("a1")
     before = tiers.tier.files()[0]
-    # # When a message is cancelled while files are merged
+    # When a message is cancelled while files are merged
     merged = COMPACTING._merged
 
     def then_cancelled(*arguments: Any) -> Any:  # noqa: ANN401 - as it takes

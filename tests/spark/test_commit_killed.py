@@ -76,7 +76,7 @@ def test_a_job(spark: SparkSession, store: StoreAt, source: Path, step: str) -> 
     assert "\n" not in str(told.value) and "\tat " not in str(told.value)
     # Then all or nothing has happened, and nothing else is left
     assert (store.ids(), staged(store)) == (IDS if step == "committed" else [], [STREAMS])
-    # # And run again the job does the rest: pending ids would be an error
+    # And run again the job does the rest: pending ids would be an error
     job()
     assert store.ids() == IDS
 
@@ -92,6 +92,6 @@ def test_a_stream(spark: SparkSession, store: StoreAt, source: Path, tmp_path: P
         result()
     # Then all or nothing has happened
     assert store.ids() == (IDS if step == "committed" else [])
-    # # And started again the stream does the rest: pending ids would be an error
+    # And started again the stream does the rest: pending ids would be an error
     stream()
     assert store.ids() == IDS

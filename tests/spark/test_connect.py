@@ -17,7 +17,7 @@ from delayline import SqlDelayedMessageStore, SqlTransport
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: #: Runs in a separate process: PySpark supports one kind of session per process.
+#: Runs in a separate process: PySpark supports one kind of session per process.
 JOBS: Final = """
 import json, sys, threading, time
 from datetime import UTC, datetime, timedelta
@@ -106,7 +106,7 @@ def test_every_job_takes_a_connect_session(store: StoreAt, tmp_path: Path) -> No
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, "\n".join(line for line in ran.stderr.splitlines() if "\tat " not in line)[-4000:]
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    # # Then all of them have the usual results
+    # Then all of them have the usual results
     assert found.pop("kind").startswith("pyspark.sql.connect")
     assert found.pop("doubled").startswith("message 'a' waits already")
     assert "on purpose" in found.pop("broken")

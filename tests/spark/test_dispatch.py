@@ -109,7 +109,7 @@ def test_a_generation_follows_when_a_lease_is_over(spark: SparkSession, store: S
 
 
 def test_a_task_that_is_killed_is_started_again(spark: SparkSession, store: StoreAt) -> None:
-    # # Given a task in a separate process
+    # Given a task in a separate process
     dispatcher = Dispatcher(settings(store), shards=1, spark=spark)
     with running(dispatcher):
         first = int(dispatcher.metrics()[0].place.split()[-1])

@@ -63,7 +63,7 @@ def test_headers_are_those_of_a_send(spark: SparkSession, tiers: Tiers) -> None:
     assert tiers.schedule(data).cold == len(IDS)
     tiers.promote(DUE + timedelta(hours=1))
     cold = taken(store)
-    # # Then they differ only in the time of sending
+    # Then they differ only in the time of sending
     for found in (hot, cold):
         assert {one: {**headers, Headers.TIME_SENT: ""} for one, headers in found.items()} == {
             one: {**headers, Headers.TIME_SENT: ""} for one, headers in expected.items()

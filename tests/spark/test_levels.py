@@ -128,7 +128,7 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
     # When it is run again
     (tmp_path / "broken").unlink()
     done = schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
-    # # Then nothing is missing, and only parts in doubt arrived twice: one for each killed task
+    # Then nothing is missing, and only parts in doubt arrived twice: one for each killed task
     after = sent(broker)
     assert (done.sent, done.stored, done.duplicates) == (numbers * 9 // 10, numbers // 10, 0)
     assert len(before.keys() | after.keys()) == done.sent and len(store.ids()) == done.stored

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SOME: Final = 100
 SOON: Final = timedelta(seconds=25)
 #: Where four transactions are when the machine dies: a job's before it begins, a stream's third batch half way, one
-#: #: that dispatches half way, and one that removes messages that a broker has confirmed.
+#: that dispatches half way, and one that removes messages that a broker has confirmed.
 IN_FLIGHT: Final = [
     f"BEFORE INSERT ON {LEDGER} FOR EACH ROW WHEN (NEW.run = 'campaign')",
     "BEFORE INSERT ON \"sales.timeouts\" FOR EACH ROW WHEN (NEW.id = 's2-50')",
@@ -116,7 +116,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
         kill_session(process.pid)
         flight.release()
 
-    # # Then uncommitted work has no effect; the server may have finished single statements
+    # Then uncommitted work has no effect; the server may have finished single statements
     gone = sorted(arrived(sales))
     assert gone in (ids("d0"), ids("d0", "d1"))
     assert tiers.ids() == sales.ids() and sorted([*gone, *sales.ids()]) == ids("d0", "d1", "s0", "s1")
@@ -125,7 +125,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
     strays = tiers.files()
     assert strays
 
-    # # When everything is started again, on a day when the leftovers are old
+    # When everything is started again, on a day when the leftovers are old
     with psycopg.connect(sales.url, autocommit=True) as connection:
         connection.execute(f'ALTER TABLE "{left}" RENAME TO "{PREFIX}202001010000_0123456789ab"')
     for stray in strays:
@@ -137,7 +137,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
     assert tiers.ids() == ids("far")
     totals = audited(spark, pipeline)
     assert totals.clean and (totals.dispatched, totals.waiting, totals.overdue) == (6 * SOME, SOME, 0)
-    # # And messages that arrived twice had been confirmed, but not recorded
+    # And messages that arrived twice had been confirmed, but not recorded
     there = [one.header.properties.message_id for one in on_broker(rabbitmq_url, lambda it: taken(it, "billing"))]
     twice = {one for one in there if there.count(one) > 1}
     assert sorted(set(there)) == ids("r0", "r1")

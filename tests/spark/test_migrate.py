@@ -67,7 +67,7 @@ def test_everything_arrives_as_it_was(spark: SparkSession, legacy: Legacy, store
         assert found.message.body == (timeout.state or b"")
         assert found.message.headers["Ключ 🔑"] == "Größe"
         assert found.message.headers["NServiceBus.MessageId"] == f"message-{timeout.number}"
-    # # And a poller would fetch the overdue messages
+    # And a poller would fetch the overdue messages
     assert store.due() == [timeouts[3].id]
     # And source, target and journal agree
     verified = verify(legacy.source, target, spark)

@@ -160,7 +160,7 @@ def test_what_an_endpoint_takes_meanwhile_is_its_own(
     # When it is aborted, everything is as it was
     Migration(plan).abort()
     assert storage.owners() == {1: ENDPOINT, 3: ENDPOINT}
-    # # and when the migration runs again, the remaining timeouts move, with bodies and headers
+    # and when the migration runs again, the remaining timeouts move, with bodies and headers
     storage.table.update_entity(
         {"PartitionKey": f"{LATER:%Y%m%d%H}", "RowKey": Timeout(3).id, "Destination": "billing"}, mode=UpdateMode.MERGE
     )
@@ -201,7 +201,7 @@ def test_an_abort_shows_what_did_not_move_and_nothing_else(
             Migration(plan).run(spark)
     # When it is aborted
     progress = Migration(plan).abort().progress
-    # # Then moved rows stay hidden, and the others are visible to their endpoint
+    # Then moved rows stay hidden, and the others are visible to their endpoint
     assert progress is not None
     assert (progress.marked, progress.restored) == (1, 2)
     assert storage.owners() == {1: f"__hidden__delayline__{ENDPOINT}", 2: ENDPOINT, 3: ENDPOINT}

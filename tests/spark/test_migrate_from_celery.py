@@ -189,7 +189,7 @@ def exported(environment: dict[str, str], number: int, log: Path) -> str:
 def test_what_workers_hold_moves_and_each_task_is_named_as_held_by_them_too(
     spark: SparkSession, rabbitmq_url: str, postgresql_url: str, worker: dict[str, str], tmp_path: Path
 ) -> None:
-    # # Given the output of a worker about its tasks
+    # Given the output of a worker about its tasks
     app, file = app_at(rabbitmq_url, quorum=False), tmp_path / "scheduled.json"
     far = datetime(2031, 5, 6, 7, 8, 9, 123456, tzinfo=UTC)
     app.send_task("shop.remind", ["Größe 🚀"], {"n": 1}, task_id="far", eta=far)
@@ -233,7 +233,7 @@ def test_what_workers_hold_moves_and_each_task_is_named_as_held_by_them_too(
     # workers have each of them as well, and verify says so
     verified = verify(source, target, spark)
     assert (verified.ok, {"far", "near", "soon"} <= set(verified.repeatable)) == (True, True)
-    # # and moved tasks do not move again
+    # and moved tasks do not move again
     again = Migration(plan).run(spark).progress
     assert again is not None
     assert (again.marked, again.rejected) == (4, 4)

@@ -173,7 +173,7 @@ def test_a_driver_that_dies_while_it_takes_loses_and_doubles_nothing(
     # When it runs again
     outcome = Migration(plan).run(spark)
 
-    # # Then all messages are there once, and those that the old levels may have delivered are listed
+    # Then all messages are there once, and those that the old levels may have delivered are listed
     assert outcome.complete
     assert count(rabbitmq_url, V1) == 0
     assert sorted(one.header.properties.message_id for one in in_levels(rabbitmq_url, V2)) == [

@@ -94,7 +94,7 @@ def test_timeouts_move_to_a_store_whose_endpoint_delivers_them(
         "TimeoutDatas/3-A": (LATER, b""), "TimeoutDatas/10-A": (LATER + timedelta(microseconds=1), b"{}"),
     }  # fmt: skip
     assert verify(source, target, spark).ok
-    # # and moved timeouts do not move again
+    # and moved timeouts do not move again
     again = Migration(plan).run(spark)
     assert again.progress is not None
     assert (again.progress.marked - again.progress.rejected, len(arrived)) == (0, 2)
@@ -116,7 +116,7 @@ def test_timeouts_move_to_levels_and_a_cut_off_file_moves_nothing(
         Migration(plan).run(spark)
     Migration(plan).abort()
     assert in_levels(rabbitmq_url, V2) == []
-    # # and when it is complete, timeouts due after the cutoff are in the levels
+    # and when it is complete, timeouts due after the cutoff are in the levels
     extra = [timeout(1, Destination="billing"), timeout(2, PAST, Destination="billing")]
     export(path, *extra)
     assert Migration(plan).run(spark).complete

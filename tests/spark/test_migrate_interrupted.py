@@ -161,7 +161,7 @@ def test_an_abort_gives_back_exactly_what_was_not_completed(
     spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     legacy = any_legacy
-    # # Given several rounds, one of which was delivered, with distinct rows
+    # Given several rounds, one of which was delivered, with distinct rows
     monkeypatch.setattr("delayline.migration.run.ROUND_ROWS", 8)
     rows = [*some(15), Timeout(16, state=None, saga=None, version="5"), Timeout(17, destination=None)]
     legacy.add(ENDPOINT, *rows)
@@ -319,7 +319,7 @@ def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: P
 def test_a_driver_that_has_lost_its_turn_neither_goes_on_nor_ends_a_run_that_is_over(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # # Given a run that is aborted while its driver works on the first of several slices
+    # Given a run that is aborted while its driver works on the first of several slices
     monkeypatch.setattr("delayline.migration.holding_table.SLICE_ROWS", 4)
     legacy.add(ENDPOINT, *some(10))
     ids, deliver = legacy.ids(ENDPOINT), Migration._deliver
@@ -331,7 +331,7 @@ def test_a_driver_that_has_lost_its_turn_neither_goes_on_nor_ends_a_run_that_is_
     with monkeypatch.context() as patched, pytest.raises(BackendUnavailable, match="was aborted by another process"):
         patched.setattr(Migration, "_deliver", abort_and_deliver)
         Migration(plan(legacy, store.url)).run(spark)
-    # # Then the run stays aborted, and rows that were not held yet are in the source
+    # Then the run stays aborted, and rows that were not held yet are in the source
     [run] = runs_of(legacy.source)
     assert run.state is RunState.ABORTED
     assert set(legacy.ids(ENDPOINT)) >= set(ids[8:])
@@ -383,7 +383,7 @@ def test_a_migration_to_rabbitmq_that_is_killed_loses_nothing_and_names_what_may
     assert found is not None
     outcome: MigrationResult = Migration(Plan(legacy.source, found, [ENDPOINT], batch_size=size)).resume(spark)
 
-    # # Then all messages are there, and verify lists those that are there twice
+    # Then all messages are there, and verify lists those that are there twice
     assert outcome.complete
     verified = verify(legacy.source, found, spark)
     assert verified.ok

@@ -90,7 +90,7 @@ def test_the_first_slice_is_small_and_the_others_grow(
     ids = legacy.ids(ENDPOINT)
     # When they move
     assert Migration(plan(legacy, store.url)).run(spark).complete
-    # # Then the first due rows are in the first slice, four times as many in the next, up to the limit of a slice
+    # Then the first due rows are in the first slice, four times as many in the next, up to the limit of a slice
     assert [(partition.rows, partition.batches) for partition in taken] == [(2, 1), (8, 2), (9, 3), (1, 1)]
     assert (store.ids(), legacy.ids(ENDPOINT)) == (ids, [])
 

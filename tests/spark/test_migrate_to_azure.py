@@ -110,7 +110,7 @@ def test_timeouts_arrive_at_an_endpoint_on_azure_when_they_are_due(
     assert (found[Timeout(4).id].destination, dict(found[Timeout(4).id].message.headers)) == ("Billing", {})
     verified = verify(legacy.source, target, spark)
     assert (verified.ok, verified.waiting, verified.gone) == (True, 2, 2)
-    # # and reports cancelled or rescheduled messages as missing
+    # and reports cancelled or rescheduled messages as missing
     on_the_table(azure_url, lambda table: table.cancel(Timeout(3).id))
     on_the_table(azure_url, lambda table: table.reschedule(Timeout(4).id, LATER + timedelta(seconds=1)))
     verified = verify(legacy.source, target, spark)

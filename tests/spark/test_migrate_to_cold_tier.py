@@ -105,7 +105,7 @@ def test_what_is_near_arrives_and_what_is_far_waits_in_files(
     assert tiers.promote(LATER + timedelta(minutes=1)).stored == 3
     verified = verify(legacy.source, target, spark)
     assert (verified.ok, verified.waiting, verified.gone, verified.missing) == (True, 3, 2, [])
-    # # and reports cancelled messages as missing
+    # and reports cancelled messages as missing
     tiers.cancel(Timeout(5).id)
     assert list(verify(legacy.source, target, spark).missing) == [Timeout(5).id]
 
@@ -181,7 +181,7 @@ def test_files_of_a_round_that_fails_hold_nothing(
 def test_a_round_whose_batches_were_closed_commits_nothing(
     spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # # Given a driver that is overtaken by an abort
+    # Given a driver that is overtaken by an abort
     legacy.add(ENDPOINT, *(Timeout(number) for number in range(1, 4)))
     ids, plan, commit = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT]), TiersSession.commit
 

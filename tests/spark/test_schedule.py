@@ -147,7 +147,7 @@ def test_files_that_do_not_go_together_are_refused(spark: SparkSession, store: S
         schedule(parquet, target(store), form="parquet", spark=spark)
     assert "\n" not in str(told.value) and "\tat " not in str(told.value)
     assert store.ids() == []
-    # # And a folder without rows is accepted, and one without files is named in the error
+    # And a folder without rows is accepted, and one without files is named in the error
     many(spark, 0).write.parquet(str(tmp_path / "none"))
     assert schedule(tmp_path / "none", target(store), form="parquet", spark=spark).stored == 0
     (tmp_path / "nothing").mkdir()

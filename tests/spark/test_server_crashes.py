@@ -87,7 +87,7 @@ def test_a_database_that_crashes_in_the_middle_of_jobs(
 def test_a_store_that_the_executors_cannot_reach(
     spark: SparkSession, crashing: PostgresqlServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # # Given a store that answers the driver, and then does not answer
+    # Given a store that answers the driver, and then does not answer
     tiers = Tiers(StoreAt(crashing.new_database()), tmp_path / "cold", spark)
     first = once(tmp_path / "gone")
 

@@ -157,7 +157,7 @@ def test_jobs_run_on_the_java_that_pip_has_installed_whatever_the_zones(store: S
     folders = [str(tmp_path / name) for name in ("cold", "journal")]
     command = [sys.executable, "-c", JOB, store.url, str(source), *folders]
     ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=200)
-    # # Then all of it runs on that Java, in the user's time zone, and instants are unchanged
+    # Then all of it runs on that Java, in the user's time zone, and instants are unchanged
     assert ran.returncode == 0, ran.stderr
     done, home, found, forecast = ran.stdout.splitlines()
     assert done == "1 2 2 Asia/Kathmandu"

@@ -119,7 +119,7 @@ def test_a_stream_goes_on_where_it_was(spark: SparkSession, store: StoreAt, tmp_
     keep(read(spark, store), sink, checkpoint)
     keep(read(spark, store), sink, checkpoint)  # nothing new
     assert kept(spark, sink) == ["a", "b", "c"]
-    assert taken(store) == []  # # the last batch too: Spark has requested the one after it
+    assert taken(store) == []  # the last batch too: Spark has requested the one after it
 
 
 @pytest.mark.parametrize("checkpoint_lost", [False, True])
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_stream_is_refused(spark: SparkSession, store: S
     with pytest.raises(PySparkException, match="fails on purpose"):
         other.option("checkpointLocation", str(tmp_path / "others")).start().awaitTermination(100)
     # When it is started with the first one's checkpoint
-    # # Then that is reported, and its messages are not forgotten
+    # Then that is reported, and its messages are not forgotten
     with pytest.raises(PySparkException, match="the checkpoint belongs to another stream"):
         keep(read(spark, store, app="other"), tmp_path / "others-sink", tmp_path / "checkpoint")
     assert "b" in taken(store)

@@ -121,7 +121,7 @@ async def test_a_commit_that_fails_before_anything_was_sent_loses_no_count_to_an
     rows.faults.inject(Fault("commit", error, calls=1))
     await rows.put(delayed())
     await start(rows)
-    # # Then an outage counts as a failure of no message, and other errors of the message
+    # Then an outage counts as a failure of no message, and other errors of the message
     assert [message.number_of_retries for message in await rows.pending()] == [0 if error is DOWN else 1]
     rows.faults.heal()
     await rows.clock.advance(5)

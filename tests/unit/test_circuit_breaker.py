@@ -101,7 +101,7 @@ async def test_silence_after_a_failure_is_no_lasting_fault(clock: ManualClock) -
     probe.breaker.note(BOOM)
     # When hours pass
     await clock.advance(10_000)
-    # # Then the breaker does not trigger
+    # Then the breaker does not trigger
     assert (probe.triggered, probe.breaker.state) == ([], BreakerState.ARMED)
     # And a success is the end of it
     probe.breaker.success()

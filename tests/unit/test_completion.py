@@ -247,7 +247,7 @@ async def test_a_message_that_is_being_completed_when_its_handler_is_cancelled_i
     await start(scenario, _succeed)
     scenario.transport.inject(Fault("acknowledge", until=gate))
     await fill(scenario, "m")
-    # # When the endpoint stops and cancels the remaining handlers
+    # When the endpoint stops and cancels the remaining handlers
     stopping = asyncio.create_task(scenario.endpoint.stop(timedelta(seconds=1)))
     await clock.advance(1)
     assert not stopping.done()
@@ -255,3 +255,24 @@ async def test_a_message_that_is_being_completed_when_its_handler_is_cancelled_i
     await stopping
     # Then it has left the queue, and was never visible in it
     assert (await scenario.ids("sales"), scenario.faults.calls("acknowledge")) == ([], 1)
+
+
+async def test_a_receiver_without_prefetching_releases_messages_at_a_stop(clock: ManualClock) -> None:
+    # Given a receiver that cannot receive ahead, and a stop while it returns messages
+    scenario, gate = build(clock, concurrency=2), asyncio.Event()
+    seen = await start(scenario, _succeed)
+    pipeline = scenario.endpoint._pipeline
+    assert pipeline is not None
+    pipeline._prefetches = None
+    scenario.transport.inject(Fault("receive", until=gate))
+    await fill(scenario, "first")
+    await fill(scenario, "second")
+    # When the messages come after the stop has begun
+    stopping = asyncio.create_task(scenario.endpoint.stop())
+    await settle()
+    gate.set()
+    await stopping
+    # Then each was handled, or is visible in the queue
+    queue = scenario.queues._queue("sales")
+    assert sorted([*(one for one, _ in seen), *(message.id for _, message in queue.visible)]) == ["first", "second"]
+    assert not queue.hidden

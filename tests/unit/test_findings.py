@@ -202,7 +202,7 @@ async def test_after_delayed_retries_the_error_queue_knows_the_id_that_was_sent(
 
 
 async def test_a_cancelled_send_is_not_delivered_twice(tmp_path: Path) -> None:
-    # # Given a send that waits for a lock of another transaction
+    # Given a send that waits for a lock of another transaction
     url = f"sqlite:///{tmp_path}/a.db"
     endpoint = Endpoint(
         "sales", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))

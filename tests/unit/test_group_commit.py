@@ -94,7 +94,7 @@ async def test_when_the_database_undoes_everything_everybody_is_told(database: F
 
     results, _ = await together(database, [keep("a"), keep(big), keep("b")])
 
-    # # Then no caller gets a false success
+    # Then no caller gets a false success
     there = await kept(database)
     for name, result in zip(["a", big, "b"], results, strict=True):
         assert (result == name) == (name in there)

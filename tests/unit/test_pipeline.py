@@ -612,7 +612,7 @@ async def test_an_idle_queue_after_a_short_fault_is_not_critical(clock: ManualCl
     mend()
     # When nothing arrives for a long time
     await clock.advance(120)
-    # # Then no outage is reported, and the next message is handled
+    # Then no outage is reported, and the next message is handled
     assert scenario.critical == []
     await receive(scenario, "second")
     assert [id for id, _ in seen] == ["first", "second"]

@@ -199,7 +199,7 @@ async def test_something_due_later_does_not_wake_it(clock: ManualClock) -> None:
 
 
 async def test_a_sleep_is_sixty_seconds_at_most(clock: ManualClock) -> None:
-    # # Given a store without notifications of other processes' messages
+    # Given a store without notifications of other processes' messages
     scenario = build(clock, verbs_only=True)
     await scenario.put(delayed("next year", after=31_536_000))
     await start(scenario)
@@ -214,7 +214,7 @@ async def test_a_sleep_is_sixty_seconds_at_most(clock: ManualClock) -> None:
 async def test_what_is_due_but_locked_elsewhere_is_looked_at_twenty_times_a_second_at_most(clock: ManualClock) -> None:
     scenario = build(clock)
     await scenario.put(delayed())
-    await scenario.store.fetch_next_due(START)  # # another process has claimed it
+    await scenario.store.fetch_next_due(START)  # another process has claimed it
 
     async def still_due() -> datetime:
         return START
@@ -325,7 +325,7 @@ async def test_what_a_handler_defers_outlives_the_late_removal_of_what_it_receiv
     # When the removal works at last
     scenario.faults.heal()
     await clock.advance(1)
-    # # Then it dispatched the sent message, not the one that the handler deferred
+    # Then it dispatched the sent message, not the one that the handler deferred
     assert len(await scenario.pending()) == 1
     await clock.advance(60)
     assert seen == [1, 1]
@@ -352,7 +352,7 @@ async def test_what_stays_is_free_for_others_while_the_poller_waits(clock: Manua
     await scenario.put(delayed("a"), delayed("b"))
     # When the poller has begun to wait, and no time has passed
     await start(scenario)
-    # # Then unsent messages are unlocked
+    # Then unsent messages are unlocked
     assert scenario.faults.recorded("release_many") == [
         ("release_many", ("b",) if verb == "remove_many" else ("a", "b"))
     ]

@@ -152,7 +152,7 @@ async def test_a_stop_finishes_what_is_sent_and_gives_back_what_is_not(clock: Ma
     await settle()
     confirms.arrive.set()
     await stopping
-    # # Then the first batch is dispatched, and the rest is free for other processes
+    # Then the first batch is dispatched, and the rest is free for other processes
     assert await scenario.ids("out") == ["0", "1"]
     assert await free(scenario) == ["2", "3", "4", "5"]
 

@@ -56,7 +56,7 @@ async def test_what_a_forwarding_store_leaves_is_taken_in_hand_before_it_forward
     await store.store_many([delayed("a"), delayed("lost", to="nowhere"), delayed("b")])
     # When they are due
     await start(scenario)
-    # # Then the poller handled the remaining messages before the store moved others
+    # Then the poller handled the remaining messages before the store moved others
     dispatched = [ids for _, ids in scenario.faults.recorded("dispatch")]
     assert store.forwarded[0] == (["a"] if stops else ["a", "b"])
     assert dispatched == [("lost", "b") if stops else ("lost",), ("lost",)]

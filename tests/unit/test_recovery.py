@@ -158,7 +158,7 @@ async def test_a_message_moved_to_the_error_queue_leaves_no_armed_breaker_behind
     await scenario.put(delayed())
     await start(scenario)
     assert await scenario.ids("error") == ["m"]
-    # # Then the following silence is not an outage
+    # Then the following silence is not an outage
     await scenario.clock.advance(300)
     assert scenario.critical == []
     await scenario.endpoint.stop()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialects.sqlserver_microsoft import DeclaringCursor
 
-Loose = Any  # # the types that the drivers accept
+Loose = Any  # the types that the drivers accept
 WVARCHAR, VARBINARY, BIGINT, TIMESTAMP = -9, -3, -5, 93
 AT = datetime(2026, 1, 1)  # noqa: DTZ001 - as the column keeps it
 ASCII, CYRILLIC, BEYOND = "a-long-ascii-id", "Ключ", "🚚" * 3

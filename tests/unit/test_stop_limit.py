@@ -69,5 +69,5 @@ async def test_work_that_does_not_end_is_left_behind() -> None:
             await task
     workers.stop(lambda: 0.0)
     ends.set()
-    workers.stop()  # # all threads have ended; work that had not begun was not done
+    workers.stop()  # all threads have ended; work that had not begun was not done
     assert done == ["hung"]

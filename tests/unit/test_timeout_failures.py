@@ -65,7 +65,7 @@ async def test_a_request_that_fails_five_times_goes_to_the_error_queue_and_the_t
     failed = await peeking.only("error")
     assert failed.headers[Headers.FAILED_QUEUE] == DISPATCHER
     assert (await peeking.ids("out"), await peeking.pending()) == ([], 1)
-    # # Then it is not requested again and again
+    # Then it is not requested again and again
     await peeking.clock.advance(timedelta(minutes=10))
     assert peeking.faults.calls("peek") == 5
     # When the request is retried from the error queue
@@ -99,7 +99,7 @@ async def test_a_removal_that_fails_elsewhere_doubles_the_message_under_the_same
 
 
 async def test_what_somebody_else_has_removed_meanwhile_is_tried_again_and_found_gone(clock: ManualClock) -> None:
-    # # Given storage without transactions, where another process is faster after our query
+    # Given storage without transactions, where another process is faster after our query
     scenario = build_timeouts(clock, shared=False)
     await scenario.start()
     await scenario.endpoint.send("out", b"body", message_id="m", delay=FIVE)
@@ -259,7 +259,7 @@ async def test_a_request_that_cannot_be_sent_backs_off_by_itself(peeking: Timeou
     peeking.faults.inject(Fault("dispatch", BOOM, when=sent_to(DISPATCHER), calls=range(1, 3)))
     # When it is due
     await peeking.clock.advance(timedelta(minutes=2, seconds=10))
-    # # Then it arrives all the same, and is not an error
+    # Then it arrives all the same, and is not an error
     assert (await peeking.ids("out"), await peeking.ids("error")) == (["m"], [])
     await peeking.endpoint.stop()
 

@@ -279,7 +279,7 @@ async def test_queues_are_created(clock: ManualClock) -> None:
 
 
 async def test_a_deferred_message_of_a_handler_comes_back(scenario: TimeoutScenario) -> None:
-    # # Given a handler that defers its message, once
+    # Given a handler that defers its message, once
     seen: list[str] = []
     scenario.endpoint._handlers = Handlers()
 

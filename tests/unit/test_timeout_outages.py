@@ -131,7 +131,7 @@ async def test_the_endpoint_starts_while_the_storage_is_down(clock: ManualClock,
     scenario.faults.inject(fault)
     # When
     await scenario.start()
-    # # Then it works as far as possible: delayed messages wait in the queue
+    # Then it works as far as possible: delayed messages wait in the queue
     await scenario.endpoint.send("sales", b"", message_id="now")
     await scenario.endpoint.send("sales", b"", message_id="later", delay=FIVE)
     await clock.advance(3)

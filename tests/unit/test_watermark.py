@@ -107,7 +107,7 @@ async def test_full_looks_report_what_they_find_and_survive_an_outage() -> None:
     try:
         # When a look from the watermark on has ended
         looks.want()
-        # # Then the second attempt's result is reported, and no further query runs
+        # Then the second attempt's result is reported, and no further query runs
         assert await asyncio.wait_for(found, 10) == DUE
         assert outcomes == []
     finally:
