@@ -85,7 +85,7 @@ def test_each_place_is_named() -> None:
         loaded(environ={"DELAYLINE_BATCH_SIZE": "x"})
 
 
-def test_an_unknown_key_is_refused_with_what_it_may_have_meant() -> None:
+def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown setting 'batchsize'; did you mean 'batch_size'"):
         loaded("batchsize = 5")
 
@@ -180,7 +180,7 @@ def test_delay_levels_need_a_broker() -> None:
         endpoint_from(Settings(endpoint="sales", store_url=BROKER))
 
 
-def test_nobody_lists_what_waits_in_delay_levels() -> None:
+def test_messages_in_delay_levels_cannot_be_listed() -> None:
     with pytest.raises(ConfigurationError, match=r"counted, not listed.*delayline rabbitmq pending"):
         store_from(BROKER)
 
@@ -283,7 +283,7 @@ def test_the_outage_of_a_drained_timeout_manager_can_be_set() -> None:
     ("name", "value"),
     [("table_name", "x"), ("journal", "yes"), ("cold_tier", "x"), ("timeouts_url", "sqlite:///t.db")],
 )
-def test_a_timeout_manager_excludes_what_is_of_a_store(name: str, value: str) -> None:
+def test_a_timeout_manager_excludes_store_settings(name: str, value: str) -> None:
     given: dict[str, Any] = {name: value}
     with pytest.raises(ConfigurationError, match=f"timeout_manager = true and {name} exclude each other"):
         endpoint_from(loaded(endpoint="sales", timeout_manager="yes", **given))

@@ -78,7 +78,7 @@ def test_a_short_demo_keeps_every_promise(folder: Path, processes: list[subproce
 
 
 @pytest.mark.slow
-def test_a_demo_in_which_a_message_is_doubled_says_so(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+def test_a_demo_in_which_a_message_is_doubled_is_reported(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
     # Given a demo under way
     process = demo_process("--rows", "50", "--within", "3", "--outage", "0.2", "--dir", "runs", "--json")
     processes.append(process)

@@ -60,7 +60,7 @@ def test_a_pair_that_cannot_honour_the_mode_is_wrong(ready: Callable[..., Result
     assert "TRANSACTION_SCOPE needs one transaction" in text
 
 
-def test_without_setup_it_says_what_to_do_and_makes_nothing(run: Callable[..., Result]) -> None:
+def test_without_setup_it_has_a_remedy_and_makes_nothing(run: Callable[..., Result]) -> None:
     ran = run("doctor")
     assert ran.code == 1
     assert "✗ connection" in ran.out
@@ -75,7 +75,7 @@ def test_another_endpoint_is_not_set_up(ready: Callable[..., Result]) -> None:
     assert "delayline setup" in found["delayed messages"][1]
 
 
-def test_messages_that_nobody_dispatches_are_wrong(ready: Callable[..., Result]) -> None:
+def test_messages_without_a_dispatcher_are_reported(ready: Callable[..., Result]) -> None:
     ready("send", "billing", "x", "--delay", "1h", "--id", "late")
     overdue_by(timedelta(seconds=2))
     assert ready("doctor").code == 0
@@ -88,7 +88,7 @@ def test_messages_that_nobody_dispatches_are_wrong(ready: Callable[..., Result])
     assert "Nobody dispatches" in text
 
 
-def test_a_file_that_is_no_database_is_told_in_one_line(ready: Callable[..., Result]) -> None:
+def test_a_file_that_is_no_database_is_reported_in_one_line(ready: Callable[..., Result]) -> None:
     Path("text.db").write_text("this is no database" * 100)
     ran = ready("doctor", "--url", "sqlite:///text.db")
     assert ran.code == 1
@@ -109,7 +109,7 @@ def timeouts(folder: Path, *, after: timedelta) -> None:
     asyncio.run(leave())
 
 
-def test_a_timeout_manager_that_drains_is_told_of(
+def test_a_timeout_manager_that_drains_is_reported(
     ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given
@@ -147,7 +147,7 @@ def test_a_timeout_manager_of_which_nothing_is_left(
     assert (ok, text) == (True, "empty and disabled; nothing of it is left")
 
 
-def test_an_endpoint_drains_what_the_settings_name(
+def test_an_endpoint_drains_the_configured_timeout_manager(
     ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
@@ -166,9 +166,7 @@ def test_an_endpoint_drains_what_the_settings_name(
     assert "empty." in findings(ready("doctor", "--json"))["timeout manager"][1]
 
 
-def test_what_a_dry_run_shows_is_all_that_draining_needs(
-    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dry_run_of_draining_is_complete(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     # Given tables that an administrator has created from the output of the dry run
     monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
     shown = run("setup", "--endpoint", "sales", "--queue", "billing", "--dry-run").out

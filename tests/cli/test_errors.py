@@ -66,7 +66,7 @@ def test_a_retried_message_arrives_without_the_headers_of_its_failure(failures: 
     assert ids("error") == ["a", "lost", "bare"]
 
 
-def test_what_cannot_be_retried_stays(failures: Callable[..., Result]) -> None:
+def test_messages_that_cannot_be_retried_stay_in_the_error_queue(failures: Callable[..., Result]) -> None:
     ran = failures("errors", "retry", "--all")
     assert ran.code == 1
     assert "queue 'gone' does not exist; it stays in error" in ran.out
@@ -85,7 +85,7 @@ def test_copies_are_retried_one_by_one(failures: Callable[..., Result]) -> None:
     assert ids("error").count("a") == 1
 
 
-def test_an_unknown_id_is_told(failures: Callable[..., Result]) -> None:
+def test_an_unknown_id_is_reported(failures: Callable[..., Result]) -> None:
     ran = failures("errors", "retry", "nobody", "a")
     assert ran.code == 1
     assert "✗ nobody: not in error" in ran.out
@@ -123,7 +123,7 @@ def test_purge_can_be_told_not_to_ask(failures: Callable[..., Result]) -> None:
     assert failures("errors", "purge", "--yes", "--json").document == {"queue": "error", "dropped": 4}
 
 
-def test_an_error_queue_that_is_not_there_is_told(ready: Callable[..., Result]) -> None:
+def test_an_error_queue_that_is_not_there_is_reported(ready: Callable[..., Result]) -> None:
     for command in (["list"], ["retry", "--all"], ["purge", "--yes"]):
         ran = ready("errors", *command, "--error-queue", "oops")
         assert (ran.code, ran.out) == (1, "")

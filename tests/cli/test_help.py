@@ -38,7 +38,7 @@ def test_help_does_not_wait_for_sqlalchemy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_the_version_is_told(run: Callable[..., Result]) -> None:
+def test_the_version_is_reported(run: Callable[..., Result]) -> None:
     assert run("--version").out.startswith("delayline, version ")
 
 

@@ -32,7 +32,7 @@ def ids(ran: Result) -> list[str]:
     return [one["id"] for one in ran.document["pending"]]
 
 
-def test_what_waits_is_listed_earliest_first(three: Callable[..., Result]) -> None:
+def test_pending_messages_are_listed_earliest_first(three: Callable[..., Result]) -> None:
     assert ids(three("pending", "--json")) == ["a", "c", "b"]
     assert ids(three("pending", "--json", "--destination", "billing")) == ["a", "b"]
     assert ids(three("pending", "--json", "--limit", "1")) == ["a"]
@@ -50,7 +50,7 @@ def test_nothing_waits(ready: Callable[..., Result]) -> None:
     assert ids(ready("pending", "--json")) == []
 
 
-def test_what_waits_is_counted_by_due_time_and_destination(three: Callable[..., Result]) -> None:
+def test_pending_messages_are_counted_by_due_time_and_destination(three: Callable[..., Result]) -> None:
     document = three("pending", "--count", "--bucket", "52w", "--json").document
     assert document["total"] == 3
     assert sorted((one["destination"], one["count"]) for one in document["counts"]) in (
@@ -102,7 +102,7 @@ def test_rescheduling_nothing_fails(three: Callable[..., Result]) -> None:
     assert three("reschedule", "nobody", "--delay", "1h").code == 1
 
 
-def test_what_waits_can_be_seen_where_the_queues_are_not(ready: Callable[..., Result]) -> None:
+def test_pending_messages_can_be_listed_without_the_queues(ready: Callable[..., Result]) -> None:
     ran = ready("pending", "--json", "--transport-url", "sqlite:///gone.db")
     assert ran.code == 0
     assert not Path("gone.db").exists()
@@ -134,7 +134,7 @@ def test_both_tiers_are_seen_and_changed_where_there_is_a_cold_one(
     assert three("pending", "--url", "memory:").code == 2
 
 
-def test_what_is_left_in_an_old_timeout_manager_is_listed_and_changed(
+def test_timeouts_of_a_draining_timeout_manager_are_listed_and_changed(
     ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = ready("pending", "--timeouts")

@@ -67,14 +67,14 @@ def test_levels_of_other_names_are_created_on_request(on_broker: Callable[..., R
     assert on_broker("verify").code == 1
 
 
-def test_levels_that_differ_are_told_by_argument(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
+def test_levels_that_differ_are_reported_by_argument(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
     with_channel(rabbitmq_url, lambda channel: channel.queue_declare(V2.level(3), durable=True))
     ran = on_broker("create")
     assert ran.code == 1
     assert "'nsb.v2.delay-level-03' has x-" in ran.err
 
 
-def test_messages_are_migrated_and_what_cannot_be_is_told(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
+def test_messages_are_migrated_and_others_are_reported(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
     # Given messages in v1's levels, one of them malformed
     assert (on_broker("create", "--delays", "v1").code, on_broker("create").code) == (0, 0)
 
@@ -126,7 +126,7 @@ def test_messages_are_transferred_to_another_broker(
         rabbitmq.drop_vhost(target)
 
 
-def test_what_waits_is_counted_with_when_it_comes_due(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
+def test_pending_messages_are_counted_with_their_due_times(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
     on_broker("create")
     assert on_broker("pending").out.startswith("0 pending messages in nsb.v2.* at amqp://guest@")
 
@@ -145,7 +145,7 @@ def test_what_waits_is_counted_with_when_it_comes_due(on_broker: Callable[..., R
     assert document["levels"][0] == {"level": 6, "count": 2, "due_within": 127}
 
 
-def test_messages_to_nobody_are_caught_on_request(on_broker: Callable[..., Result]) -> None:
+def test_messages_without_a_destination_are_caught_on_request(on_broker: Callable[..., Result]) -> None:
     on_broker("create")
     assert "go to the queue nsb.v2.delay-undeliverable" in on_broker("catch-all", "on").out
     assert on_broker("verify").code == 0
@@ -158,7 +158,7 @@ def levels_of(ran: Result) -> dict[str, tuple[bool, str]]:
     return {one["what"]: (one["ok"], one["text"]) for one in found if one["what"].startswith("delay levels")}
 
 
-def test_doctor_finds_what_is_wrong_with_the_levels(
+def test_doctor_reports_faults_of_the_levels(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     # Given an endpoint that is set up on a broker
@@ -201,7 +201,7 @@ def lose(url: str, levels: DelayInfrastructure = V2, number: int = 3) -> None:
     with_channel(url, fill)
 
 
-def test_what_was_caught_is_counted_by_everything_that_counts(
+def test_caught_messages_are_counted_by_all_commands(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     # Given an endpoint that is set up, which has due messages without a destination caught
@@ -253,7 +253,7 @@ def test_without_the_management_api_a_count_says_what_it_leaves_out(
     assert "3 in nsb.v2.delay-undeliverable: due, and without a destination" in ran.out
 
 
-def test_a_user_who_may_set_no_policy_is_told_what_is_missing(
+def test_a_user_who_may_set_no_policy_gets_the_missing_right(
     run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str
 ) -> None:
     # Given a user with the right to create the levels, but not to set policies
@@ -309,7 +309,7 @@ def test_another_technologys_url_is_wrong_usage(run: Callable[..., Result], comm
     assert "'sqlite:///delayline.db' is not a broker. Give --url amqp://" in ran.err
 
 
-def test_a_broker_that_is_not_there_is_told_without_the_password(run: Callable[..., Result]) -> None:
+def test_a_broker_that_is_not_there_is_reported_without_the_password(run: Callable[..., Result]) -> None:
     for command in ("create", "pending", "migrate"):
         ran = run("rabbitmq", command, "--url", "amqp://shop:s3cret@127.0.0.1:1/orders")
         assert ran.code == 1

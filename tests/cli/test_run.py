@@ -53,7 +53,7 @@ def shop(ready: Callable[..., Result], folder: Path) -> Callable[..., Result]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_once_what_is_in_flight_is_done(
+def test_a_signal_stops_it_after_messages_in_flight(
     shop: Callable[..., Result], processes: list[subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     shop("send", "billing", "slow")
@@ -79,7 +79,7 @@ def test_a_critical_error_exits_with_1(shop: Callable[..., Result], processes: l
     assert err.splitlines()[-1].startswith("error: endpoint 'broken' stopped after a critical error")
 
 
-def test_without_module_it_dispatches_what_is_due(
+def test_without_a_module_it_dispatches_due_messages(
     ready: Callable[..., Result], processes: list[subprocess.Popen[str]]
 ) -> None:
     process = delayline_process("run")
@@ -103,7 +103,7 @@ def test_without_module_it_dispatches_what_is_due(
         ("shop:number", "is a int, not an Endpoint. Its endpoints are: billing, broken, synchronous"),
     ],
 )
-def test_a_target_that_is_no_endpoint_is_told(shop: Callable[..., Result], target: str, told: str) -> None:
+def test_a_target_that_is_no_endpoint_is_reported(shop: Callable[..., Result], target: str, told: str) -> None:
     ran = shop("run", target)
     assert (ran.code, ran.out) == (2, "")
     assert told in ran.err

@@ -76,7 +76,7 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Result]) -> No
         (["billing", "x", "--from", "delayline.db"], 2, "leave the other arguments out"),
     ],
 )
-def test_what_cannot_be_sent_is_said_in_one_line(
+def test_a_message_that_cannot_be_sent_is_reported_in_one_line(
     ready: Callable[..., Result], arguments: list[str], code: int, told: str
 ) -> None:
     ran = ready("send", *arguments)
@@ -297,7 +297,7 @@ def test_a_file_that_cannot_be_understood_at_all_is_refused(
     assert told in ran.err
 
 
-def test_sending_before_setup_says_what_to_do(run: Callable[..., Result]) -> None:
+def test_sending_before_setup_has_a_remedy(run: Callable[..., Result]) -> None:
     ran = run("send", "billing", "x", "--delay", "1h")
     assert (ran.code, ran.out) == (1, "")
     assert "delayline setup" in ran.err

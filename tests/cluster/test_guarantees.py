@@ -42,9 +42,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("layout", "mode"), ROWS)
 @pytest.mark.sample(4)
-def test_what_is_promised_is_what_is_seen(
-    make_cluster: Callable[..., Cluster], layout: str, mode: str, tmp_path: Path
-) -> None:
+def test_the_guarantees_hold(make_cluster: Callable[..., Cluster], layout: str, mode: str, tmp_path: Path) -> None:
     # Given a sender, pollers and receivers
     row = promised(layout, mode, tmp_path)
     cluster = make_cluster(mode, layout)

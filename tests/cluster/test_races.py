@@ -41,7 +41,7 @@ async def change_minds(store: SqlDelayedMessageStore) -> Answers:
 
 
 @pytest.mark.parametrize("layout", ["one file", "two files"])
-def test_an_answer_is_true_whoever_else_is_at_work(make_cluster: Callable[..., Cluster], layout: str) -> None:
+def test_results_are_right_under_concurrency(make_cluster: Callable[..., Cluster], layout: str) -> None:
     # Given pollers and a receiver at work on messages that fall due one after another
     cluster = make_cluster("SENDS_ATOMIC_WITH_RECEIVE", layout)
     for role in ("poller", "poller", "receiver"):

@@ -149,7 +149,7 @@ def test_many_start_at_once(make_cluster: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.parametrize("role", ["poller", "receiver"])
-def test_somebody_is_woken_across_processes(make_cluster: Callable[..., Cluster], role: str) -> None:
+def test_pollers_of_other_processes_are_woken(make_cluster: Callable[..., Cluster], role: str) -> None:
     # Given processes at rest, the poller asleep for a message due in an hour; one of them was killed and replaced
     cluster = make_cluster()
     cluster.send(1, first=1000, delays=(3600, 3600))

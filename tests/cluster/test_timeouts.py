@@ -37,7 +37,11 @@ SENDING = steps(("store", "lock_due"), ("transport", "dispatch"), ("store", "rem
 MOVING = steps(("store", "forward_due"))
 #: Where that cannot be, the poller asks for it, and the dispatching satellite sends and removes it.
 ASKING = steps(
-    ("store", "next_chunk"), ("transport", "dispatch"), ("store", "commit"), ("store", "take"), ("transport", "acknowledge")
+    ("store", "next_chunk"),
+    ("transport", "dispatch"),
+    ("store", "commit"),
+    ("store", "take"),
+    ("transport", "acknowledge"),
 )
 
 
@@ -57,9 +61,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("layout", "mode"), ROWS)
 @pytest.mark.sample(3)
-def test_what_is_promised_is_what_is_seen(
-    make_cluster: Callable[..., Cluster], layout: str, mode: str, tmp_path: Path
-) -> None:
+def test_the_guarantees_hold(make_cluster: Callable[..., Cluster], layout: str, mode: str, tmp_path: Path) -> None:
     # Given a sender, two timeout managers and receivers
     row = promised(layout, mode, tmp_path)
     cluster = make_cluster(mode, layout, delivery="timeouts")

@@ -225,7 +225,7 @@ def small_sparks(
 
 
 @pytest.mark.parametrize("page", ON_A_BROKER, ids=name_of)
-def test_what_a_page_shows_works_on_a_broker(
+def test_the_examples_of_a_page_work_on_a_broker(
     page: Path, session: Session, rabbitmq: RabbitmqServer, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYLINE_URL", f"{rabbitmq_url}?management={rabbitmq.management_url}")
@@ -234,7 +234,7 @@ def test_what_a_page_shows_works_on_a_broker(
 
 
 @pytest.mark.parametrize("page", ON_POSTGRESQL, ids=name_of)
-def test_what_a_page_shows_works_on_postgresql(
+def test_the_examples_of_a_page_work_on_postgresql(
     page: Path, session: Session, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYLINE_URL", postgresql_url)
@@ -245,15 +245,15 @@ def test_what_a_page_shows_works_on_postgresql(
 @pytest.mark.timeout(300)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("page", ON_SPARK, ids=name_of)
-def test_what_a_page_shows_works_on_spark(page: Path, session: Session, request: pytest.FixtureRequest) -> None:
-    test_what_a_page_shows_works(page, session, request)
+def test_the_examples_of_a_page_work_on_spark(page: Path, session: Session, request: pytest.FixtureRequest) -> None:
+    test_the_examples_of_a_page_work(page, session, request)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "page", [page for page in OURS if page not in ON_A_BROKER + ON_POSTGRESQL + ON_SPARK], ids=name_of
 )
-def test_what_a_page_shows_works(page: Path, session: Session, request: pytest.FixtureRequest) -> None:
+def test_the_examples_of_a_page_work(page: Path, session: Session, request: pytest.FixtureRequest) -> None:
     if page.name != AS_A_NEWCOMER and "spark" in page.read_text(encoding="utf-8").lower():
         request.getfixturevalue("small_sparks")
     for block in blocks_of(page):

@@ -158,7 +158,7 @@ async def test_a_transaction_that_is_over_is_refused(postgresql_url: str) -> Non
             await shop.send("shop", "closed", delay=LATER, transaction=connection)
 
 
-async def test_a_commit_that_the_server_makes_a_rollback_fails(postgresql_url: str) -> None:
+async def test_a_commit_that_becomes_a_rollback_fails(postgresql_url: str) -> None:
     """Given an aborted transaction of delayline's, when it commits, then the silent rollback raises an error."""
     store = SqlDelayedMessageStore(postgresql_url)
     await store.setup_infrastructure("sales")

@@ -68,7 +68,7 @@ def row_of_dotnet(due: datetime, number: int = 1, **other: object) -> dict[str, 
     } | other
 
 
-async def test_what_dotnet_has_stored_is_delivered_and_never_early(azure_url: str, table: TableClient) -> None:
+async def test_messages_stored_by_dotnet_are_delivered_and_never_early(azure_url: str, table: TableClient) -> None:
     # Given rows of a .NET instance of the same endpoint, which rounds due times down to the second
     noted = HandledMessages()
     due = datetime.now(UTC) + SECOND
@@ -86,7 +86,7 @@ async def test_what_dotnet_has_stored_is_delivered_and_never_early(azure_url: st
     assert [row async for row in table.list_entities()] == []
 
 
-async def test_what_is_stored_is_what_dotnet_reads(azure_url: str, table: TableClient) -> None:
+async def test_dotnet_can_read_stored_timeouts(azure_url: str, table: TableClient) -> None:
     due = datetime(2050, 5, 1, 12, 0, 0, tzinfo=UTC)
     async with endpoint_at(azure_url) as endpoint:
         await endpoint.transport.setup_infrastructure(["billing"])
@@ -98,7 +98,7 @@ async def test_what_is_stored_is_what_dotnet_reads(azure_url: str, table: TableC
     assert set(row) == {"PartitionKey", "RowKey", "Destination", "MessageId", "Body", "Headers", "NumberOfRetries"}
 
 
-async def test_what_dotnet_has_stored_is_cancelled_and_rescheduled(
+async def test_messages_stored_by_dotnet_can_be_cancelled_and_rescheduled(
     azure_url: str, table: TableClient, store: AzureDelayedTable
 ) -> None:
     far = datetime(2050, 5, 1, 12, 0, 0, tzinfo=UTC)
@@ -109,7 +109,7 @@ async def test_what_dotnet_has_stored_is_cancelled_and_rescheduled(
     assert [message.due for message in await store.pending()] == [far + SECOND * 7200]
 
 
-async def test_foreign_rows_stay_where_they_are_and_hold_up_nobody(azure_url: str, table: TableClient) -> None:
+async def test_foreign_rows_stay_and_block_no_others(azure_url: str, table: TableClient) -> None:
     # Given more rows than a page of .NET has, all of them overdue and none of them a message
     past = datetime.now(UTC) - timedelta(hours=1)
     rows = [row_of_dotnet(past, number, Destination="") for number in range(60)]
@@ -245,7 +245,7 @@ async def test_a_handler_may_take_longer_than_its_message_is_hidden(azure_url: s
     assert len(handled) == 1
 
 
-async def test_what_another_process_stores_arrives_within_two_seconds(azure_url: str, store: AzureDelayedTable) -> None:
+async def test_messages_of_another_process_arrive_within_two_seconds(azure_url: str, store: AzureDelayedTable) -> None:
     noted = HandledMessages()
     async with endpoint_at(azure_url, noted=noted):
         await asyncio.sleep(0.2)
@@ -287,7 +287,7 @@ async def test_a_message_to_be_received_in_time_has_a_life_in_azure(azure_url: s
     assert unwrap("", message.content).headers[Headers.TIME_TO_BE_RECEIVED] == "00:01:00.5"
 
 
-async def test_a_lease_that_is_broken_is_told_and_what_was_held_is_fetched_by_others(
+async def test_a_broken_lease_is_logged_and_other_processes_fetch_its_messages(
     azure_url: str, store: AzureDelayedTable
 ) -> None:
     # Given a message in the hands of one process
@@ -371,7 +371,7 @@ async def test_an_endpoint_that_has_moved_to_the_table_drains_its_timeout_manage
     assert {message.text for message in noted} == {"old", "new"}
 
 
-async def test_a_container_that_somebody_deleted_is_made_again(azure_url: str, store: AzureDelayedTable) -> None:
+async def test_a_deleted_container_is_created_again(azure_url: str, store: AzureDelayedTable) -> None:
     """.NET never makes it again."""
     now = datetime.now(UTC)
     await store.store(delayed(due=now))

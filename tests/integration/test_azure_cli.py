@@ -35,7 +35,7 @@ def run(azure_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_what_waits_is_listed_rescheduled_and_cancelled(run: Run) -> None:
+def test_pending_messages_are_listed_rescheduled_and_cancelled(run: Run) -> None:
     run("setup", "--queue", "billing")
     run("send", "billing", "hello", "--delay", "1h", "--id", "first")
     run("send", "billing", "hello", "--delay", "2h", "--id", "second")
@@ -56,7 +56,7 @@ def test_doctor_looks_at_the_account(run: Run) -> None:
     assert "at least once" in findings["guarantee"]["text"]
 
 
-def test_what_failed_is_listed_retried_and_purged(run: Run) -> None:
+def test_failed_messages_are_listed_retried_and_purged(run: Run) -> None:
     # Given 40 messages that failed: more than can be looked at without taking them
     run("setup")
     settings = load_settings()

@@ -42,7 +42,7 @@ async def proxy(azure_url: str) -> AsyncIterator[Proxy]:
         yield proxy
 
 
-async def test_a_throttled_request_is_sent_again_when_azure_says_so(proxy: Proxy) -> None:
+async def test_a_throttled_request_is_sent_again_when_azure_is_reported(proxy: Proxy) -> None:
     # Given
     busy = proxy.instead("POST", r"/sales/messages", refusal(503, "ServerBusy", {"Retry-After": "1"}), times=1)
     full = proxy.instead("POST", r"\$batch", refusal(429, "TooManyRequests", {"Retry-After": "1"}), times=1)
@@ -58,7 +58,7 @@ async def test_a_throttled_request_is_sent_again_when_azure_says_so(proxy: Proxy
     assert sorted(message.id for message in noted) == ["later", "now"]
 
 
-async def test_an_outage_loses_nothing_counts_nobody_and_is_no_hot_loop(proxy: Proxy) -> None:
+async def test_an_outage_loses_no_message_counts_no_failure_and_is_no_hot_loop(proxy: Proxy) -> None:
     # Given queues that refuse everything when a message falls due
     noted = HandledMessages()
     async with endpoint_at(proxy.url, noted=noted) as endpoint:
@@ -102,7 +102,7 @@ async def test_rights_that_do_not_do_are_explained(proxy: Proxy, status: int, co
         await endpoint_at(proxy.url).start()
 
 
-async def test_a_wrong_key_is_explained_and_not_told(azure_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_key_is_reported_without_the_key(azure_url: str, caplog: pytest.LogCaptureFixture) -> None:
     key = base64.b64encode(b"some other secret").decode()
     with caplog.at_level(logging.DEBUG), pytest.raises(BackendUnusable, match="account key") as refused:
         await endpoint_at(re.sub("AccountKey=[^;]*", f"AccountKey={key}", azure_url)).start()
@@ -123,7 +123,7 @@ async def test_without_a_table_setup_is_the_remedy(azure_url: str) -> None:
         await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
 
 
-async def test_an_endpoint_whose_queue_azure_cannot_have_says_so(azure_url: str) -> None:
+async def test_an_endpoint_whose_queue_azure_cannot_have_is_reported(azure_url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"Contoso\.Sales"):
         await endpoint_at(azure_url, "Contoso.Sales").start()
 
@@ -167,7 +167,7 @@ async def test_a_sas_does_where_it_has_the_rights(azure_url: str) -> None:
 
 
 @pytest.mark.parametrize(("hours", "words"), [(1, "ahead of"), (-1, "behind")])
-async def test_a_clock_that_differs_from_the_services_is_told(proxy: Proxy, hours: int, words: str) -> None:
+async def test_a_clock_that_differs_from_the_services_is_reported(proxy: Proxy, hours: int, words: str) -> None:
     def listed(_: web.Request) -> web.Response:
         date = format_datetime(datetime.now(UTC) - timedelta(hours=hours), usegmt=True)
         text = '<?xml version="1.0"?><EnumerationResults><Queues/><Containers/></EnumerationResults>'

@@ -189,7 +189,9 @@ async def test_a_send_waits_for_a_short_lock(file: Path, make_endpoint: Callable
         assert [message.id for message in await endpoint.delayed.pending()] == ["kept"]
 
 
-async def test_what_is_due_while_locked_arrives_afterwards(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
+async def test_messages_that_come_due_while_locked_arrive_afterwards(
+    file: Path, make_endpoint: Callable[..., Endpoint]
+) -> None:
     endpoint = make_endpoint(url=f"sqlite:///{file}?timeout=0.2")
 
     @endpoint.handler

@@ -114,7 +114,7 @@ async def test_a_url_that_leads_nowhere(database: str, url: str, kind: type[Dela
 
 
 @pytest.mark.parametrize("url", [url for url, _, _ in BAD_URLS])
-def test_the_command_line_says_so_without_a_stack_trace(database: str, url: str) -> None:
+def test_the_command_line_reports_it_without_a_stack_trace(database: str, url: str) -> None:
     address = url.format(user=USER, secret=SECRET, database=database, nobody=free_port())
     assert "error: " in told("setup", "--endpoint", "sales", "--url", address)
 

@@ -55,7 +55,7 @@ def test_a_batch_is_stored_as_it_is(url: str, writer: BulkWriter) -> None:
     assert (second.number_of_retries, second.message.body) == (0, b"")
 
 
-def test_an_attempt_at_a_batch_that_is_there_learns_whose_it_is(url: str, writer: BulkWriter) -> None:
+def test_a_repeated_attempt_returns_the_committed_one(url: str, writer: BulkWriter) -> None:
     assert store_in_task(writer, "a", 2, rows("x", "y")) == 2
     assert store_in_task(writer, "a", 1, rows("x")) == 2
     assert store_in_task(writer, "a", 3, rows("z")) == 2

@@ -205,7 +205,7 @@ async def endpoint_(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
         yield endpoint_
 
 
-async def test_a_commit_makes_it_exist_and_wakes_whoever_waits(endpoint_: RecordingEndpoint) -> None:
+async def test_a_commit_stores_the_message_and_wakes_receivers(endpoint_: RecordingEndpoint) -> None:
     """Given a transaction with an order, when it commits, then the messages sent in it are handled at once."""
     async with endpoint_.begin() as work:
         await work.do("INSERT INTO orders VALUES (17)")

@@ -222,7 +222,7 @@ async def test_a_transaction_of_two_phases_is_refused(postgresql_url: str) -> No
             await shop.send("shop", "", delay=LATER, transaction=session)
 
 
-async def test_what_is_no_connection_is_refused(tmp_path: Path) -> None:
+async def test_objects_that_are_not_connections_are_refused(tmp_path: Path) -> None:
     """Given anything else, when it is passed as a transaction, then the error says what may be."""
     wrong: Any = create_engine(f"sqlite:///{tmp_path}/shop.db")
     async with shop_in(f"sqlite:///{tmp_path}/shop.db") as shop:
@@ -324,7 +324,7 @@ def raw_connection(driver: str, url: str, *, autocommit: bool = False) -> Any:  
     )
 
 
-async def test_connections_of_asynchronous_drivers_are_refused_with_what_to_pass(
+async def test_connections_of_asynchronous_drivers_are_refused_with_the_supported_ones(
     tmp_path: Path, postgresql_url: str
 ) -> None:
     """Given a raw connection of asyncpg or aiosqlite, when it is passed, then the error names the supported ones."""
@@ -340,7 +340,7 @@ async def test_connections_of_asynchronous_drivers_are_refused_with_what_to_pass
             await theirs.close()
 
 
-async def test_what_has_no_database_says_so(tmp_path: Path) -> None:
+async def test_parts_without_a_database_are_reported(tmp_path: Path) -> None:
     """Given queues and store in memory, when a message is sent in a transaction, then the error names the stores to
     use.
     """

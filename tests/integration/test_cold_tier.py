@@ -53,7 +53,7 @@ def ids(messages: Sequence[DelayedMessage]) -> list[str]:
     return [message.id for message in messages]
 
 
-async def test_what_waits_in_both_tiers_is_listed_by_due_time(store: TwoTierStore) -> None:
+async def test_pending_messages_of_both_tiers_are_listed_by_due_time(store: TwoTierStore) -> None:
     await put(store, ("hot", NOON), ("hot far", NOON + 3 * HOUR))
     await hold(store, ("a", NOON + HOUR), ("b", NOON + HOUR), ("c", NOON + 4 * HOUR))
     await hold(store, ("d", NOON + HOUR + timedelta(minutes=1)), destination="shipping")
@@ -167,7 +167,7 @@ async def test_stores_of_one_database_share_a_folder_and_nothing_else(store: Two
     await other.close()
 
 
-async def test_a_file_that_is_missing_or_changed_is_told(store: TwoTierStore) -> None:
+async def test_a_file_that_is_missing_or_changed_is_reported(store: TwoTierStore) -> None:
     [file] = await hold(store, ("a", NOON), ("b", NOON))
     await store._database.write(partial(store._catalog.register, files=[]))
     changed = file._replace(messages=3)
@@ -179,7 +179,7 @@ async def test_a_file_that_is_missing_or_changed_is_told(store: TwoTierStore) ->
     assert [one.count for one in await store.count_by_due(HOUR)] == [2]
 
 
-async def test_bytes_that_are_no_parquet_are_told(store: TwoTierStore, tmp_path: Path) -> None:
+async def test_bytes_that_are_no_parquet_are_reported(store: TwoTierStore, tmp_path: Path) -> None:
     [file] = await hold(store, ("a", NOON))
     (tmp_path / "cold" / f"due_hour={file.due_hour}" / f"{file.name}.parquet").write_bytes(b"PAR1 nonsense")
     with pytest.raises(BackendUnusable, match="cannot read"):

@@ -43,7 +43,7 @@ def test_who_begins_takes_over(control: DispatcherControl) -> None:
     assert control.next_generation("sales", "b", LEASE) is not None
 
 
-def test_who_is_told_to_stop_stops_until_it_is_begun_again(control: DispatcherControl) -> None:
+def test_a_stopped_dispatcher_stops_until_it_is_started_again(control: DispatcherControl) -> None:
     control.begin("sales", "a")
     generation = control.next_generation("sales", "a", LEASE)
     assert control.stop("sales") and control.stop("sales")
@@ -63,7 +63,7 @@ def test_a_lease_that_is_over_ends_the_wave(control: DispatcherControl) -> None:
     assert generation is not None and not control.goes_on(generation)
 
 
-def test_each_shard_is_heard_with_its_last_words(control: DispatcherControl) -> None:
+def test_the_last_output_of_each_shard_is_logged(control: DispatcherControl) -> None:
     metrics = ShardMetrics(0, 1, "host 17", 10, 1, 0, 0.014, 0.03, 0.2)
     control.record_metrics("sales", metrics)
     control.record_metrics("sales", replace(metrics, dispatched=20, p50=None))

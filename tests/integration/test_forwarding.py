@@ -69,7 +69,7 @@ async def backend(tmp_path: Path) -> AsyncIterator[SqliteBackend]:
     await backend.store.close()
 
 
-async def test_what_is_due_moves_in_the_order_of_due_times_and_nothing_else(backend: SqliteBackend) -> None:
+async def test_only_due_messages_move_in_the_order_of_due_times(backend: SqliteBackend) -> None:
     await backend.hold("second", "third")
     await backend.hold("first", due=DUE - timedelta(microseconds=1))
     await backend.hold("early", due=DUE + timedelta(microseconds=1))
@@ -110,13 +110,13 @@ async def test_it_stops_before_properties_that_no_receiver_may_see(backend: Sqli
     assert await backend.forward() == 0
 
 
-async def test_what_somebody_holds_without_a_transaction_stays(backend: SqliteBackend) -> None:
+async def test_messages_leased_by_another_process_stay(backend: SqliteBackend) -> None:
     await backend.hold("held", "free")
     assert await backend.store.fetch_next_due(DUE) is not None
     assert await backend.forward() == 0
 
 
-async def test_what_cannot_be_committed_has_not_moved(backend: SqliteBackend, tmp_path: Path) -> None:
+async def test_a_failed_commit_moves_nothing(backend: SqliteBackend, tmp_path: Path) -> None:
     await backend.hold("a")
     other = sqlite3.connect(tmp_path / "house.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -134,7 +134,7 @@ async def test_only_to_queues_in_the_same_file(backend: SqliteBackend, tmp_path:
     assert not backend.store.forwards_to(MemoryTransport())
 
 
-async def test_the_poller_forwards_what_it_can_and_takes_the_rest_in_hand(backend: SqliteBackend) -> None:
+async def test_the_poller_forwards_movable_messages_and_dispatches_the_rest(backend: SqliteBackend) -> None:
     # Given plain messages around two that need more than moving
     await backend.hold("a")
     await backend.hold("marked", headers={Headers.DISPATCH_PROPERTIES + "DeliverAt": "x", "kept": "yes"})

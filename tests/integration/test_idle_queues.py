@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PATIENCE = 30.0
 
 
-async def test_what_nobody_told_of_is_found_by_one_look_for_all(tmp_path: Path) -> None:
+async def test_messages_without_a_notification_are_found_by_one_query_for_all_queues(tmp_path: Path) -> None:
     # Given receivers on three queues that idle
     file, queues = tmp_path / "delayline.db", ["a", "b", "c"]
     transport = SqlTransport(f"sqlite:///{file}", poll_interval=timedelta(milliseconds=50))

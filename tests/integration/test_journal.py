@@ -97,7 +97,7 @@ async def test_every_way_out_of_the_store_has_its_entry(journaled: JournaledStor
     assert [row.retries for row in journaled.rows()[6:]] == [0, 0, 1, 0, 0, 0]
 
 
-async def test_what_is_rolled_back_is_not_written_down(journaled: JournaledStore) -> None:
+async def test_rolled_back_changes_are_not_journaled(journaled: JournaledStore) -> None:
     with pytest.raises(ZeroDivisionError):
         async with journaled.store.transaction() as transaction:
             await journaled.store.store(DelayedMessage(Message("undone", {}, b""), "billing", DUE), transaction)
@@ -120,7 +120,7 @@ async def test_a_message_that_was_given_up_in_vain_is_dispatched_in_the_end(jour
     assert journaled.entries()[-1] == ("dispatched", "m")
 
 
-async def test_an_endpoint_tells_failed_messages_from_dispatched_ones(journaled: JournaledStore) -> None:
+async def test_the_journal_distinguishes_failed_from_dispatched_messages(journaled: JournaledStore) -> None:
     # Given messages for a queue and for none
     await journaled.hold("good", due=datetime.now(UTC))
     await journaled.store.store(DelayedMessage(Message("bad", {}, b""), "nowhere", datetime.now(UTC)))
@@ -136,7 +136,7 @@ async def test_an_endpoint_tells_failed_messages_from_dispatched_ones(journaled:
     assert all(row.at >= row.due for row in journaled.rows()[2:])
 
 
-async def test_a_journal_ends_when_it_is_told_to_and_keeps_its_entries(journaled: JournaledStore) -> None:
+async def test_a_disabled_journal_keeps_its_entries(journaled: JournaledStore) -> None:
     await journaled.hold("one")
     await journaled.store.setup_infrastructure("orders")
     await SqlDelayedMessageStore(journaled.url, table_name=NAME, journal=False).setup_infrastructure("orders")
@@ -150,7 +150,7 @@ async def test_a_store_that_keeps_none_has_no_journal(tmp_path: Path) -> None:
     assert not [one for one in await store.planned_infrastructure("orders") if "journal" in one]
 
 
-async def test_a_product_without_a_journal_says_so() -> None:
+async def test_a_product_without_a_journal_is_reported() -> None:
     from delayline.config import store_from
 
     with pytest.raises(ConfigurationError, match="leave it out"):

@@ -95,7 +95,7 @@ async def test_transactions_lock_no_more_than_they_touch(mariadb_url: str, half:
     await store.close()
 
 
-async def test_nobody_waits_for_a_message_that_is_being_acknowledged(mariadb_url: str) -> None:
+async def test_a_message_that_is_being_acknowledged_does_not_block(mariadb_url: str) -> None:
     # Given a message whose handling has not been committed
     transport = SqlTransport(mariadb_url)
     await transport.setup_infrastructure(["orders"])
@@ -193,7 +193,7 @@ async def test_several_processes_set_up_at_once(mariadb_url: str) -> None:
     await (await opened(mariadb_url)).close()
 
 
-async def test_a_poller_hears_of_other_processes_within_a_second(
+async def test_a_poller_finds_messages_of_other_processes_within_a_second(
     mariadb_url: str, make_endpoint: Callable[..., Endpoint]
 ) -> None:
     # Given a poller that sleeps until its cap, a minute from now
@@ -261,7 +261,7 @@ async def test_an_idle_endpoint_is_quiet(
     ],
     ids=["user", "password", "database", "port", "host", "product", "certificate"],
 )
-async def test_what_cannot_be_reached_says_why(
+async def test_an_unreachable_server_is_reported_with_the_reason(
     mariadb: MariadbServer, mariadb_url: str, change: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     with mariadb.administrator() as cursor:
@@ -396,7 +396,7 @@ async def test_a_removal_of_very_many_that_fails_has_removed_none(
     await store.close()
 
 
-async def test_what_is_not_there_is_missed(mariadb: MariadbServer, mariadb_url: str) -> None:
+async def test_missing_messages_are_reported(mariadb: MariadbServer, mariadb_url: str) -> None:
     store = await opened(mariadb_url)
     with mariadb.administrator() as cursor:
         cursor.execute(f"DROP TABLE {make_url(mariadb_url).database}.`orders.timeouts`")

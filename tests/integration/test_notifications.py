@@ -138,7 +138,7 @@ async def test_a_poller_is_woken_by_another_process(file: Path, make_endpoint: C
             assert signals.count(Event.WOKE) >= 1
 
 
-async def test_another_process_is_told(folder: Path) -> None:
+async def test_another_process_is_reported(folder: Path) -> None:
     with listener(folder) as process:
         PipeNotifications(folder).notify("channel", 42)
         assert process.stdout is not None
@@ -184,7 +184,7 @@ async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
     teller.close()
 
 
-async def test_many_listeners_come_and_go_while_others_tell(folder: Path) -> None:
+async def test_listeners_come_and_go_during_notifications(folder: Path) -> None:
     # Given a process that sends notifications without a pause
     teller, enough = PipeNotifications(folder), threading.Event()
 
@@ -236,7 +236,7 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
     teller.close()
 
 
-async def test_nobody_waits_for_a_full_pipe(folder: Path) -> None:
+async def test_a_full_pipe_does_not_block(folder: Path) -> None:
     # Given a process that listens and stands still
     with listener(folder) as process:
         teller = PipeNotifications(folder)
@@ -275,7 +275,7 @@ async def test_closing_ends_the_thread_and_removes_the_pipe(folder: Path) -> Non
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []
 
 
-async def test_a_listener_whose_loop_is_closed_disturbs_nobody(folder: Path) -> None:
+async def test_a_listener_with_a_closed_loop_does_not_disturb_others(folder: Path) -> None:
     # Given a listener on a loop that has ended, and one that lives
     notifications = PipeNotifications(folder)
 

@@ -214,7 +214,7 @@ def test_a_write_withdrawn_while_a_group_is_taken(file: Path, monkeypatch: pytes
     assert taken[:2] == writes[:2]
 
 
-async def test_closing_while_in_use_answers_everybody(file: Path) -> None:
+async def test_closing_while_in_use_answers_all_callers(file: Path) -> None:
     # Given readers and writers under way
     database = database_of(file)
     for _ in range(20):

@@ -47,7 +47,7 @@ async def kept(store: SqlDelayedMessageStore) -> dict[str, DelayedMessage]:
     return {message.id: message for message in await store.pending(limit=10_000)}
 
 
-async def test_what_is_there_already_stays_as_it_is(store: SqlDelayedMessageStore, postgresql_url: str) -> None:
+async def test_existing_objects_are_unchanged(store: SqlDelayedMessageStore, postgresql_url: str) -> None:
     # Given messages that were copied, as the server tells
     with psycopg.connect(postgresql_url, autocommit=True) as watch:
         watch.execute(COUNTED)

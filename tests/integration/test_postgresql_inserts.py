@@ -167,7 +167,7 @@ async def test_a_connection_lost_under_way(store: SqlDelayedMessageStore, blocke
     assert await waiting(store) == {"next", "and the one after"}
 
 
-async def test_a_connection_lost_at_rest_fails_nobody(store: SqlDelayedMessageStore, blocker: Blocker) -> None:
+async def test_a_connection_lost_at_rest_fails_no_caller(store: SqlDelayedMessageStore, blocker: Blocker) -> None:
     await asyncio.to_thread(blocker.terminate, "query LIKE 'INSERT%'")
     await asyncio.sleep(0.1)
     for name in ("a", "b"):
@@ -175,7 +175,7 @@ async def test_a_connection_lost_at_rest_fails_nobody(store: SqlDelayedMessageSt
     assert await waiting(store) == {"a", "b"}
 
 
-async def test_closing_waits_for_what_is_under_way(postgresql_url: str, store: SqlDelayedMessageStore) -> None:
+async def test_closing_waits_for_work_in_progress(postgresql_url: str, store: SqlDelayedMessageStore) -> None:
     del store  # its database is another one than that of a URL with an option
     closing_store = SqlDelayedMessageStore(f"{postgresql_url}?application_name=delayline")
     await closing_store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
@@ -194,7 +194,7 @@ async def test_closing_waits_for_what_is_under_way(postgresql_url: str, store: S
             await storing
 
 
-async def test_what_the_server_refuses_is_never_taken_for_stored(store: SqlDelayedMessageStore) -> None:
+async def test_refused_inserts_are_not_reported_as_stored(store: SqlDelayedMessageStore) -> None:
     # The refusal and the end of the statement come in one packet or in two, as it happens: hence so often
     for number in range(300):
         with pytest.raises(InvalidMessage, match="length"):

@@ -172,7 +172,7 @@ async def test_a_deadlock(postgresql_url: str) -> None:
         await store.close()
 
 
-async def test_what_a_deadlock_has_undone_as_a_whole_is_done_again(postgresql_url: str) -> None:
+async def test_work_that_a_deadlock_has_rolled_back_is_repeated(postgresql_url: str) -> None:
     # Given another program that has an id, and lets others notice a deadlock first
     store = SqlDelayedMessageStore(f"{postgresql_url}?options=-c%20deadlock_timeout%3D50ms")
     await store.setup_infrastructure("sales")

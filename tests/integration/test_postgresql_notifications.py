@@ -91,7 +91,7 @@ async def test_a_poller_is_woken_by_another_process(postgresql_url: str, notifie
     assert len(notified) == 1
 
 
-async def test_a_poller_that_wakes_in_time_is_not_told(postgresql_url: str, notified: list[str]) -> None:
+async def test_a_poller_that_wakes_in_time_is_not_notified(postgresql_url: str, notified: list[str]) -> None:
     # Given a poller that sleeps until its message is due
     endpoint = endpoint_at(postgresql_url)
     with Signals() as signals:
@@ -106,7 +106,7 @@ async def test_a_poller_that_wakes_in_time_is_not_told(postgresql_url: str, noti
     assert len(notified) == 1
 
 
-async def test_nobody_sleeps_nobody_is_told(postgresql_url: str, notified: list[str]) -> None:
+async def test_no_notification_is_sent_if_no_poller_sleeps(postgresql_url: str, notified: list[str]) -> None:
     # Given no poller at all, but the tables
     async with endpoint_at(postgresql_url):
         pass
@@ -134,7 +134,7 @@ async def test_where_listening_ends_it_begins_again(postgresql_url: str, caplog:
             await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
 
 
-async def test_where_notifications_stop_coming_without_a_word_it_looks_by_itself(
+async def test_the_poller_queries_if_notifications_silently_stop(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a poller asleep, whose listening connection goes deaf: it is open, and nothing comes

@@ -49,7 +49,7 @@ async def test_levels_are_created_and_then_nothing_is_pending(address: BrokerAdd
     assert await pending(address, V2) == [0] * 28
 
 
-async def test_what_waits_is_counted_by_level(address: BrokerAddress, rabbitmq_url: str) -> None:
+async def test_pending_messages_are_counted_by_level(address: BrokerAddress, rabbitmq_url: str) -> None:
     await create(address, V2)
     async with a_channel(rabbitmq_url) as channel:
         for delay in (64, 100, 127, 128, 1 << 27):
@@ -64,14 +64,14 @@ async def test_a_broker_without_levels_has_nothing_to_count(address: BrokerAddre
         await pending(address, V2)
 
 
-async def test_levels_made_otherwise_are_told_by_argument(address: BrokerAddress, rabbitmq_url: str) -> None:
+async def test_levels_made_otherwise_are_reported_by_argument(address: BrokerAddress, rabbitmq_url: str) -> None:
     async with a_channel(rabbitmq_url) as channel:
         await channel.queue_declare(V2.level(0), durable=True, arguments={"x-message-ttl": 1000})
     with pytest.raises(BackendUnusable, match="has x-dead-letter-exchange none, and"):
         await create(address, V2)
 
 
-async def test_a_user_without_the_permission_to_configure_is_told_so(
+async def test_a_user_without_the_permission_to_configure_gets_an_error(
     rabbitmq: RabbitmqServer, rabbitmq_url: str
 ) -> None:
     user = BrokerAddress.parse(rabbitmq.new_user(rabbitmq_url, configure="^$"))
@@ -79,7 +79,7 @@ async def test_a_user_without_the_permission_to_configure_is_told_so(
         await create(user, V2)
 
 
-async def test_a_jammed_level_goes_on_once_what_has_no_destination_is_caught(
+async def test_a_blocked_level_continues_after_undeliverable_messages_are_caught(
     address: BrokerAddress, api: ManagementApi, rabbitmq_url: str
 ) -> None:
     # Given more due messages for a deleted destination than a level holds
@@ -119,14 +119,14 @@ async def test_a_jammed_level_goes_on_once_what_has_no_destination_is_caught(
     assert not await catch_all_off(V2, api)
 
 
-async def test_a_policy_that_is_in_force_is_not_pushed_aside(address: BrokerAddress, api: ManagementApi) -> None:
+async def test_an_existing_policy_is_not_overridden(address: BrokerAddress, api: ManagementApi) -> None:
     await create(address, V2)
     await api.set_policy(Policy("ours", "^nsb", {"alternate-exchange": "amq.fanout"}))
     with pytest.raises(BackendUnusable, match=r"policy 'ours' is in force.*alternate-exchange"):
         await catch_all_on(address, V2, api)
 
 
-def test_what_comes_due_is_bounded_and_estimated() -> None:
+def test_due_times_in_levels_are_bounded_and_estimated() -> None:
     # Given 100 messages that have up to 63 s left, and 10 up to a day and a half
     counts = [0] * 28
     counts[5], counts[16] = 100, 10

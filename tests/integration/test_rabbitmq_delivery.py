@@ -101,7 +101,7 @@ async def test_ten_seconds_wait_eight_and_two(rabbitmq_url: str) -> None:
         await connection.close()
 
 
-async def test_levels_that_are_not_there_are_told_at_start(rabbitmq_url: str) -> None:
+async def test_levels_that_are_not_there_are_reported_at_start(rabbitmq_url: str) -> None:
     transport = RabbitMQTransport(rabbitmq_url)
     await transport.setup_infrastructure(["sales", "error"])
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(), setup_infrastructure=False)
@@ -254,7 +254,7 @@ def test_a_threshold_needs_a_store() -> None:
 
 
 @pytest.mark.parametrize("topology", ["conventional", "direct"])
-async def test_an_endpoint_does_not_handle_what_is_delayed_for_a_longer_name(rabbitmq_url: str, topology: str) -> None:
+async def test_an_endpoint_ignores_delayed_messages_of_a_longer_name(rabbitmq_url: str, topology: str) -> None:
     """Given sales and contoso.sales, when both get delayed messages, then each handles its own."""
     handled: dict[str, list[str]] = {"sales": [], "contoso.sales": []}
     sales, contoso = (

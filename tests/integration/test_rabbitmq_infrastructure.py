@@ -107,7 +107,7 @@ async def test_everything_is_declared_as_the_reference_has_it(
         ({"x-queue-mode": "lazy"}, "x-message-ttl none, and 4000"),
     ],
 )
-async def test_levels_made_otherwise_are_refused_with_what_differs(
+async def test_levels_made_otherwise_are_refused_with_the_differences(
     rabbitmq_url: str, theirs: dict[str, Any], complaint: str
 ) -> None:
     # Given a level's queue with other arguments

@@ -95,7 +95,7 @@ async def migrate(url: str, clock: ManualClock | None = None, **how: Any) -> Rep
     return await move.run()
 
 
-async def test_messages_go_to_the_levels_of_what_is_left_of_their_delays(channel: Channel, rabbitmq_url: str) -> None:
+async def test_messages_go_to_the_levels_of_their_remaining_delay(channel: Channel, rabbitmq_url: str) -> None:
     # Given messages that were sent 5.5 s ago, as far as their headers go
     await conventional(channel, "sales")
     for delay in (40, 600, 100_000, 268_435_455):
@@ -191,7 +191,7 @@ async def test_messages_that_cannot_be_moved_go_to_the_poison_queue_with_the_rea
     assert poison[b"101 s"].headers[Headers.TIME_SENT] == "yesterday"
 
 
-async def test_a_destination_that_is_there_later_gets_what_was_kept_for_it(channel: Channel, rabbitmq_url: str) -> None:
+async def test_a_destination_created_later_gets_its_messages(channel: Channel, rabbitmq_url: str) -> None:
     # Given a message in the poison queue because its destination was missing, and one that is malformed
     await put(channel, 100, destination="late")
     await put(channel, 101, destination="late", TimeSent="?")
@@ -246,7 +246,7 @@ async def test_a_dry_run_tells_the_same_and_moves_nothing(channel: Channel, rabb
     assert len(await waiting_in(channel, V1)) == 4
 
 
-async def test_progress_is_told_level_by_level(channel: Channel, rabbitmq_url: str) -> None:
+async def test_progress_is_reported_level_by_level(channel: Channel, rabbitmq_url: str) -> None:
     await conventional(channel, "sales")
     for number in range(3):
         await put(channel, 64 + number)
@@ -354,7 +354,7 @@ async def test_the_same_levels_are_refused(rabbitmq_url: str) -> None:
         Move(Levels(address, V2), Levels(address, V2), name="transfer")
 
 
-async def test_levels_that_are_missing_are_told_before_anything_moves(rabbitmq_url: str) -> None:
+async def test_levels_that_are_missing_are_reported_before_anything_moves(rabbitmq_url: str) -> None:
     async with a_channel(rabbitmq_url) as channel:
         await V1.declare(channel)
     with pytest.raises(BackendUnusable, match=r"no complete delay levels nsb\.v2.*delayline rabbitmq create"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
 
 
-async def test_what_is_published_arrives_with_id_headers_and_body(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+async def test_published_messages_arrive_with_id_headers_and_body(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given an exchange and a queue, when messages are published with Unicode everywhere, then they arrive as sent."""
     await declare(rabbitmq_url, "books")
     vhost = rabbitmq_url.rsplit("/", 1)[1]
@@ -89,7 +89,7 @@ async def test_nothing_to_publish_is_nothing(rabbitmq_url: str) -> None:
         assert await publisher.publish([]) == {}
 
 
-async def test_closing_waits_for_what_is_outstanding(rabbitmq_url: str) -> None:
+async def test_closing_waits_for_outstanding_confirms(rabbitmq_url: str) -> None:
     """Given 500 publications that are not confirmed, when the publisher is closed, then all are confirmed first."""
     await declare(rabbitmq_url, "closing", queue_type="quorum")
     async with opened(rabbitmq_url) as publisher:

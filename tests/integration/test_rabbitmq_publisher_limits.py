@@ -105,7 +105,7 @@ async def test_a_certificate_for_another_name_is_refused(broker: GuardedBroker) 
 
 
 @pytest.mark.server
-async def test_tls_to_a_port_without_it_is_told(broker: GuardedBroker) -> None:
+async def test_tls_to_a_port_without_it_is_reported(broker: GuardedBroker) -> None:
     """Given the plain port, when connecting with TLS, then the error says which port it may be."""
     url = broker.url("?verify=verify_none&connection_timeout=2000").replace(str(broker.port), str(broker.server.port))
     with pytest.raises(BackendUnusable, match="TLS port is often 5671"):
@@ -113,14 +113,14 @@ async def test_tls_to_a_port_without_it_is_told(broker: GuardedBroker) -> None:
 
 
 @pytest.mark.server
-async def test_no_tls_to_a_port_with_it_is_told(broker: GuardedBroker) -> None:
+async def test_no_tls_to_a_port_with_it_is_reported(broker: GuardedBroker) -> None:
     """Given the TLS port, when connecting without it, then the broker is unavailable."""
     with pytest.raises(BackendUnavailable, match="RabbitMQ at amqp://"):
         await Publisher(BrokerAddress("127.0.0.1", broker.port, connection_timeout=2)).open()
 
 
 @pytest.mark.server
-async def test_a_message_beyond_the_brokers_limit_is_told_with_both_sizes(broker: GuardedBroker) -> None:
+async def test_a_message_beyond_the_brokers_limit_is_reported_with_both_sizes(broker: GuardedBroker) -> None:
     """Given a limit of 50 000 bytes, when a larger message is published, then the others beside it arrive."""
     await declare(broker.vhost, "limited")
     batch = [to_queue("limited", a_message(f"m-{size}", b"x" * size)) for size in (10, MOST + 1, MOST)]

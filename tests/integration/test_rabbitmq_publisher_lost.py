@@ -124,7 +124,7 @@ async def test_closing_gives_up_on_a_broker_that_does_not_confirm(
             await sending
 
 
-async def test_a_broker_that_is_killed_keeps_what_it_confirmed(crashing_rabbitmq: RabbitmqServer) -> None:
+async def test_a_killed_broker_keeps_confirmed_messages(crashing_rabbitmq: RabbitmqServer) -> None:
     """Given a stream of messages, when the broker is killed and started again, then all that were sent are there."""
     url = crashing_rabbitmq.new_vhost()
     await declare(url, "quorum", queue_type="quorum")

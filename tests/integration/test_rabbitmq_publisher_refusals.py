@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
 
 
-async def test_what_no_queue_takes_is_returned(rabbitmq_url: str) -> None:
+async def test_unroutable_messages_are_returned(rabbitmq_url: str) -> None:
     """Given one queue of three, when messages with one id go to all, then exactly the two others fail."""
     await declare(rabbitmq_url, "there")
     async with opened(rabbitmq_url) as publisher:
@@ -42,7 +42,7 @@ async def test_what_no_queue_takes_is_returned(rabbitmq_url: str) -> None:
     assert len(await drain(rabbitmq_url, "there")) == 1
 
 
-async def test_many_returns_are_told_apart(rabbitmq_url: str) -> None:
+async def test_many_returns_are_distinguished(rabbitmq_url: str) -> None:
     """Given every third queue missing, when 3000 messages go out, then exactly those fail."""
     await declare(rabbitmq_url, "there")
     publications = [to_queue("there" if n % 3 else "absent", a_message(f"m-{n}")) for n in range(3000)]
@@ -51,7 +51,7 @@ async def test_many_returns_are_told_apart(rabbitmq_url: str) -> None:
     assert sorted(failures) == list(range(0, 3000, 3))
 
 
-async def test_what_a_full_queue_rejects_is_told(rabbitmq_url: str) -> None:
+async def test_rejections_of_a_full_queue_are_reported(rabbitmq_url: str) -> None:
     """Given a queue for one message that rejects more, when three are published, then two fail."""
     await declare(rabbitmq_url, "full", max_length=1, overflow="reject-publish")
     async with opened(rabbitmq_url) as publisher:
@@ -101,7 +101,7 @@ async def test_an_exchange_that_is_deleted_fails_its_own_messages_only(rabbitmq_
     assert {one.message_id for one in await drain(rabbitmq_url, "there")} == {f"m-{n}" for n in range(40)} | {"m-1"}
 
 
-async def test_an_exchange_one_may_not_write_to_is_told(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+async def test_an_exchange_one_may_not_write_to_is_reported(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given a user with the right to write to one of two exchanges, when publishing to both, then the error has a
     remedy.
     """
@@ -121,7 +121,7 @@ async def test_an_exchange_one_may_not_write_to_is_told(rabbitmq: RabbitmqServer
     assert await drain(rabbitmq_url, "forbidden") == []
 
 
-async def test_what_the_broker_finds_wrong_with_one_message_concerns_that_one(rabbitmq_url: str) -> None:
+async def test_an_error_of_the_broker_fails_only_its_message(rabbitmq_url: str) -> None:
     """Given properties in the name of another user, when published, then that message fails and no other."""
     await declare(rabbitmq_url, "there")
     forged = struct.pack(">H", (1 << 7) | (1 << 4)) + b"\x02id" + b"\x06nobody"
@@ -134,7 +134,7 @@ async def test_what_the_broker_finds_wrong_with_one_message_concerns_that_one(ra
     assert len(await drain(rabbitmq_url, "there")) >= 2
 
 
-async def test_what_amqp_cannot_carry_is_not_sent(rabbitmq_url: str) -> None:
+async def test_messages_that_amqp_cannot_encode_are_not_sent(rabbitmq_url: str) -> None:
     """Given a header that is not text in one of three messages, when published, then the two others arrive."""
     await declare(rabbitmq_url, "there")
     wrong = to_queue("there", Message("wrong", {"number": 5}, b""))  # type: ignore[dict-item]
@@ -154,20 +154,20 @@ async def test_a_time_to_be_received_of_any_length_is_taken(rabbitmq_url: str, s
     assert [one.headers for one in await drain(rabbitmq_url, "there")] == [message.headers]
 
 
-async def test_a_wrong_password_is_told_without_it(rabbitmq_url: str) -> None:
+async def test_a_wrong_password_is_reported_without_it(rabbitmq_url: str) -> None:
     """Given a wrong password, when connecting, then the error names the user and not the password."""
     with pytest.raises(BackendUnusable, match="refuses user 'guest' or the password") as caught:
         await Publisher(BrokerAddress.parse(rabbitmq_url.replace("guest:guest", "guest:sesame"))).open()
     assert "sesame" not in str(caught.value)
 
 
-async def test_a_virtual_host_that_is_not_there_is_told(rabbitmq_url: str) -> None:
+async def test_a_virtual_host_that_is_not_there_is_reported(rabbitmq_url: str) -> None:
     """Given no such virtual host, when connecting, then the error says how to make it."""
     with pytest.raises(BackendUnusable, match=r"has no virtual host 'none'\. Create it with: .* add_vhost none"):
         await Publisher(BrokerAddress.parse(rabbitmq_url.rpartition("/")[0] + "/none")).open()
 
 
-async def test_a_virtual_host_one_may_not_use_is_told(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+async def test_a_virtual_host_one_may_not_use_is_reported(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given a user of another virtual host, when connecting, then the error says how to let the user in."""
     user = rabbitmq.new_user(rabbitmq_url)
     other = rabbitmq.new_vhost()
@@ -176,7 +176,7 @@ async def test_a_virtual_host_one_may_not_use_is_told(rabbitmq: RabbitmqServer, 
     rabbitmq.drop_vhost(other)
 
 
-async def test_nobody_there_is_unavailable_at_once_and_for_a_while() -> None:
+async def test_a_missing_server_is_unavailable_at_once_and_for_a_while() -> None:
     """Given a port without a listener, when connecting twice, then the second attempt fails without connecting."""
     publisher = Publisher(BrokerAddress("127.0.0.1", free_port()))
     with pytest.raises(BackendUnavailable, match="does not answer"):
@@ -193,7 +193,7 @@ async def test_nobody_there_is_unavailable_at_once_and_for_a_while() -> None:
         (b"", "does not answer: no answer in time"),
     ],
 )
-async def test_a_server_of_something_else_is_told(said: bytes, told: str) -> None:
+async def test_a_server_of_something_else_is_reported(said: bytes, told: str) -> None:
     """Given a server that is not RabbitMQ, when connecting, then the error says so, after connection_timeout."""
     async with a_server(said) as port:
         with pytest.raises(BackendUnavailable, match=told):

@@ -108,7 +108,9 @@ async def test_a_delayed_send_that_is_not_permitted_sends_nothing(
     assert await kept(rabbitmq_url) == {}
 
 
-async def test_a_broker_too_old_for_quorum_levels_is_told(rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broker_too_old_for_quorum_levels_is_reported(
+    rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given a broker that says it is 3.9, which does not run here, when v2 is set up, then nothing is declared."""
     endpoint = endpoint_on(rabbitmq_url)
     transport = endpoint.transport

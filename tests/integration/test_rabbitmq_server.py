@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
 
 
-async def test_a_killed_node_comes_back_with_what_it_confirmed(crashing_rabbitmq: RabbitmqServer) -> None:
+async def test_a_killed_node_keeps_confirmed_messages(crashing_rabbitmq: RabbitmqServer) -> None:
     # Given a quorum queue with a message that the node has confirmed
     url = crashing_rabbitmq.new_vhost()
     connection = await aio_pika.connect(url)

@@ -167,7 +167,7 @@ async def test_an_endpoint_stops_in_time_while_its_brokers_process_is_stopped(
 
 
 @pytest.mark.slow
-async def test_a_stop_ends_together_what_waits_for_a_silent_broker(crashing_rabbitmq: RabbitmqServer) -> None:
+async def test_a_stop_ends_all_waits_for_a_silent_broker(crashing_rabbitmq: RabbitmqServer) -> None:
     """Given a limit of a minute and handlers that send, when the process stops, then a stop waits for none of it."""
     shop = RecordingEndpoint(f"{crashing_rabbitmq.new_vhost()}?heartbeat=10", 60)
     handling, may_end = asyncio.Event(), asyncio.Event()
@@ -215,7 +215,7 @@ def test_the_limit_is_an_option_of_the_url_and_an_argument() -> None:
             BrokerAddress.parse(f"amqp://broker?server_timeout={wrong}")
 
 
-async def test_what_is_raised_is_not_logged_as_an_error_too(
+async def test_raised_errors_are_not_logged_as_well(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Given a connection that is refused, and one that the broker closes, then aiormq logs nothing of it."""

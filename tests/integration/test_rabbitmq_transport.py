@@ -78,7 +78,7 @@ async def publish_raw(transport: RabbitMQTransport, properties: commands.Basic.P
     )
 
 
-async def test_a_cut_connection_is_told_once_and_then_replaced(
+async def test_a_cut_connection_is_reported_once_and_then_replaced(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, transport: RabbitMQTransport
 ) -> None:
     """Given a message in hand, when the connection is cut, then it comes again, under a new receipt."""
@@ -147,7 +147,7 @@ async def test_a_queue_deleted_under_its_receiver_is_made_again(
     assert ids(await receiving) == ["m"]
 
 
-async def test_a_deleted_queue_of_somebody_else_is_missing(
+async def test_a_deleted_queue_of_another_process_is_missing(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, transport: RabbitMQTransport
 ) -> None:
     """Given a queue that another process set up, when it is deleted, then this one says so, and makes none."""
@@ -202,7 +202,7 @@ async def test_a_message_without_an_id_stays_where_there_is_no_error_queue(rabbi
     await transport.stop()
 
 
-async def test_a_stop_gives_back_what_is_not_acknowledged_and_no_more(rabbitmq_url: str) -> None:
+async def test_a_stop_returns_only_unacknowledged_messages(rabbitmq_url: str) -> None:
     """Given 100 received of 300, the first 60 acknowledged, when the transport stops at once, then 240 are there."""
     transport = RabbitMQTransport(rabbitmq_url)
     await transport.start()
@@ -220,7 +220,7 @@ async def test_a_stop_gives_back_what_is_not_acknowledged_and_no_more(rabbitmq_u
     await transport.stop()
 
 
-async def test_an_endpoints_stop_finishes_what_is_in_hand(rabbitmq_url: str) -> None:
+async def test_a_stop_finishes_messages_in_flight(rabbitmq_url: str) -> None:
     """Given more messages than are handled at once, when the endpoint stops, then none is lost or handled twice."""
     transport = RabbitMQTransport(rabbitmq_url)
     handled: list[str] = []
@@ -244,7 +244,7 @@ async def test_an_endpoints_stop_finishes_what_is_in_hand(rabbitmq_url: str) -> 
     await transport.stop()
 
 
-async def test_a_queue_of_the_other_type_is_told(rabbitmq_url: str, transport: RabbitMQTransport) -> None:
+async def test_a_queue_of_the_other_type_is_reported(rabbitmq_url: str, transport: RabbitMQTransport) -> None:
     with pytest.raises(BackendUnusable, match=r"queue 'billing' is there already, but not as a classic.*queue_type="):
         await RabbitMQTransport(rabbitmq_url, queue_type="classic").setup_infrastructure(["billing"])
 
@@ -263,7 +263,7 @@ async def test_a_missing_permission_is_named(
     await user.stop()
 
 
-async def test_who_is_let_in_nowhere_is_told_why(rabbitmq_url: str) -> None:
+async def test_a_user_without_access_gets_the_reason(rabbitmq_url: str) -> None:
     for url, why in (
         (rabbitmq_url.replace("guest:guest", "guest:secret"), r"refuses user 'guest' or the password"),
         (f"{rabbitmq_url}x", r"no virtual host 'test_\w+x'.*rabbitmqctl add_vhost"),

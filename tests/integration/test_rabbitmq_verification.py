@@ -197,7 +197,7 @@ async def test_without_the_plugin_it_says_how_to_switch_it_on(rabbitmq_url: str)
             await api.version()
 
 
-async def test_a_wrong_password_is_not_told_but_the_user_is(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+async def test_a_wrong_password_is_reported_with_the_user_only(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     address = replace(BrokerAddress.parse(rabbitmq_url), password="wrong-secret")  # noqa: S106 - it is wrong
     async with ManagementApi(address, rabbitmq.management_url) as api:
         with pytest.raises(BackendUnusable, match="refuses user 'guest'") as caught:
@@ -205,7 +205,7 @@ async def test_a_wrong_password_is_not_told_but_the_user_is(rabbitmq: RabbitmqSe
     assert "wrong-secret" not in str(caught.value)
 
 
-async def test_a_user_without_the_tag_is_told_which(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
+async def test_a_user_without_the_tag_gets_the_missing_right(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     address = BrokerAddress.parse(rabbitmq.new_user(rabbitmq_url))
     async with ManagementApi(address, rabbitmq.management_url) as api:
         with pytest.raises(BackendUnusable, match="needs the tag management, to set policies policymaker"):
@@ -227,7 +227,7 @@ def test_versions_are_compared_as_numbers(text: str, version: tuple[int, int, in
 
 
 @pytest.mark.parametrize("version", ["3.9.27", "2.8", "unknown"])
-def test_a_broker_that_is_too_old_is_told(version: str) -> None:
+def test_a_broker_that_is_too_old_is_reported(version: str) -> None:
     assert check_version(version) == Check(
         "version",
         ok=False,
@@ -235,7 +235,7 @@ def test_a_broker_that_is_too_old_is_told(version: str) -> None:
     )
 
 
-async def test_a_feature_flag_that_is_off_is_told() -> None:
+async def test_a_feature_flag_that_is_off_is_reported() -> None:
     # Given an upgraded broker without the feature flags
     with running(RabbitmqServer, feature_flags="quorum_queue,virtual_host_metadata") as server:
         async with ManagementApi(BrokerAddress.parse(server.new_vhost()), server.management_url) as api:

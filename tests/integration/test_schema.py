@@ -360,7 +360,7 @@ def test_a_dry_run_of_an_upgrade(old: Path) -> None:
     assert old.read_bytes() == before
 
 
-async def test_what_a_dry_run_shows_is_what_is_needed(postgresql: PostgresqlServer, postgresql_url: str) -> None:
+async def test_the_dry_run_is_complete(postgresql: PostgresqlServer, postgresql_url: str) -> None:
     # Given the statements of a dry run, with names that drivers give a meaning to
     transport = SqlTransport(postgresql_url)
     store = SqlDelayedMessageStore(postgresql_url, table_name='50%% "off" %s', journal=True)

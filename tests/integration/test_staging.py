@@ -80,7 +80,7 @@ def ids(url: str) -> list[str]:
     return sorted(message.id for message in waiting(url))
 
 
-def test_what_is_committed_waits_as_it_was_written(url: str, make_job: Callable[..., BulkWriter]) -> None:
+def test_committed_messages_are_stored_unchanged(url: str, make_job: Callable[..., BulkWriter]) -> None:
     # Given a task with text of every kind, an empty and a large body, and due times at the edges
     job = make_job()
     headers = '{"naïve":"日本 🚀"}'
@@ -157,7 +157,7 @@ def test_an_id_that_comes_twice_fails_the_whole_job(url: str, make_job: Callable
     assert ids(url) == []
 
 
-def test_ignore_keeps_what_waits_and_counts_the_rest(url: str, make_job: Callable[..., BulkWriter]) -> None:
+def test_ignore_keeps_pending_messages_and_counts_the_rest(url: str, make_job: Callable[..., BulkWriter]) -> None:
     first, second = make_job(), make_job()
     first.commit([first.write([rows("a", body=b"first")])])
     attempts = [second.write([rows("a", "b", "b", body=b"second")]), second.write([rows("c", "b")])]
@@ -178,7 +178,7 @@ def test_replace_takes_the_new_content_and_due_time(url: str, make_job: Callable
     assert sorted(found) == ["a", "b", "other"]
 
 
-def test_what_a_poller_has_is_not_replaced(url: str, make_job: Callable[..., BulkWriter]) -> None:
+def test_a_message_in_a_poller_is_not_replaced(url: str, make_job: Callable[..., BulkWriter]) -> None:
     # Given a message that a poller is dispatching and will remove by its id
     due = datetime(2020, 1, 1, tzinfo=UTC)
     first, second = make_job(), make_job()
@@ -238,7 +238,7 @@ def test_a_streams_batch_is_committed_once_and_batches_go_on(url: str, make_job:
     assert again.commit([others], run="another", batch=0) == Committed(1)
 
 
-def test_what_runs_along_shares_the_transaction(url: str, make_job: Callable[..., BulkWriter]) -> None:
+def test_the_pre_commit_hook_shares_the_transaction(url: str, make_job: Callable[..., BulkWriter]) -> None:
     job, failing = make_job(), make_job()
     seen: list[int | None] = []
 
@@ -291,9 +291,7 @@ def test_jobs_are_pickled_without_their_connections(url: str, make_job: Callable
     assert job.commit([copy.write([rows("a")])]).stored == 1
 
 
-def test_what_old_jobs_have_left_is_swept_and_that_of_others_is_not(
-    url: str, make_job: Callable[..., BulkWriter]
-) -> None:
+def test_only_staging_areas_of_old_jobs_are_swept(url: str, make_job: Callable[..., BulkWriter]) -> None:
     # Given a job that died long ago, one that is running, and a stream
     running, stream = make_job(), make_job(STREAMS)
     dead = BulkWriter(url, TABLE, name="delayline_stage_202001010000_0123456789ab")
@@ -368,7 +366,7 @@ def make_postgresql_job(postgresql_url: str) -> Callable[..., BulkWriter]:
     return make
 
 
-def test_a_server_that_is_not_there_is_an_error_that_says_so() -> None:
+def test_a_server_that_is_not_there_is_an_error() -> None:
     job = BulkWriter(f"postgresql://nobody@127.0.0.1:1/{uuid.uuid4().hex}", TABLE)
     with pytest.raises(BackendUnavailable, match="cannot reach PostgreSQL"):
         job.create()

@@ -74,7 +74,7 @@ async def test_a_poller_that_sleeps_is_woken_by_the_commit_of_another_process(ur
     await store.close()
 
 
-async def test_a_stream_takes_what_is_due_and_finds_it_again_until_it_is_done(url: str) -> None:
+async def test_a_stream_reads_due_messages_again_until_the_batch_is_done(url: str) -> None:
     # Given due messages, one of which a poller has
     store = await opened(url)
     await put(store, "held")
@@ -105,7 +105,7 @@ async def test_a_stream_takes_what_is_due_and_finds_it_again_until_it_is_done(ur
         await one.close()
 
 
-async def test_streams_of_other_names_share_what_is_due(url: str) -> None:
+async def test_streams_of_different_names_share_due_messages(url: str) -> None:
     store = await opened(url)
     await put(store, *(f"m{number}" for number in range(10)))
     left, right = StreamClaims(url, TABLE, None, "left"), StreamClaims(url, TABLE, None, "right")

@@ -340,7 +340,7 @@ async def test_a_delayed_message_is_a_part_of_the_callers_transaction(tmp_path: 
 
 
 @pytest.mark.parametrize("product", ["sqlite", "postgresql", "mariadb"])
-async def test_what_waits_is_listed_cancelled_and_rescheduled(
+async def test_pending_messages_are_listed_cancelled_and_rescheduled(
     product: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     # Given messages that wait, one of them with an id that is a pattern, another one with a body of its saga's

@@ -23,7 +23,7 @@ def sql(text: str) -> Callable[[Connection], object]:
     return work
 
 
-async def test_what_comes_after_sqlite_has_rolled_back_is_refused(file: Path) -> None:
+async def test_statements_after_a_rollback_by_sqlite_are_refused(file: Path) -> None:
     # Given a transaction with a row in it
     database = database_of(file)
     await database.open()

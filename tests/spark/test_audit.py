@@ -117,12 +117,12 @@ def test_every_message_gets_its_verdict(spark: SparkSession, journal: DataFrame)
         assert {row["event"] for row in found.errors.toArrow().to_pylist()} == {"retried", "failed"}
 
 
-def test_what_has_just_fallen_due_is_not_lost_yet(journal: DataFrame) -> None:
+def test_messages_that_came_due_just_now_are_not_lost(journal: DataFrame) -> None:
     with audit(journal, store=STORE, until=second(30), patience=timedelta(minutes=1)) as found:
         assert names(found.lost) == []
 
 
-def test_what_receivers_have_noted_decides(spark: SparkSession, journal: DataFrame) -> None:
+def test_recorded_arrivals_are_audited(spark: SparkSession, journal: DataFrame) -> None:
     # Given a receiver that got one message twice, one before its time, and one never
     arrivals = [("late", 4.0), ("late", 5.0), ("early", -2.0), ("on time", 0.5)]
     table = pa.table(

@@ -28,7 +28,7 @@ def read(spark: SparkSession, store: StoreAt, schema: str | None = None, **optio
     return (reader if schema is None else reader.schema(schema)).load()
 
 
-def test_spark_finds_the_source_by_itself_and_what_is_written_is_read(spark: SparkSession, any_store: StoreAt) -> None:
+def test_spark_finds_the_data_source_and_reads_written_messages(spark: SparkSession, any_store: StoreAt) -> None:
     # Given text of every kind, no body and no headers
     ids = ["a", "naïve 日本 🚀"]
     data = frame(spark, *ids, headers=['{"x":"日本"}', None], body=[b"\x00\xff", None])

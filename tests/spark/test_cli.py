@@ -62,7 +62,9 @@ def test_a_file_is_scheduled_and_bad_rows_are_kept_apart(
     assert '"line":3' in "".join(part.read_text() for part in (tmp_path / "bad").glob("part-*"))
 
 
-def test_what_is_far_is_held_promoted_and_compacted(run: Callable[..., Result], store: StoreAt, tmp_path: Path) -> None:
+def test_far_messages_are_stored_in_files_promoted_and_compacted(
+    run: Callable[..., Result], store: StoreAt, tmp_path: Path
+) -> None:
     place = ["--cold-tier", str(tmp_path / "cold")]
     file = tmp_path / "reminders.txt"
     # Given messages of which two are further away than the horizon
@@ -152,7 +154,7 @@ def remove_unseen(store: StoreAt) -> None:
         connection.execute('TRUNCATE "sales.timeouts"')
 
 
-def test_a_dispatcher_runs_until_it_is_told_to_stop(run: Callable[..., Result], store: StoreAt) -> None:
+def test_a_dispatcher_runs_until_stopped(run: Callable[..., Result], store: StoreAt) -> None:
     # Given messages that are due
     store.put(*(f"m{number}" for number in range(50)), due=PAST)
     settings = Settings(endpoint=ENDPOINT, url=store.url)

@@ -49,7 +49,7 @@ def before_commit(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -
     monkeypatch.setattr(BulkWriter, "commit", late)
 
 
-def test_what_is_far_waits_in_files_and_is_promoted_once(spark: SparkSession, any_tiers: Tiers) -> None:
+def test_far_messages_are_stored_in_files_and_promoted_once(spark: SparkSession, any_tiers: Tiers) -> None:
     tiers = any_tiers
     # Given messages of which one is near
     soon = datetime.now(UTC) + timedelta(minutes=5)
@@ -215,7 +215,7 @@ def test_a_promotion_that_is_overtaken_by_a_compaction_begins_again(
     assert tiers.hot.ids() == sorted([*ids(60, "a"), *ids(60, "b")])
 
 
-def test_files_that_nobody_knows_are_swept_after_a_day_and_others_are_not(spark: SparkSession, tiers: Tiers) -> None:
+def test_only_unregistered_files_are_swept_after_a_day(spark: SparkSession, tiers: Tiers) -> None:
     tiers.schedule(spread(spark, 60, hours=2))
     [file, *others] = tiers.files()
     long_ago = datetime.now(UTC).timestamp() - 90_000
@@ -275,7 +275,7 @@ def test_due_times_at_the_edges_whatever_the_sessions_time_zone(spark: SparkSess
     assert {message.id: message.due for message in tiers.hot.messages()} == edges
 
 
-def test_promoting_again_and_again_until_told_to_stop(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
+def test_promoting_again_and_again_until_stopped(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     tiers.schedule(spread(spark, 50, hours=1))
     horizon = FIRST + 2 * HOUR - datetime.now(UTC)
     stop = threading.Event()
@@ -302,7 +302,7 @@ def test_promoting_again_and_again_until_told_to_stop(spark: SparkSession, tiers
     assert tiers.hot.ids() == sorted([*ids(50), *ids(50, "q")])
 
 
-def test_what_cannot_work_is_told_in_a_line(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
+def test_usage_errors_are_reported_in_one_line(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="the cold tier is missing: "):
         promote(JobTarget(tiers.hot.url, endpoint="sales"), spark=spark)
     with pytest.raises(ConfigurationError, match="longer than half of horizon"):

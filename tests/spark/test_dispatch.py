@@ -83,7 +83,7 @@ def _generation(dispatcher: Dispatcher) -> Generation:
     return Generation(dispatcher.name, dispatcher._owner, found[0].generation if found else -1)
 
 
-def test_shards_share_what_is_due_and_stop_when_told(spark: SparkSession, store: StoreAt) -> None:
+def test_shards_share_due_messages_and_stop(spark: SparkSession, store: StoreAt) -> None:
     # Given messages that are due before and after two tasks begin
     dispatcher = Dispatcher(settings(store), shards=2, spark=spark)
     before, after = [f"a{number}" for number in range(300)], [f"b{number}" for number in range(300)]

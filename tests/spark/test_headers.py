@@ -50,7 +50,7 @@ def taken(store: StoreAt) -> dict[str, Mapping[str, str]]:
     return found
 
 
-def test_headers_are_those_of_a_send(spark: SparkSession, tiers: Tiers) -> None:
+def test_headers_match_those_of_a_send(spark: SparkSession, tiers: Tiers) -> None:
     # Given what an endpoint sends
     store, began = tiers.hot, datetime.now(UTC)
     by_an_endpoint(store.url)
@@ -72,7 +72,7 @@ def test_headers_are_those_of_a_send(spark: SparkSession, tiers: Tiers) -> None:
     assert hot["plain"][Headers.CONTENT_TYPE] == "text/plain; charset=utf-8"
 
 
-def test_what_the_data_source_writes_stays_as_it_is(spark: SparkSession, store: StoreAt) -> None:
+def test_the_data_source_writes_rows_unchanged(spark: SparkSession, store: StoreAt) -> None:
     writer = frame(spark, "a").write.format("delayed_messages").mode("append").options(**store.options)
     writer.save()
     assert taken(store) == {"a": {"n": "1"}}

@@ -38,7 +38,7 @@ def rows(target: JobTarget, path: Path, spark: SparkSession) -> list[dict[str, A
     return found
 
 
-def test_what_happens_is_exported_bit_by_bit(spark: SparkSession, any_store: StoreAt, tmp_path: Path) -> None:
+def test_events_are_exported_in_batches(spark: SparkSession, any_store: StoreAt, tmp_path: Path) -> None:
     # Given a job that has scheduled messages, which were exported
     target = journaled(any_store)
     schedule(many(spark, 500), target, spark=spark)
@@ -62,7 +62,7 @@ def test_what_happens_is_exported_bit_by_bit(spark: SparkSession, any_store: Sto
     assert export(target, tmp_path, spark=spark).entries == 0
 
 
-def test_what_waits_in_files_is_journaled_and_audited(spark: SparkSession, any_tiers: Tiers, tmp_path: Path) -> None:
+def test_messages_in_files_are_journaled_and_audited(spark: SparkSession, any_tiers: Tiers, tmp_path: Path) -> None:
     tiers = any_tiers
     journaled(tiers.hot)
     target, far = tiers.target, spread(spark, 40, hours=3)
@@ -108,9 +108,7 @@ def test_of_two_exports_of_the_same_entries_one_counts(spark: SparkSession, stor
     assert [row["id"] for row in rows(target, tmp_path, spark)] == ["a", "b"]
 
 
-def test_what_an_export_that_was_killed_has_written_counts_nothing(
-    spark: SparkSession, store: StoreAt, tmp_path: Path
-) -> None:
+def test_files_of_a_killed_export_are_ignored(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given an export that has written its files and died before it could say so
     target = journaled(store)
     store.put("a", "b")

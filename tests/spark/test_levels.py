@@ -59,7 +59,9 @@ def numbered(spark: SparkSession, number: int) -> DataFrame:
     )
 
 
-def test_what_is_near_goes_to_the_levels_and_what_is_far_waits(spark: SparkSession, tiers: Tiers, broker: str) -> None:
+def test_near_messages_go_to_the_levels_and_far_ones_to_the_store(
+    spark: SparkSession, tiers: Tiers, broker: str
+) -> None:
     # Given messages near and far, some of which can go nowhere, and one that waits already
     now = datetime.now(UTC)
     due = {"near": HOUR, "twice": HOUR, "waits": HOUR, "far": 48 * HOUR, "nowhere": HOUR, "bad": HOUR}

@@ -76,7 +76,7 @@ def test_everything_arrives_as_it_was(spark: SparkSession, legacy: Legacy, store
     assert verified.repeatable == []
 
 
-def test_what_cannot_move_stays_with_its_reason_and_the_rest_moves(
+def test_rows_that_cannot_move_stay_with_their_reasons(
     spark: SparkSession, postgresql_url: str, any_store: StoreAt
 ) -> None:
     legacy = Legacy(postgresql_url, ENDPOINT)
@@ -156,7 +156,7 @@ def test_an_endpoint_with_dots_is_found_under_its_own_name(
     assert verify(legacy.source, target, spark).waiting == 3
 
 
-def test_only_what_is_due_from_the_cutoff_on_moves(spark: SparkSession, legacy: Legacy, target: Target) -> None:
+def test_only_rows_due_after_the_cutoff_move(spark: SparkSession, legacy: Legacy, target: Target) -> None:
     legacy.add(ENDPOINT, *some(10))
     outcome = move(spark, legacy, target, cutoff=LATER + timedelta(seconds=6))
     assert outcome.progress is not None
@@ -219,7 +219,7 @@ def test_the_journal_keeps_no_password(spark: SparkSession, legacy: Legacy, targ
     assert hidden["batch_size"] == "1000"
 
 
-def test_moving_again_moves_what_has_come_since(spark: SparkSession, legacy: Legacy, store: StoreAt) -> None:
+def test_a_second_run_moves_new_messages(spark: SparkSession, legacy: Legacy, store: StoreAt) -> None:
     legacy.add(ENDPOINT, *some(3))
     move(spark, legacy, target_at(store.url))
     legacy.add(ENDPOINT, *(replace(one, state=b"new") for one in some(2, first=10)))

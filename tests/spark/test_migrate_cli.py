@@ -90,7 +90,7 @@ def test_a_dry_run_and_a_whole_run_end_with_their_codes(shell: Shell, legacy: Le
         (["--endpoint", "nobody"], "no endpoint 'nobody' has timeouts"),
     ],
 )
-def test_wrong_usage_is_told_and_ends_with_2(shell: Shell, arguments: list[str], said: str) -> None:
+def test_wrong_usage_is_reported_and_ends_with_2(shell: Shell, arguments: list[str], said: str) -> None:
     output = shell.run("run", *arguments, code=2)
     assert said in output
     assert "hunter2" not in output
@@ -120,7 +120,7 @@ def test_a_row_without_a_due_time_is_reported_by_every_command(shell: Shell, leg
     assert legacy.ids(ENDPOINT) == [Timeout(9).id]
 
 
-def test_a_run_that_moves_nothing_says_so_and_leaves_no_table(shell: Shell, legacy: Legacy) -> None:
+def test_a_run_that_moves_nothing_is_reported_and_leaves_no_table(shell: Shell, legacy: Legacy) -> None:
     # Given rows of which none can move
     legacy.add(ENDPOINT, *(Timeout(number, destination=None) for number in range(1, 7)))
     for _ in range(2):

@@ -136,7 +136,7 @@ def test_timeouts_move_to_a_store_whose_endpoint_delivers_them(
     assert verify(source, target, spark).ok
 
 
-def test_what_an_endpoint_takes_meanwhile_is_its_own(
+def test_messages_that_an_endpoint_takes_meanwhile_are_left_to_it(
     spark: SparkSession, storage: Storage, rabbitmq_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given an endpoint that still runs: it dispatches a timeout while it is read
@@ -171,14 +171,14 @@ def test_what_an_endpoint_takes_meanwhile_is_its_own(
     assert bytes(found["message-3"].body) == b"{}"
 
 
-def test_a_table_that_is_not_there_is_told(storage: Storage, tmp_path: Path, spark: SparkSession) -> None:
+def test_a_table_that_is_not_there_is_reported(storage: Storage, tmp_path: Path, spark: SparkSession) -> None:
     journal = f"sqlite:///{tmp_path / 'journal.db'}"
     source = source_at("azure-storage", storage.url, journal=journal, table="NoSuchTable")
     with pytest.raises(BackendUnusable, match="Name the endpoints' table with --table"):
         preview(Plan(source, None), spark)
 
 
-def test_an_abort_shows_what_did_not_move_and_nothing_else(
+def test_an_abort_shows_only_unmoved_rows(
     spark: SparkSession, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a run that fails after its first round, of timeouts due long ago, soon and in years

@@ -151,7 +151,7 @@ def test_a_driver_that_dies_while_it_takes_tasks_loses_and_doubles_nothing(
     assert verify(source, plan.target, spark).ok  # type: ignore[arg-type]
 
 
-def test_a_broker_without_celery_s_queues_is_told(spark: SparkSession, rabbitmq_url: str, tmp_path: Path) -> None:
+def test_a_broker_without_celery_s_queues_is_reported(spark: SparkSession, rabbitmq_url: str, tmp_path: Path) -> None:
     journal = f"sqlite:///{tmp_path / 'journal.db'}"
     source = source_at("celery-levels", rabbitmq_url, journal=journal)
     with pytest.raises(BackendUnusable, match=r"no complete delay levels celery_delayed.*Celery's workers make them"):
@@ -186,7 +186,7 @@ def exported(environment: dict[str, str], number: int, log: Path) -> str:
 
 
 @pytest.mark.sample(3, group="migration round trips")
-def test_what_workers_hold_moves_and_each_task_is_named_as_held_by_them_too(
+def test_tasks_in_workers_move_and_are_listed_as_held_by_workers_too(
     spark: SparkSession, rabbitmq_url: str, postgresql_url: str, worker: dict[str, str], tmp_path: Path
 ) -> None:
     # Given the output of a worker about its tasks

@@ -96,7 +96,7 @@ def test_a_driver_that_dies_between_steps_is_resumed(
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("then", ["resume", "abort"])
 @pytest.mark.sample(1)
-def test_a_commit_that_nobody_knows_of_counts_once(
+def test_a_commit_with_a_lost_answer_counts_once(
     spark: SparkSession, any_legacy: Legacy, store: StoreAt, tmp_path: Path, committed: bool, then: str
 ) -> None:
     legacy = any_legacy
@@ -120,7 +120,7 @@ def test_a_commit_that_nobody_knows_of_counts_once(
     assert verified.repeatable == []
 
 
-def test_what_was_set_aside_is_what_the_attempt_that_counts_has_set_aside(
+def test_rejected_rows_are_those_of_the_counted_attempt(
     spark: SparkSession, legacy: Legacy, store: StoreAt, tmp_path: Path
 ) -> None:
     # Given a batch of which one id waits at the target, and a task that dies when the rest is committed
@@ -157,7 +157,7 @@ def test_a_task_that_outlives_an_abort_commits_nothing(
     assert (store.ids(), len(legacy.ids(ENDPOINT))) == ([], 4)
 
 
-def test_an_abort_gives_back_exactly_what_was_not_completed(
+def test_an_abort_returns_exactly_the_unfinished_rows(
     spark: SparkSession, any_legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     legacy = any_legacy
@@ -256,7 +256,7 @@ def test_rows_that_vanish_while_they_are_on_their_way_stop_the_run(
     assert not set(store.ids()) & {Timeout(number).id for number in range(1, 5)}
 
 
-def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batch(tmp_path: Path) -> None:
+def test_rejected_rows_count_only_for_the_last_attempt_at_a_batch(tmp_path: Path) -> None:
     # Given a batch that a task was cut off from, and another one has begun
     source = source_at("delayline", f"sqlite:///{tmp_path / 'old.db'}")
     journal = MigrationJournal(source.dialect, source.schema)
@@ -287,7 +287,7 @@ def test_what_a_task_sets_aside_counts_only_while_it_is_the_last_one_at_its_batc
     asyncio.run(work())
 
 
-def test_a_batch_that_is_marked_keeps_what_its_attempt_has_set_aside(tmp_path: Path) -> None:
+def test_a_marked_batch_keeps_its_rejected_rows(tmp_path: Path) -> None:
     # Given two attempts at a batch, each of which has rejected a row
     source = source_at("delayline", f"sqlite:///{tmp_path / 'old.db'}")
     journal = MigrationJournal(source.dialect, source.schema)
@@ -351,7 +351,7 @@ def test_a_table_that_holds_something_is_not_dropped(legacy: Legacy) -> None:
 
 
 @pytest.mark.sample(1, group="Spark kills")
-def test_a_migration_to_rabbitmq_that_is_killed_loses_nothing_and_names_what_may_be_double(
+def test_a_killed_migration_to_rabbitmq_loses_nothing_and_lists_possible_doubles(
     spark: SparkSession, rabbitmq: RabbitmqServer, rabbitmq_url: str, postgresql_url: str
 ) -> None:
     # Given thousands of timeouts and a broker with levels

@@ -45,7 +45,7 @@ def plan(legacy: Legacy, url: str, **how: Any) -> Plan:  # noqa: ANN401 - Plan's
 
 
 @pytest.mark.parametrize("delays", ["v2", "v1"])
-def test_each_waits_in_the_levels_for_what_is_left(
+def test_each_message_waits_for_its_remaining_delay(
     spark: SparkSession, legacy: Legacy, rabbitmq_url: str, delays: str
 ) -> None:
     # Given timeouts in an hour, overdue, as far as levels reach, and farther
@@ -215,7 +215,7 @@ def test_a_broker_that_dies_stops_the_run_which_goes_on_with_it(
     }
 
 
-def test_a_table_that_vanished_is_told_in_a_sentence(spark: SparkSession, legacy: Legacy, rabbitmq_url: str) -> None:
+def test_a_table_that_vanished_is_reported_in_one_line(spark: SparkSession, legacy: Legacy, rabbitmq_url: str) -> None:
     with_levels(rabbitmq_url, V2)
     legacy.change(lambda connection: connection.execute(text('DROP TABLE "sales_TimeoutData"')))
     with pytest.raises(DelaylineError, match="there are: none at all"):

@@ -96,7 +96,7 @@ def test_the_first_slice_is_small_and_the_others_grow(
 
 
 @pytest.mark.parametrize(("first", "slices"), [(6, [10, 9, 1]), (20, [20])])
-def test_what_is_due_first_is_in_the_first_slice_however_much_it_is(
+def test_the_first_slice_has_the_earliest_due_times(
     spark: SparkSession, legacy: Legacy, store: StoreAt, taken: list[HeldPartition], first: int, slices: list[int]
 ) -> None:
     # Given more rows than the first slice takes, all due at the earliest time

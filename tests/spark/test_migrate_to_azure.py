@@ -131,7 +131,7 @@ def test_an_endpoint_without_a_table_is_refused_before_anything_moves(
 
 @pytest.mark.parametrize("then", ["retried", "resumed", "aborted"])
 @pytest.mark.sample(1)
-def test_tasks_that_die_behind_a_batch_lose_nothing_and_what_may_be_double_is_named(
+def test_killed_tasks_lose_nothing_and_possible_doubles_are_listed(
     spark: SparkSession, legacy: Legacy, azure_url: str, tmp_path: Path, then: str
 ) -> None:
     # Given a task that is killed behind its batch: once, or as often as Spark tries

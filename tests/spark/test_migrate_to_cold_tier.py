@@ -49,7 +49,7 @@ def cold(tiers: Tiers, **how: Any) -> Target:  # noqa: ANN401 - target_at's own
 
 
 @pytest.mark.sample(3, group="migration round trips")
-def test_what_is_near_arrives_and_what_is_far_waits_in_files(
+def test_near_messages_arrive_and_far_ones_are_stored_in_files(
     spark: SparkSession, legacy: Legacy, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given timeouts overdue, soon due and far off, and of those that cannot move one whose id is in the tier already
@@ -144,9 +144,7 @@ def test_a_driver_that_dies_at_any_step_loses_and_doubles_nothing(
     assert verified.repeatable == []
 
 
-def test_what_tasks_that_died_have_left_counts_nothing(
-    spark: SparkSession, legacy: Legacy, tiers: Tiers, tmp_path: Path
-) -> None:
+def test_rows_of_killed_tasks_are_ignored(spark: SparkSession, legacy: Legacy, tiers: Tiers, tmp_path: Path) -> None:
     # Given a task that is killed behind its last batch, when others have staged some
     near = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
     legacy.add(ENDPOINT, *(Timeout(number, time=near if number % 2 else LATER) for number in range(1, 9)))

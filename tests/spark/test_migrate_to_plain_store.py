@@ -98,7 +98,7 @@ def test_timeouts_arrive_when_they_are_due(spark: SparkSession, legacy: Legacy, 
 
 
 @pytest.mark.parametrize("then", ["retried", "resumed", "aborted"])
-def test_tasks_that_die_behind_a_batch_lose_nothing_and_what_may_be_double_is_named(
+def test_killed_tasks_lose_nothing_and_possible_doubles_are_listed(
     spark: SparkSession, legacy: Legacy, plain: StoreAt, tmp_path: Path, then: str
 ) -> None:
     # Given a task that is killed behind its batch: once, or as often as Spark tries

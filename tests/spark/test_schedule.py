@@ -156,7 +156,7 @@ def test_files_that_do_not_go_together_are_refused(spark: SparkSession, store: S
             schedule(tmp_path / "nothing", target(store), form=form, spark=spark)
 
 
-def test_executors_without_delayline_are_told_of(
+def test_executors_without_delayline_are_reported(
     spark: SparkSession, store: StoreAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given executors whose Python has Spark's packages, and not ours

@@ -173,7 +173,7 @@ def test_jobs_run_on_the_java_that_pip_has_installed_whatever_the_zones(store: S
     assert forecast == ";".join(f"{hour} 1" for hour in sorted(hours))
 
 
-def test_what_the_users_files_and_variables_set_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_of_files_and_variables_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Given a file of defaults and arguments for spark-submit
     (tmp_path / "spark-defaults.conf").write_text(
         "# comment\nspark.ui.enabled true\nspark.log.level=WARN\n\nspark.driver.memory   8g\n"
@@ -207,6 +207,6 @@ def test_jobs_run_in_any_thread(spark: SparkSession, store: StoreAt) -> None:
         spark.conf.set("spark.sql.session.timeZone", "UTC")
 
 
-def test_sparks_that_are_too_old_are_told_apart() -> None:
+def test_sparks_that_are_too_old_are_distinguished() -> None:
     assert [is_too_old(version) for version in ("3.5.8", "4.1.2", "?")] == [True] * 3
     assert [is_too_old(version) for version in ("4.2.0", "4.10.0.dev1", "5.0")] == [False] * 3

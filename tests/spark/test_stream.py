@@ -96,9 +96,7 @@ def test_after_the_loss_of_its_checkpoint_a_stream_is_stored_again_rather_than_l
     assert store.ids() == sorted(f"m{number}" for number in range(200))
 
 
-def test_a_stream_takes_what_is_due_and_pollers_do_not_see_it(
-    spark: SparkSession, any_store: StoreAt, tmp_path: Path
-) -> None:
+def test_a_stream_removes_due_messages_from_pollers(spark: SparkSession, any_store: StoreAt, tmp_path: Path) -> None:
     # Given messages that are due, and one that is not
     any_store.put(*(f"d{number:03}" for number in range(250)), due=PAST)
     any_store.put("later")

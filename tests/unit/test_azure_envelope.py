@@ -78,7 +78,7 @@ def test_a_wrapper_of_dotnet_is_read_with_its_byte_order_mark() -> None:
 @given(
     id=st.text(min_size=1, max_size=40), headers=st.dictionaries(TEXTS, TEXTS, max_size=5), body=st.binary(max_size=99)
 )
-def test_what_is_wrapped_is_unwrapped_unchanged(id: str, headers: dict[str, str], body: bytes) -> None:
+def test_envelopes_round_trip(id: str, headers: dict[str, str], body: bytes) -> None:
     message = Message(id, headers, body)
     assert unwrap("native", wrap(message)) == message
 
@@ -105,7 +105,7 @@ def test_awkward_and_damaged_headers_are_kept() -> None:
         base64.b64encode(b'{"Id": "m", "Headers": {"n": ' + b"9" * 5_000 + b"}}").decode(),
     ],
 )  # fmt: skip
-def test_what_is_no_wrapper_is_sent_on_as_it_is(text: str) -> None:
+def test_messages_without_an_envelope_are_forwarded_unchanged(text: str) -> None:
     message = unwrap("native", text)
     assert isinstance(message, UnwrappedMessage)
     assert message.id == "native"

@@ -78,7 +78,7 @@ def test_a_row_of_dotnet_is_due_when_its_second_is_over() -> None:
 
 
 @pytest.mark.parametrize("row", ["", "2026", "20261301120005_x", "id", "20260301120005x", "\uff12" * 14])
-def test_what_is_no_due_time_is_no_message(row: str) -> None:
+def test_entries_without_a_due_time_are_not_messages(row: str) -> None:
     assert due_of(row) is None
 
 

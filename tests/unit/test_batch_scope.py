@@ -90,7 +90,7 @@ async def test_the_stores_transaction_is_open_while_messages_are_sent_outside_it
 
 @ERRORS
 @pytest.mark.parametrize("step", [REMOVE, "commit"], ids=["remove", "commit"])
-async def test_what_was_sent_before_the_transaction_was_lost_is_removed_and_not_sent_again(
+async def test_messages_sent_before_a_lost_transaction_are_removed_and_not_sent_again(
     rows: Scenario, step: str | tuple[str, ...], error: Exception
 ) -> None:
     # Given a transaction that is lost after the send
@@ -157,7 +157,7 @@ async def test_without_savepoints_a_failure_is_counted_after_the_rollback(
     await scenario.endpoint.stop()
 
 
-async def test_without_savepoints_an_error_queue_that_fails_holds_nobody_up(
+async def test_without_savepoints_a_failing_error_queue_blocks_no_others(
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = build(clock)
@@ -176,7 +176,7 @@ async def test_without_savepoints_an_error_queue_that_fails_holds_nobody_up(
 
 @ERRORS
 @pytest.mark.parametrize("step", ["dispatch", "move", "retry"])
-async def test_what_a_lost_savepoint_leaves_behind_is_not_committed(
+async def test_work_after_a_lost_savepoint_is_not_committed(
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
 ) -> None:
     # Given a step that fails half way, and a savepoint that is lost
@@ -230,7 +230,7 @@ async def test_one_message_that_the_error_queue_refuses_keeps_no_other_from_it(c
 
 
 @pytest.mark.parametrize("way", [{}, {"shared": False, "rows": True}], ids=["one transaction", "the store's"])
-async def test_an_outage_while_a_failure_is_counted_counts_nobody(clock: ManualClock, way: dict[str, bool]) -> None:
+async def test_an_outage_while_a_failure_is_counted_counts_no_failure(clock: ManualClock, way: dict[str, bool]) -> None:
     scenario = build(clock, number_of_retries=1, **way)
     scenario.faults.inject(Fault("dispatch", BOOM))
     scenario.faults.inject(Fault(COUNT_FAILURE, DOWN))
@@ -243,7 +243,7 @@ async def test_an_outage_while_a_failure_is_counted_counts_nobody(clock: ManualC
     await scenario.endpoint.stop()
 
 
-async def test_what_reached_the_error_queue_at_the_second_try_is_removed_though_its_transaction_was_lost(
+async def test_a_message_moved_at_the_second_attempt_is_removed_although_its_transaction_was_lost(
     clock: ManualClock,
 ) -> None:
     # Given an error queue that fails at first, and commits that fail for a while

@@ -46,12 +46,14 @@ def test_headers_are_kept_and_the_eta_is_when_it_is_due() -> None:
         ({"eta": 5}, "application/json", BODY, "is not a time"),
     ],
 )
-def test_what_is_no_message_says_why(fields: dict[str, Any], content_type: str | None, body: Any, why: str) -> None:  # noqa: ANN401 - JSON
+def test_tasks_that_are_not_messages_have_a_reason(
+    fields: dict[str, Any], content_type: str | None, body: Any, why: str  # noqa: ANN401 - JSON
+) -> None:
     with pytest.raises(NoMessage, match=why):
         task_of({**FIELDS, **fields}, content_type, json.dumps(body).encode())
 
 
-def test_a_body_that_is_no_json_says_so() -> None:
+def test_a_body_that_is_no_json_is_reported() -> None:
     with pytest.raises(NoMessage, match="its body is not JSON"):
         task_of(FIELDS, "application/json", b"\x80\x04")
 

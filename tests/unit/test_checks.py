@@ -12,7 +12,7 @@ from delayline import ConfigurationError
 from delayline.checks import time_span, whole_number
 
 
-def test_what_is_right_is_returned() -> None:
+def test_valid_values_are_returned() -> None:
     assert whole_number("batch_size", 1, at_least=1) == 1
     assert time_span("bucket", timedelta(microseconds=1)) == timedelta(microseconds=1)
 

@@ -187,7 +187,7 @@ def test_crossings_are_what_a_topic_exchange_would_match(names: list[str]) -> No
         ("acme", "acme.delay-level-07", "acme.delay-delivery"),
     ],
 )
-def test_names_are_those_of_the_version(prefix: str, level: str, delivery: str) -> None:
+def test_names_match_the_version(prefix: str, level: str, delivery: str) -> None:
     assert (levels.level_name(prefix, 7), levels.delivery_name(prefix)) == (level, delivery)
 
 

@@ -74,7 +74,7 @@ async def test_it_defers_when_started_only(clock: ManualClock) -> None:
         await scenario.delivery.defer(TransportOperation(a_message(), "out"), START)
 
 
-async def test_what_is_due_already_goes_straight_to_the_transport(clock: ManualClock) -> None:
+async def test_due_messages_are_sent_without_storing(clock: ManualClock) -> None:
     scenario = build(clock)
     async with scenario.endpoint:
         await scenario.endpoint.send("sales", b"", message_id="m", deliver_at=START - timedelta(hours=1))
@@ -116,7 +116,7 @@ class ClockedStore(MemoryDelayedMessageStore):
 
 
 @pytest.mark.parametrize("off", [timedelta(hours=-1), timedelta(hours=1)], ids=["behind", "ahead"])
-async def test_a_stores_clock_decides_what_is_due_whatever_the_machines_says(off: timedelta) -> None:
+async def test_a_stores_clock_overrides_the_machines(off: timedelta) -> None:
     # Given a store whose clock is an hour off this machine's
     store, transport = ClockedStore(off), MemoryTransport()
     delivery = StoredDelivery(store, number_of_retries=1)

@@ -55,7 +55,7 @@ def moved(old: TimeoutScenario, **settings: Any) -> Endpoint:  # noqa: ANN401
     )
 
 
-async def test_what_waits_in_the_old_one_arrives_and_new_messages_go_to_the_new_one(
+async def test_messages_of_the_old_delivery_arrive_and_new_ones_use_the_new_delivery(
     clock: ManualClock, old: TimeoutScenario
 ) -> None:
     # Given

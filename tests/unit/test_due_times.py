@@ -98,7 +98,7 @@ def test_the_time_it_came_to_its_level_bounds_it_to_a_second() -> None:
         [{"time": NOW, "queue": b"nsb.delay-level-09"}],
     ],
 )  # fmt: skip
-def test_what_a_broker_wrote_of_another_time_or_place_counts_nothing(deaths: object) -> None:
+def test_x_death_entries_of_other_queues_and_times_are_ignored(deaths: object) -> None:
     _, key = route(10, "sales")
     assert waiting(key, sent(86_400, 10, **{"x-death": deaths}), 3, NOW).due == after(10)
 

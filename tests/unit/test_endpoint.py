@@ -52,7 +52,7 @@ async def test_it_starts_once_and_can_start_again_after_a_stop() -> None:
         await endpoint.send("sales", b"again")
 
 
-async def test_wait_stopped_returns_when_somebody_stops_it() -> None:
+async def test_wait_stopped_returns_after_a_stop() -> None:
     endpoint = Endpoint("sales", transport=MemoryTransport())
     await endpoint.start()
     waiting = asyncio.create_task(endpoint.wait_stopped())
@@ -206,7 +206,7 @@ async def test_a_store_stands_for_a_stored_delivery(clock: ManualClock) -> None:
 
 @pytest.mark.parametrize("setting", ["delayed_delivery", "draining"])
 @pytest.mark.parametrize("wrong", ["sqlite:///file.db", object()])
-def test_what_is_no_delivery_and_no_store_is_refused(setting: str, wrong: Any) -> None:  # noqa: ANN401
+def test_objects_that_are_neither_delivery_nor_store_are_refused(setting: str, wrong: Any) -> None:  # noqa: ANN401
     with pytest.raises(ConfigurationError, match=rf"{setting}= is a \w+, neither .*StoredDelivery\(store\)"):
         Endpoint("sales", transport=MemoryTransport(), **{setting: wrong})
 
@@ -289,7 +289,7 @@ async def test_a_critical_error_calls_the_hosts_action_and_logs_what_that_raises
     assert "the critical error action of endpoint sales failed" in caplog.text
 
 
-async def test_what_waits_can_be_managed_where_the_store_can(clock: ManualClock) -> None:
+async def test_pending_messages_can_be_managed_if_the_store_supports_it(clock: ManualClock) -> None:
     scenario = build(clock)
     async with scenario.endpoint:
         await scenario.endpoint.send("sales", b"", message_id="m", delay=timedelta(1))

@@ -38,7 +38,7 @@ def test_the_drawing_names_every_error_once() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(drawn()))
-def test_the_drawing_tells_each_errors_parents(name: str) -> None:
+def test_the_drawing_has_the_parents_of_each_error(name: str) -> None:
     parent, builtin = drawn()[name]
     bases = [base.__name__ for base in real()[name].__bases__]
     assert bases == ([parent, builtin] if builtin else [parent])
@@ -49,7 +49,7 @@ def test_every_error_is_documented() -> None:
     assert all(error.__doc__ for error in real().values())
 
 
-def test_errors_with_facts_keep_them_and_say_what_to_do() -> None:
+def test_errors_with_facts_keep_them_and_have_a_remedy() -> None:
     assert QueueNotFound("billing").queue == "billing"
     assert "delayline setup --queue" in str(QueueNotFound("billing"))
     assert MissingExtra("plot", "the histogram").extra == "plot"

@@ -65,7 +65,7 @@ def test_sqlalchemy_is_loaded_when_it_is_needed() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_name_that_is_not_there_is_told() -> None:
+def test_a_name_that_is_not_there_is_reported() -> None:
     with pytest.raises(AttributeError, match="module 'delayline' has no attribute 'SqlTransprot'"):
         _ = delayline.SqlTransprot  # type: ignore[attr-defined]
 

@@ -49,7 +49,7 @@ def test_without_delayed_delivery_nothing_waits() -> None:
         _ = Endpoint("sales", transport=MemoryTransport()).delayed
 
 
-def test_what_is_no_store_is_refused_with_what_it_lacks() -> None:
+def test_an_object_that_is_not_a_store_is_refused_with_the_missing_method() -> None:
     with pytest.raises(ConfigurationError, match=r"not a delayed message store: it has no method 'initialize'"):
         StoredDelivery(None)  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def test_unrecoverable_is_a_tuple_of_classes() -> None:
         Recoverability(unrecoverable=ValueError)  # type: ignore[arg-type]
 
 
-async def test_an_immediate_send_to_a_missing_queue_says_so() -> None:
+async def test_an_immediate_send_to_a_missing_queue_is_reported() -> None:
     async with Endpoint("sales", transport=MemoryTransport()) as endpoint:
         with pytest.raises(QueueNotFound, match="queue 'nowhere' does not exist"):
             await endpoint.send("nowhere", b"")
@@ -178,7 +178,7 @@ async def test_a_handlers_corrupt_headers_error_is_a_failure_like_any_other(cloc
     assert failed.headers[Headers.EXCEPTION_MESSAGE] == "of some other message"
 
 
-async def test_after_delayed_retries_the_error_queue_knows_the_id_that_was_sent(clock: ManualClock) -> None:
+async def test_after_delayed_retries_the_error_queue_has_the_original_id(clock: ManualClock) -> None:
     transport = MemoryTransport()
     endpoint = Endpoint(
         "sales",
@@ -267,7 +267,7 @@ async def test_a_cancelled_receive_gives_its_messages_back(tmp_path: Path) -> No
             await receiver.release(message)
 
 
-async def test_an_overdue_send_to_a_missing_queue_says_so(tmp_path: Path) -> None:
+async def test_an_overdue_send_to_a_missing_queue_is_reported(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/a.db"
     delivery = StoredDelivery(SqlDelayedMessageStore(url))
     async with Endpoint("sales", transport=SqlTransport(url), delayed_delivery=delivery) as endpoint:

@@ -87,7 +87,7 @@ async def test_one_that_fails_is_undone_alone(database: FileDatabase) -> None:
     assert await kept(database) == ["a", "b"]
 
 
-async def test_when_the_database_undoes_everything_everybody_is_told(database: FileDatabase) -> None:
+async def test_all_callers_get_the_error_if_the_database_rolls_everything_back(database: FileDatabase) -> None:
     # Given a database that has no room for the second of three
     await database.write(lambda connection: run(connection, "PRAGMA max_page_count = 20"))
     big = "x" * 200_000
@@ -101,7 +101,7 @@ async def test_when_the_database_undoes_everything_everybody_is_told(database: F
     assert any(isinstance(result, StorageFull) for result in results)
 
 
-async def test_a_turn_that_cannot_begin_fails_everybody(database: FileDatabase, tmp_path: Path) -> None:
+async def test_a_transaction_that_cannot_begin_fails_all_writes(database: FileDatabase, tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "group.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     results, _ = await together(database, [keep("a"), keep("b")])
@@ -122,7 +122,7 @@ async def test_cancelled_before_its_turn_a_write_has_no_effect(database: FileDat
     assert await kept(database) == ["b"]
 
 
-async def test_cancelled_while_somebody_else_writes_it_the_effect_is_certain_first(database: FileDatabase) -> None:
+async def test_cancelled_while_another_process_writes_it_the_effect_is_certain_first(database: FileDatabase) -> None:
     # Given two writes in one group, the first of them doing the writing
     await database.semaphore.enter()
     first = asyncio.ensure_future(database.write(keep("a")))

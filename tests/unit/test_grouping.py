@@ -73,7 +73,7 @@ async def test_concurrent_stores_share_transactions(group: StoreGroup, store: Fa
     assert len(await memory.pending(limit=5000)) == 2 * MAXIMUM_GROUP + 2
 
 
-async def test_those_that_come_during_a_transaction_go_into_the_next(
+async def test_stores_during_a_transaction_go_into_the_next(
     group: StoreGroup, store: FaultyStore, memory: SlowStore
 ) -> None:
     memory.gate.clear()
@@ -134,7 +134,9 @@ async def test_a_failure_is_raised_at_once_and_arms_the_breaker(
     assert breaker.state.name == BreakerState.DISARMED.name
 
 
-async def test_cancelling_a_caller_fails_nobody_else(group: StoreGroup, store: FaultyStore, memory: SlowStore) -> None:
+async def test_cancelling_a_caller_fails_no_other_caller(
+    group: StoreGroup, store: FaultyStore, memory: SlowStore
+) -> None:
     memory.gate.clear()
     alone, grouped, other = (asyncio.create_task(group.store(delayed(name))) for name in ("alone", "grouped", "other"))
     await settle()
@@ -170,7 +172,7 @@ async def test_cancelling_a_caller_of_a_six_verb_store_does_not_lose_its_message
     assert len(await memory.pending()) == (0 if fails else 1)
 
 
-async def test_stop_waits_for_what_was_accepted(group: StoreGroup, store: FaultyStore, memory: SlowStore) -> None:
+async def test_stop_waits_for_accepted_messages(group: StoreGroup, store: FaultyStore, memory: SlowStore) -> None:
     await group.stop()
     memory.gate.clear()
     task = asyncio.create_task(group.store(delayed()))

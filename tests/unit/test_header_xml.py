@@ -66,11 +66,11 @@ def document(*items: str) -> bytes:
 
 @pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
 @pytest.mark.parametrize("after", [b"", b"\x00" * 40, b"</HeaderInfo> and more", b"\xff"])
-def test_what_nservicebus_wrote_is_read(before: bytes, after: bytes) -> None:
+def test_messages_of_nservicebus_can_be_read(before: bytes, after: bytes) -> None:
     assert from_xml(before + WRITTEN_BY_NSERVICEBUS.encode() + after, "m") == READ
 
 
-def test_what_is_written() -> None:
+def test_the_written_envelope() -> None:
     assert to_xml({"a": "1 < 2 & 3\r\n", "CorrId": ""}) == (
         b'<?xml version="1.0"?><ArrayOfHeaderInfo xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance" '
         b'xmlns:xsd="http://www.w3.org/2001/XMLSchema">'
@@ -138,7 +138,7 @@ FILE = (
     ],
     ids=["twice", "bomb", "file", "entity", "character", "cut", "root", "bytes", "bracket", "deep"],
 )
-def test_what_cannot_be_read_is_corrupt(damaged: bytes, reason: str) -> None:
+def test_unreadable_values_are_corrupt(damaged: bytes, reason: str) -> None:
     with pytest.raises(CorruptHeaders, match="message 'm' has corrupted headers") as caught:
         from_xml(damaged, "m")
     assert reason in str(caught.value)

@@ -41,7 +41,7 @@ def test_wire_time_is_the_references_vector() -> None:
         "2026-04-29 2x:11:26:340982 Z",
     ],
 )
-def test_what_is_not_a_wire_time_is_refused_as_dotnet_does(text: str) -> None:
+def test_invalid_wire_times_are_refused_as_by_dotnet(text: str) -> None:
     with pytest.raises(ValueError, match=r"String was not recognized as a valid DateTime") as caught:
         from_wire_time(text)
     assert repr(text) in str(caught.value)

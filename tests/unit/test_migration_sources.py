@@ -31,7 +31,7 @@ NOW = datetime(2026, 5, 6, tzinfo=UTC)
         ("ravendb", {"journal": "sqlite:///x.db", "table": "T"}, "only a source of kind 'azure-storage' has a table"),
     ],
 )
-def test_wrong_sources_are_told(kind: str, named: dict[str, str], said: str) -> None:
+def test_wrong_sources_are_reported(kind: str, named: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         source_at(kind, "sqlite:///y.db", **named)
 

@@ -48,7 +48,7 @@ async def test_it_stores_each_and_fetches_one(batches: OneAtATime) -> None:
     assert [await fetch(batches, 1) for _ in range(3)] == [["a"], ["b"], []]
 
 
-async def test_what_was_released_comes_first(batches: OneAtATime) -> None:
+async def test_released_messages_come_first(batches: OneAtATime) -> None:
     await batches.store_many([delayed("a"), delayed("b")])
     (message,) = await batches.fetch_due(START, 1, max_bytes=1)
     await batches.release_many([message])
@@ -71,7 +71,7 @@ async def test_a_message_that_backs_off_is_not_fetched_though_its_lease_ran_out(
     assert (again.id, again.number_of_retries) == ("a", 1)
 
 
-async def test_a_failure_that_cannot_be_counted_holds_nobody_up(
+async def test_a_failure_that_cannot_be_counted_blocks_no_others(
     batches: OneAtATime, store: FaultyStore, clock: ManualClock
 ) -> None:
     # Given a message that backs off, and a store that cannot count its failure

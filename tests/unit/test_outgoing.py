@@ -67,7 +67,7 @@ def test_a_reply_goes_back_with_the_requests_correlation(composer: Composer) -> 
     assert (headers[Headers.CORRELATION_ID], headers[Headers.INTENT], headers["mine"]) == ("c", "Reply", "1")
 
 
-def test_a_reply_to_nobody_is_refused(composer: Composer) -> None:
+def test_a_reply_without_an_address_is_refused(composer: Composer) -> None:
     with pytest.raises(InvalidMessage, match=r"'request' has no NServiceBus.ReplyToAddress .*Use context.send"):
         composer.reply(Message("request", {}, b""), b"", None, None)
 

@@ -261,7 +261,7 @@ async def test_a_bad_argument_is_raised_by_the_call_without_await(
     await scenario.endpoint.stop()
 
 
-async def test_what_is_sent_after_the_handler_has_ended_is_refused(clock: ManualClock) -> None:
+async def test_sends_after_the_handler_has_ended_are_refused(clock: ManualClock) -> None:
     scenario = build(clock)
     contexts: list[MessageContext] = []
 

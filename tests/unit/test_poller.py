@@ -94,7 +94,7 @@ async def test_after_the_isolation_batches_are_whole_again(clock: ManualClock) -
     await scenario.endpoint.stop()
 
 
-async def test_an_outage_counts_nobody_waits_a_second_and_sends_when_it_is_over(scenario: Scenario) -> None:
+async def test_an_outage_is_no_failure_of_a_message_and_is_retried_each_second(scenario: Scenario) -> None:
     scenario.faults.inject(Fault("dispatch", DOWN))
     await scenario.put(*[delayed(str(number)) for number in range(3)])
     await start(scenario)
@@ -111,7 +111,7 @@ async def test_an_outage_counts_nobody_waits_a_second_and_sends_when_it_is_over(
 
 
 @WAYS
-async def test_an_outage_of_some_operations_of_a_batch_counts_nobody_either(clock: ManualClock, shared: bool) -> None:
+async def test_an_outage_of_some_operations_of_a_batch_counts_no_failure(clock: ManualClock, shared: bool) -> None:
     scenario = build(clock, shared=shared)
     scenario.faults.inject(Fault("dispatch", lambda sent: DispatchFailed(dict.fromkeys(range(len(sent)), DOWN))))
     await scenario.put(delayed("a"), delayed("b"))
@@ -211,7 +211,7 @@ async def test_a_sleep_is_sixty_seconds_at_most(clock: ManualClock) -> None:
     await scenario.endpoint.stop()
 
 
-async def test_what_is_due_but_locked_elsewhere_is_looked_at_twenty_times_a_second_at_most(clock: ManualClock) -> None:
+async def test_due_messages_locked_elsewhere_are_queried_twenty_times_a_second_at_most(clock: ManualClock) -> None:
     scenario = build(clock)
     await scenario.put(delayed())
     await scenario.store.fetch_next_due(START)  # another process has claimed it
@@ -227,7 +227,7 @@ async def test_what_is_due_but_locked_elsewhere_is_looked_at_twenty_times_a_seco
     await scenario.endpoint.stop()
 
 
-async def test_what_was_sent_is_removed_before_anything_else_is_sent(clock: ManualClock) -> None:
+async def test_sent_messages_are_removed_before_others_are_sent(clock: ManualClock) -> None:
     # Given a message that was sent and whose removal fails
     scenario = build(clock, shared=False)
     scenario.faults.inject(Fault(REMOVE, DOWN))
@@ -246,7 +246,7 @@ async def test_what_was_sent_is_removed_before_anything_else_is_sent(clock: Manu
     await scenario.endpoint.stop()
 
 
-async def test_what_was_sent_is_removed_even_when_nothing_else_falls_due(clock: ManualClock) -> None:
+async def test_sent_messages_are_removed_when_no_others_are_due(clock: ManualClock) -> None:
     scenario = build(clock, shared=False)
     scenario.faults.inject(Fault(REMOVE, DOWN))
     await scenario.put(delayed("a"))
@@ -269,7 +269,7 @@ async def test_a_removal_that_works_again_is_the_end_of_the_fault(clock: ManualC
     await scenario.endpoint.stop()
 
 
-async def test_what_was_sent_is_removed_at_a_stop(clock: ManualClock) -> None:
+async def test_sent_messages_are_removed_at_a_stop(clock: ManualClock) -> None:
     scenario = build(clock, shared=False)
     scenario.faults.inject(Fault(REMOVE, DOWN))
     await scenario.put(delayed("a"))
@@ -290,9 +290,7 @@ async def test_a_removal_that_never_works_is_a_critical_error(clock: ManualClock
     await scenario.endpoint.stop()
 
 
-async def test_a_message_somebody_removed_meanwhile_is_reported(
-    clock: ManualClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_message_removed_meanwhile_is_reported(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
     scenario = build(clock, shared=False)
     await scenario.put(delayed("a"))
 
@@ -307,7 +305,7 @@ async def test_a_message_somebody_removed_meanwhile_is_reported(
     await scenario.endpoint.stop()
 
 
-async def test_what_a_handler_defers_outlives_the_late_removal_of_what_it_received(clock: ManualClock) -> None:
+async def test_a_deferred_message_survives_the_late_removal_of_the_received_one(clock: ManualClock) -> None:
     # Given a message that was sent to its handler, but could not be removed yet
     scenario = build(clock, shared=False, transaction_mode=TransactionMode.RECEIVE_ONLY)
     scenario.faults.inject(Fault(REMOVE, DOWN))
@@ -343,7 +341,7 @@ async def test_stop_interrupts_a_pause_and_is_idempotent(clock: ManualClock) -> 
 
 
 @pytest.mark.parametrize("verb", ["dispatch", "remove_many"])
-async def test_what_stays_is_free_for_others_while_the_poller_waits(clock: ManualClock, verb: str) -> None:
+async def test_messages_that_stay_are_unlocked_while_the_poller_waits(clock: ManualClock, verb: str) -> None:
     # Given a transport that is down for some or all of a batch
     scenario = build(clock, shared=False)
     scenario.faults.inject(Fault(verb, DOWN))

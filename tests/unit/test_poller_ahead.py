@@ -128,7 +128,7 @@ async def test_nothing_fetched_ahead_is_sent_while_a_removal_fails(clock: Manual
 
 
 @APART
-async def test_a_fetch_ahead_that_fails_harms_nobody_and_is_repeated(clock: ManualClock, way: str) -> None:
+async def test_a_failed_fetch_ahead_is_repeated(clock: ManualClock, way: str) -> None:
     scenario, confirms = await six_in_twos(clock, way)
     await scenario.endpoint.start()
     scenario.faults.inject(Fault(FETCH, DOWN))
@@ -143,7 +143,7 @@ async def test_a_fetch_ahead_that_fails_harms_nobody_and_is_repeated(clock: Manu
 
 
 @APART
-async def test_a_stop_finishes_what_is_sent_and_gives_back_what_is_not(clock: ManualClock, way: str) -> None:
+async def test_a_stop_finishes_sent_batches_and_returns_unsent_ones(clock: ManualClock, way: str) -> None:
     scenario, confirms = await six_in_twos(clock, way)
     await scenario.endpoint.start()
     await settle()
@@ -158,7 +158,7 @@ async def test_a_stop_finishes_what_is_sent_and_gives_back_what_is_not(clock: Ma
 
 
 @APART
-async def test_what_was_fetched_long_ago_is_fetched_again(clock: ManualClock, way: str) -> None:
+async def test_messages_are_fetched_again_after_their_lease(clock: ManualClock, way: str) -> None:
     """Given a transport that blocks for longer than a lease, when it goes on, then locks are fresh."""
     scenario, confirms = await six_in_twos(clock, way)
     await scenario.endpoint.start()

@@ -45,7 +45,7 @@ class ForwardingStore(MemoryStore):
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["passes over", "stops before"])
-async def test_what_a_forwarding_store_leaves_is_taken_in_hand_before_it_forwards_again(
+async def test_messages_that_forwarding_skips_are_dispatched_before_the_next_forwarding(
     clock: ManualClock, stops: bool
 ) -> None:
     # Given messages that the store can move around one that it cannot

@@ -133,7 +133,7 @@ def test_the_management_api_is_guessed(text: str, url: str) -> None:
     assert BrokerAddress.parse(text).management_url == url
 
 
-def test_certificates_are_checked_unless_told_otherwise() -> None:
+def test_certificates_are_checked_by_default() -> None:
     """Given no options, when a TLS context is made, then it verifies; verify_none is for those who know."""
     assert Tls().context().verify_mode is ssl.CERT_REQUIRED
     assert Tls(verify=False).context().verify_mode is ssl.CERT_NONE

@@ -80,7 +80,7 @@ async def test_returns_find_copies_of_one_message_one_after_the_other() -> None:
     assert {position: type(error) for position, error in batch.failures.items()} == {0: Unroutable, 1: Unroutable}
 
 
-async def test_a_return_of_nothing_known_fails_nobody() -> None:
+async def test_an_unknown_returned_message_fails_no_caller() -> None:
     """Given a message that came back with another id, when looked for, then no publication is blamed."""
     confirms = Confirms()
     batch = wrote(confirms, 2)

@@ -13,7 +13,7 @@ from delayline.transport import TransportOperation
 MESSAGE = Message("id", {}, b"")
 
 
-def test_what_is_held_is_released_as_it_was() -> None:
+def test_released_messages_are_unchanged() -> None:
     """Given an operation for the levels, when released, then its destination and due time are back."""
     operation, due = TransportOperation(MESSAGE, "sales|eu"), datetime(2040, 1, 1, tzinfo=UTC)
     assert released(parked(operation, due)) == (operation, due)

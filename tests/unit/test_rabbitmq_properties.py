@@ -137,7 +137,7 @@ def test_a_callback_queue_wins_over_the_reply_address() -> None:
     assert message.headers[Headers.REPLY_TO] == "callbacks"
 
 
-def test_a_message_that_is_not_persistent_says_so() -> None:
+def test_a_message_that_is_not_persistent_is_reported() -> None:
     """Given delivery mode 1, when read, then the header is back that the sender's transport took off."""
     assert message_from(delivered(MODE | ID, b"\x01" + short("id"))).headers == {NON_PERSISTENT: "True"}
 

@@ -29,7 +29,7 @@ def delivered(exchange: bytes, key: bytes, kind: int = 60) -> bytes:
     return struct.pack(">BHI", 1, 7, len(payload)) + payload + b"\xce"
 
 
-def test_what_is_decodable_stays_as_it_is() -> None:
+def test_decodable_frames_are_unchanged() -> None:
     """Given properties that the library decodes, when read, then not a byte is changed."""
     assert readable(header_frame(PLAIN)) == header_frame(PLAIN)
 
@@ -64,7 +64,7 @@ def _with_value(value: bytes) -> bytes:
     return struct.pack(">H", HEADERS | ID) + table_of({"h": value}) + short("id")
 
 
-def test_what_cannot_be_decoded_goes_on_as_it_came() -> None:
+def test_undecodable_messages_are_forwarded_unchanged() -> None:
     """Given properties of a type that is not known, when they go on, then byte for byte, without the broker's own."""
     theirs = {"x-death": b"V", "x-delivery-count": b"l" + b"\0" * 8, "CC": b"V"}
     fields = {"time": b"T" + b"\xff" * 8, "kept": long_string(b"\xff")}

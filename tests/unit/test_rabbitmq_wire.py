@@ -139,7 +139,7 @@ def test_a_sender_may_forgo_persistence() -> None:
 
 
 @pytest.mark.parametrize("which", ["x-death", "x-first-death-queue", "x-last-death-reason", "x-delivery-count"])
-def test_what_brokers_add_is_never_sent_on(which: str) -> None:
+def test_headers_that_brokers_add_are_removed(which: str) -> None:
     """Given a header that a broker added, when encoded, then it is left out: brokers drop what goes in circles."""
     assert read(encoded(Message("id", {which: "1", "kept": "1"}, b""))).fields.keys() == {"kept"}
 

@@ -49,14 +49,14 @@ def test_documents_of_both_shapes_are_read(
         b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":9}abc]}', b"\x1f\x8b" + bytes(40),
     ],
 )  # fmt: skip
-def test_what_is_no_whole_export_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_truncated_exports_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "dump"
     path.write_bytes(content)
     with pytest.raises(BackendUnusable, match="dump is not a complete RavenDB export"):
         list(documents(path))
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BackendUnusable, match=r"cannot read .*none: No such file"):
         list(documents(tmp_path / "none"))
 

@@ -211,7 +211,7 @@ def test_a_long_chain_of_causes_keeps_both_ends() -> None:
     assert "392 exceptions of the chain are left out" in trace
 
 
-def test_a_cut_text_has_both_ends_and_says_so() -> None:
+def test_a_cut_text_has_both_ends_and_is_reported() -> None:
     text = cut("a" * 1000 + "ü" * 1000, 200)
     assert text.startswith("aaa")
     assert text.endswith("üüü")

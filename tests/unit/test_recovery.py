@@ -197,7 +197,7 @@ async def test_error_handling_that_fails_is_paced_and_becomes_critical(clock: Ma
     await scenario.endpoint.stop()
 
 
-async def test_a_message_removed_by_somebody_else_is_not_moved_to_the_error_queue(clock: ManualClock) -> None:
+async def test_a_message_removed_by_another_process_is_not_moved_to_the_error_queue(clock: ManualClock) -> None:
     scenario = build(clock)
     break_destination(scenario)
     await scenario.put(delayed())

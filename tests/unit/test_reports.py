@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_report_replaces_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
+def test_a_report_replaces_a_link_and_keeps_its_target(tmp_path: Path) -> None:
     # Given links to another file, under the report's name and under the one that a part of it had
     other = tmp_path / "other"
     other.write_text("mine")

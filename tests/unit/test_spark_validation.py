@@ -180,7 +180,7 @@ def test_instants_have_an_offset(given: str) -> None:
     assert instant_option({}, "dueFrom") is None
 
 
-def test_without_the_extra_the_way_to_install_it_is_told() -> None:
+def test_a_missing_extra_is_reported_with_its_install_command() -> None:
     text = (
         "import sys; sys.modules['pyspark'] = None\n"
         "import importlib.util as util; util.find_spec = lambda name: None if name == 'pyspark' else 1\n"

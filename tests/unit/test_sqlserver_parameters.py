@@ -211,7 +211,7 @@ def test_every_batch_declares_text_as_nvarchar(binary: Binary) -> None:
     assert tried > 20
 
 
-def test_by_itself_the_driver_would_declare_a_batch_by_its_longest_text(binary: Binary) -> None:
+def test_the_drivers_default_declares_a_batch_by_its_longest_text(binary: Binary) -> None:
     """The fault that the declarations cure: where this fails, they are not needed any more."""
     from mssql_python.cursor import Cursor
 
@@ -229,7 +229,7 @@ def test_a_batch_with_a_long_body_goes_row_by_row_and_counts_all_rows(binary: Bi
     assert not binary.batches
 
 
-def test_what_is_taken_for_a_stream_is_declared_too(binary: Binary) -> None:
+def test_tables_of_streams_are_declared_too(binary: Binary) -> None:
     dialect = server()
     from sqlalchemy import insert
 
@@ -353,7 +353,7 @@ def test_pymssql_is_given_bytes_that_are_no_text() -> None:
     ],
 )
 @pytest.mark.parametrize("many", [False, True])
-def test_errors_are_told_apart_by_number_whatever_the_language(
+def test_errors_are_distinguished_by_number_whatever_the_language(
     binary: Binary, record: str, text: str, kind: type[Exception], many: bool
 ) -> None:
     import mssql_python
@@ -367,7 +367,7 @@ def test_errors_are_told_apart_by_number_whatever_the_language(
     assert type(server().translated(caught.value)) is kind
 
 
-def test_without_a_number_the_sqlstate_tells() -> None:
+def test_errors_without_a_number_are_classified_by_sqlstate() -> None:
     import mssql_python
 
     error = mssql_python.ProgrammingError("Base table or view not found", "[Microsoft][Driver]Table perdue")

@@ -61,7 +61,7 @@ def every_table(dialect: SqlServer) -> list[Table]:
     return [dialect.timeouts_table("t", None), timeout_table("Sales_", "dbo", dialect), versions_table("dbo"), *own]
 
 
-def test_what_setup_has_made_is_what_start_wants() -> None:
+def test_start_accepts_the_tables_of_setup() -> None:
     dialect = server()
     for table in every_table(dialect):
         assert setup._missing(shown(dialect, table), table, dialect) == [], table.name
@@ -125,7 +125,7 @@ def test_locks_are_read_whatever_comes_before_them(results: list[list[tuple[Any,
     assert locks.try_lock(on(results), [7, 8]) == {7}
 
 
-def test_an_answer_without_a_row_is_an_error_that_says_so() -> None:
+def test_an_answer_without_a_row_is_an_error() -> None:
     with pytest.raises(BackendUnavailable, match="0 rows instead of one"):
         only_row(on([None]), "SELECT 1")
 
@@ -258,7 +258,7 @@ def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(statements[2:]) == sorted([*rows, update])
 
 
-def test_the_tables_of_revision_2_are_those_of_today() -> None:
+def test_the_upgraded_tables_match_the_current_ones() -> None:
     dialect = server()
     schema = dialect.schema_of(None)
     made = (Path(__file__).parents[1] / "integration" / "schema_2" / "sqlserver.sql").read_text(encoding="utf-8")
@@ -272,7 +272,7 @@ def test_the_database_is_found_by_its_name() -> None:
     assert ABOUT.endswith("FROM sys.databases WHERE name = DB_NAME()")
 
 
-def test_destinations_are_told_apart_by_case() -> None:
+def test_destinations_are_distinguished_by_case() -> None:
     dialect = server()
     store = SqlDelayedMessageStore("mssql://sa:s3cret@host/db")
     from delayline.sql.statements import StoreStatements

@@ -162,7 +162,7 @@ def test_moving_keeps_the_order_and_takes_a_missing_body_for_an_empty_one() -> N
 
 
 @pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])
-def test_who_reads_waits_for_nobody_and_who_claims_skips(url: str) -> None:
+def test_readers_do_not_wait_and_claims_skip_locked_rows(url: str) -> None:
     for name, statement in Statements(url).all().items():
         if statement.sql.startswith("SELECT") and " FROM " in statement.sql.replace("\n", " "):
             hinted = "WITH (READPAST" in statement.sql or "WITH (READCOMMITTEDLOCK)" in statement.sql
@@ -171,7 +171,7 @@ def test_who_reads_waits_for_nobody_and_who_claims_skips(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])
-def test_the_server_gives_no_rows_back_that_nobody_reads(url: str) -> None:
+def test_statements_return_no_unread_rows(url: str) -> None:
     for name, statement in Statements(url).all().items():
         assert "OUTPUT" not in statement.sql or name == "QueueStatements._delete_returning", name
 
@@ -181,7 +181,7 @@ def test_a_page_begins_where_the_last_one_ended() -> None:
     assert page.endswith("ORDER BY dbo.delayline_messages.seq OFFSET ? ROWS FETCH FIRST ? ROWS ONLY")
 
 
-def test_the_lookout_waits_for_nobody() -> None:
+def test_the_full_query_does_not_block_the_poller() -> None:
     assert plain(Statements().store.earliest(3).sql).count("WITH (READPAST, READCOMMITTEDLOCK)") == 2
 
 

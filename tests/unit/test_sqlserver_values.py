@@ -49,7 +49,7 @@ def test_a_due_time_is_rounded_up_by_less_than_a_step(due: datetime) -> None:
 
 
 @given(instants)
-def test_what_is_compared_with_is_rounded_down(at: datetime) -> None:
+def test_the_compared_time_is_rounded_down(at: datetime) -> None:
     down = rounded_down(at)
     assert timedelta(0) <= at - down < timedelta(milliseconds=4)
 
@@ -107,7 +107,7 @@ def test_headers_that_would_not_come_back_as_they_are_stay_so(encoded: bytes) ->
     assert row_of(Message.from_encoded("m", encoded, b""))[3] == encoded
 
 
-def test_a_row_of_somebody_else_may_have_nulls() -> None:
+def test_a_row_of_another_program_may_have_nulls() -> None:
     dialect = server()
     statements = StoreStatements(dialect.timeouts_table("t", None), dialect)
     found = statements.message_of(("m", None, None, to_xml({"a": "b"}), None, 2))
@@ -173,7 +173,7 @@ ERRORS = [
 @pytest.mark.parametrize(
     ("number", "kind", "text", "translated", "remedy"), ERRORS, ids=[str(row[0]) for row in ERRORS]
 )
-def test_errors_say_what_to_do(number: int, kind: str, text: str, translated: type[Exception], remedy: str) -> None:
+def test_errors_have_a_remedy(number: int, kind: str, text: str, translated: type[Exception], remedy: str) -> None:
     for error in (of_microsoft(kind, "state", text), of_pymssql(number, text)):
         found = server().translated(error)
         assert type(found) is translated

@@ -172,7 +172,7 @@ async def test_a_second_cancellation_does_not_cut_the_undoing_short(endpoint: En
     await is_as_new(endpoint, steps)
 
 
-async def test_who_waits_for_the_stop_of_a_failing_start_is_told(endpoint: Endpoint, steps: Steps) -> None:
+async def test_callers_that_wait_for_a_failing_start_get_its_error(endpoint: Endpoint, steps: Steps) -> None:
     failing = asyncio.Event()
 
     async def fail() -> None:

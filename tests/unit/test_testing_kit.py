@@ -75,7 +75,7 @@ class TestManualClock:
         assert ticks == [START + number * SECOND for number in (1, 2, 3)]
         ticking.cancel()
 
-    async def test_nobody_wakes_a_microsecond_early(self) -> None:
+    async def test_a_sleep_never_ends_a_microsecond_early(self) -> None:
         clock = ManualClock(START)
         sleeping = asyncio.create_task(clock.sleep(5))
         await clock.advance(timedelta(seconds=5) - timedelta(microseconds=1))
@@ -84,7 +84,7 @@ class TestManualClock:
         assert sleeping.done()
 
     @pytest.mark.parametrize("jump", [timedelta(hours=-1), timedelta(hours=1)])
-    async def test_a_step_of_the_wall_clock_wakes_nobody(self, jump: timedelta) -> None:
+    async def test_a_step_of_the_wall_clock_wakes_no_poller(self, jump: timedelta) -> None:
         clock = ManualClock(START)
         sleeping = asyncio.create_task(clock.sleep(5))
         await settle()
@@ -142,7 +142,7 @@ def say(event: Event, number: int = 0) -> None:
 
 
 class TestSignals:
-    async def test_what_has_happened_needs_no_wait(self) -> None:
+    async def test_past_events_are_returned_at_once(self) -> None:
         with Signals() as signals:
             say(Event.STORED, number=1)
             say(Event.FETCHED)

@@ -98,7 +98,7 @@ async def test_a_removal_that_fails_elsewhere_doubles_the_message_under_the_same
     await scenario.endpoint.stop()
 
 
-async def test_what_somebody_else_has_removed_meanwhile_is_tried_again_and_found_gone(clock: ManualClock) -> None:
+async def test_a_message_removed_by_another_process_is_retried_and_found_missing(clock: ManualClock) -> None:
     # Given storage without transactions, where another process is faster after our query
     scenario = build_timeouts(clock, shared=False)
     await scenario.start()
@@ -200,7 +200,7 @@ async def test_timeouts_that_come_in_do_not_make_the_poller_look(clock: ManualCl
     await scenario.endpoint.stop()
 
 
-async def test_what_was_stored_by_others_is_found_within_ten_seconds(clock: ManualClock) -> None:
+async def test_timeouts_of_other_processes_are_found_within_ten_seconds(clock: ManualClock) -> None:
     # Given a poller that sleeps towards a timeout far away, and one that another instance stores and forgets
     scenario = build_timeouts(clock)
     await scenario.start()
@@ -252,7 +252,7 @@ async def test_a_message_stored_twice_by_a_redelivery_waits_once(clock: ManualCl
     await scenario.endpoint.stop()
 
 
-async def test_a_request_that_cannot_be_sent_backs_off_by_itself(peeking: TimeoutScenario) -> None:
+async def test_a_request_that_cannot_be_sent_backs_off_alone(peeking: TimeoutScenario) -> None:
     # Given a dispatcher's queue that takes nothing, twice
     await peeking.start()
     await peeking.put(TIMEOUTS, peeking.expiring(after=5))
@@ -273,7 +273,7 @@ async def test_a_send_is_told_that_the_timeouts_queue_is_gone(clock: ManualClock
     await scenario.endpoint.stop()
 
 
-async def test_a_transport_that_cannot_join_says_so(clock: ManualClock) -> None:
+async def test_a_transport_that_cannot_join_is_reported(clock: ManualClock) -> None:
     scenario = build_timeouts(clock)
     with pytest.raises(ConfigurationError, match="cannot take part in an external transaction"):
         await scenario.delivery.enlist(None)  # type: ignore[arg-type]
@@ -284,7 +284,7 @@ def direct(clock: ManualClock) -> TimeoutScenario:
     return build_timeouts(clock, direct=True)
 
 
-async def test_on_the_short_way_five_attempts_back_off_and_delay_nobody(direct: TimeoutScenario) -> None:
+async def test_direct_dispatch_backs_off_for_five_attempts_and_delays_no_others(direct: TimeoutScenario) -> None:
     # Given a queue that takes nothing
     await direct.start()
     tried: list[float] = []
@@ -308,7 +308,7 @@ async def test_on_the_short_way_five_attempts_back_off_and_delay_nobody(direct: 
     await direct.endpoint.stop()
 
 
-async def test_on_the_short_way_nobody_is_asked_and_both_happen_or_neither(direct: TimeoutScenario) -> None:
+async def test_direct_dispatch_is_one_transaction_without_a_request(direct: TimeoutScenario) -> None:
     # Given a removal that fails once
     await direct.start()
     await direct.put(TIMEOUTS, direct.expiring(after=5))

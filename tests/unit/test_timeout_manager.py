@@ -60,7 +60,7 @@ async def test_a_delayed_message_waits_in_the_storage_and_arrives_when_it_is_due
     await scenario.endpoint.stop()
 
 
-async def test_the_headers_are_those_of_the_reference(scenario: TimeoutScenario) -> None:
+async def test_the_headers_match_the_reference(scenario: TimeoutScenario) -> None:
     await scenario.start()
     await scenario.endpoint.send("out", b"body", message_id="m", delay=FIVE)
     await settle()
@@ -120,7 +120,7 @@ async def test_a_message_of_version_5_gets_its_reply_address_back(clock: ManualC
     await scenario.endpoint.stop()
 
 
-async def test_what_is_due_within_a_second_is_not_stored_and_not_early(scenario: TimeoutScenario) -> None:
+async def test_timeouts_due_within_a_second_are_not_stored_and_not_early(scenario: TimeoutScenario) -> None:
     await scenario.start()
     await scenario.put(TIMEOUTS, scenario.expiring(after=0.9))
     assert (await scenario.pending(), await scenario.ids("out")) == (0, [])
@@ -134,7 +134,7 @@ async def test_what_is_due_within_a_second_is_not_stored_and_not_early(scenario:
     await scenario.endpoint.stop()
 
 
-async def test_those_that_find_no_room_to_wait_in_are_stored(clock: ManualClock) -> None:
+async def test_messages_that_do_not_fit_the_levels_are_stored(clock: ManualClock) -> None:
     scenario = build_timeouts(clock, concurrency=2)
     await scenario.start()
     for number in range(3):
@@ -153,7 +153,7 @@ async def test_a_stop_waits_for_no_message(clock: ManualClock) -> None:
     assert await scenario.pending() == 1
 
 
-async def test_what_is_overdue_is_forwarded_at_once(scenario: TimeoutScenario) -> None:
+async def test_overdue_messages_are_forwarded_at_once(scenario: TimeoutScenario) -> None:
     await scenario.start()
     await scenario.put(TIMEOUTS, scenario.expiring(after=-3600))
     assert await scenario.ids("out") == ["m"]
@@ -215,7 +215,7 @@ async def test_a_sagas_timeouts_are_cleared(scenario: TimeoutScenario) -> None:
         ({TimeoutHeaders.EXPIRE: to_wire_time(START + FIVE), TimeoutHeaders.SAGA_ID: "no guid"}, "not a GUID"),
     ],
 )
-async def test_what_is_no_timeout_goes_to_the_error_queue(
+async def test_messages_that_are_not_timeouts_go_to_the_error_queue(
     clock: ManualClock, headers: dict[str, str], text: str
 ) -> None:
     scenario = build_timeouts(clock)
@@ -325,7 +325,7 @@ def test_a_name_that_leaves_no_room_for_the_satellites_is_refused() -> None:
         )
 
 
-async def test_an_external_timeout_manager_keeps_what_is_deferred_and_what_is_retried_later(clock: ManualClock) -> None:
+async def test_an_external_timeout_manager_stores_deferred_and_retried_messages(clock: ManualClock) -> None:
     # Given a timeout manager of one endpoint, and another endpoint that uses it
     scenario = build_timeouts(clock)
     await scenario.start()

@@ -48,7 +48,7 @@ async def test_an_outage_counts_against_no_message(scenario: TimeoutScenario) ->
     await scenario.endpoint.stop()
 
 
-async def test_what_falls_due_in_an_outage_of_the_storage_needs_it_no_more(scenario: TimeoutScenario) -> None:
+async def test_requests_made_before_an_outage_are_dispatched_during_it(scenario: TimeoutScenario) -> None:
     await scenario.start()
     scenario.faults.inject(Fault("add", DOWN))
     await scenario.endpoint.send("out", b"body", message_id="m", delay=FIVE)

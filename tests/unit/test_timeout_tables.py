@@ -62,7 +62,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("product", list(COLUMNS))
-def test_columns_and_indexes_are_those_of_the_reference(product: str) -> None:
+def test_columns_and_indexes_match_the_reference(product: str) -> None:
     dialect = database_at(URLS[product]).dialect
     table = timeout_table(table_prefix("Sales.Eu"), dialect.schema_of(None), dialect)
     text = re.sub(r'["`\[\]]', "", str(CreateTable(table).compile(dialect=dialect.sql)))

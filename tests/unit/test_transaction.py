@@ -45,7 +45,7 @@ SAME, OTHER, LONELY = Participant("db"), Participant("other"), Participant(None)
         *[(lone, mode, AT_LEAST) for lone in (OTHER, LONELY) for mode in (RECEIVE_ONLY, ATOMIC)],
     ],
 )
-def test_what_a_pair_promises(delivery: Participant | None, mode: TransactionMode, promise: Guarantee) -> None:
+def test_the_guarantee_of_a_pair(delivery: Participant | None, mode: TransactionMode, promise: Guarantee) -> None:
     assert guarantee(Queues("db"), delivery, mode) is promise
 
 

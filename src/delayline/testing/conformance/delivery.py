@@ -284,7 +284,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.happens(Event.HANDLED, 2)
         assert sorted(scenario.handled_ids()) == ["now", "past"]
 
-    async def test_what_fell_due_while_nobody_ran_arrives_at_start(self, scenario: DeliveryScenario) -> None:
+    async def test_messages_that_came_due_while_stopped_arrive_at_start(self, scenario: DeliveryScenario) -> None:
         """An endpoint that was down for a day catches up."""
         endpoint = scenario.endpoint()
         async with endpoint:
@@ -320,7 +320,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.comes(Event.HANDLED, 2)
             assert left == [AT + 5 * SECOND, AT + 120 * SECOND]
 
-    async def test_what_somebody_else_stores_arrives_within_a_minute(self, scenario: DeliveryScenario) -> None:
+    async def test_messages_of_other_processes_arrive_within_a_minute(self, scenario: DeliveryScenario) -> None:
         """The sleep is capped: no signal is needed for safety."""
         left = scenario.note_dispatches()
         async with scenario.endpoint():
@@ -329,7 +329,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.comes(Event.HANDLED)
         assert left[0] <= AT + 60 * SECOND
 
-    async def test_what_somebody_else_stores_wakes_the_poller(self, scenario: DeliveryScenario) -> None:
+    async def test_messages_of_other_processes_wake_the_poller(self, scenario: DeliveryScenario) -> None:
         """With wake-ups it arrives while the clock stands still."""
         if not isinstance(scenario.store, SupportsNotifications):
             pytest.skip("not claimed: SupportsNotifications")
@@ -386,7 +386,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.comes(Event.HANDLED)
         assert AT + 2 * HOUR <= left[0] <= AT + 2 * HOUR + 60 * SECOND
 
-    async def test_a_message_locked_by_somebody_else_is_not_hammered(self, scenario: DeliveryScenario) -> None:
+    async def test_a_message_locked_by_another_process_is_not_hammered(self, scenario: DeliveryScenario) -> None:
         """The poller looks again now and then, not in a tight loop, and others arrive meanwhile."""
         async with scenario.endpoint() as endpoint:
             await scenario.poller_sleeps(AT + 60 * SECOND)
@@ -517,7 +517,7 @@ class DeliveryFailures(DeliveryFixtures):
         assert scenario.handled == []
 
     @pytest.mark.parametrize("mode", MODES)
-    async def test_a_failing_message_holds_nobody_up(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
+    async def test_a_failing_message_blocks_no_others(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
         """Those due with it and after it arrive while the clock stands still."""
         scenario.transport.inject(broken())
         async with scenario.endpoint(mode, number_of_retries=3) as endpoint:
@@ -1016,7 +1016,7 @@ class DeliveryForwarding(DeliveryFixtures):
         await closed(store)
         await transport.stop()
 
-    async def test_what_is_due_moves_in_the_order_of_due_times(self, forwarding: Inside) -> None:
+    async def test_due_messages_move_in_the_order_of_due_times(self, forwarding: Inside) -> None:
         """Down to the step, ties in the order stored; nothing that is due later moves."""
         before, later = delayed("first", AT - self.step), delayed("early", AT + self.step)
         await forwarding.hold(delayed("second"), delayed("third"), before, later)
@@ -1072,7 +1072,7 @@ class DeliveryForwarding(DeliveryFixtures):
             assert await forwarding.takes(1) == ["a"]
             assert await forwarding.waiting() == ["lost", "b"]
 
-    async def test_what_is_held_without_a_transaction_does_not_move(self, forwarding: Inside) -> None:
+    async def test_messages_leased_without_a_transaction_are_not_forwarded(self, forwarding: Inside) -> None:
         """Another process is dispatching the message."""
         await forwarding.hold(delayed("held", AT - self.step), delayed("free"))
         held = await forwarding.store.fetch_next_due(AT)
@@ -1110,7 +1110,7 @@ class DeliveryForwarding(DeliveryFixtures):
         assert (await forwarding.forward()).number == 0
         assert await forwarding.waiting() == ["expires"]
 
-    async def test_the_poller_takes_in_hand_what_is_left(self, forwarding: Inside) -> None:
+    async def test_the_poller_dispatches_the_remaining_messages(self, forwarding: Inside) -> None:
         """A missing queue: to the error queue. Dispatch properties: no receiver sees them. The others: just moved."""
         marked = {Headers.DISPATCH_PROPERTIES + "DeliverAt": "x", "kept": "yes"}
         await forwarding.hold(

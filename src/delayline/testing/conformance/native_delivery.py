@@ -108,7 +108,7 @@ class NativeDeliveryConformance:
                 await endpoint.send(ENDPOINT, b"", message_id=str(years), deliver_at=due)
             assert sorted(await arrivals.number(3)) == ["0", "1", "2000"]
 
-    async def test_what_fell_due_while_nobody_ran_arrives_at_start(self, tmp_path: Path) -> None:
+    async def test_messages_that_came_due_while_stopped_arrive_at_start(self, tmp_path: Path) -> None:
         """No process of ours has to run for that."""
         endpoint = await self.make_endpoint(tmp_path)
         arrivals = Arrivals(endpoint)
@@ -117,7 +117,7 @@ class NativeDeliveryConformance:
         async with endpoint:
             assert await arrivals.number(1) == ["m"]
 
-    async def test_what_is_sent_arrives_untouched(self, tmp_path: Path) -> None:
+    async def test_sent_messages_arrive_unchanged(self, tmp_path: Path) -> None:
         """Headers and body, and nothing that the back end added on the way."""
         endpoint = await self.make_endpoint(tmp_path)
         arrivals = Arrivals(endpoint)
@@ -170,7 +170,7 @@ class NativeDeliveryConformance:
             assert await arrivals.number(1) == ["m"]
         assert instants[1] - instants[0] >= 1.0
 
-    async def test_what_a_handler_delays_leaves_when_it_has_succeeded(self, tmp_path: Path) -> None:
+    async def test_delayed_sends_of_a_handler_are_stored_after_it_has_succeeded(self, tmp_path: Path) -> None:
         """Once, after a failed attempt and a good one."""
         endpoint = await self.make_endpoint(tmp_path)
 

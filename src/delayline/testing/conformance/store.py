@@ -644,7 +644,7 @@ class StoreManagement(StoreFixtures):
         assert await managed.reschedule("m", AT - HOUR) is Outcome.DONE
         same(await managed.fetch_next_due(AT - HOUR), delayed(due=AT - HOUR))
 
-    async def test_what_never_was_is_not_pending(self, managed: ManagedStore) -> None:
+    async def test_unknown_ids_are_not_pending(self, managed: ManagedStore) -> None:
         """Unknown ids change nothing."""
         assert await managed.cancel("never") is Outcome.NOT_PENDING
         assert await managed.reschedule("never", LATER) is Outcome.NOT_PENDING
@@ -803,7 +803,7 @@ class StoreSignals(StoreFixtures):
             await woken.wait()
         stop()
 
-    async def test_nobody_is_woken_after_stop(self, waking: NotifyingStore) -> None:
+    async def test_no_listener_is_notified_after_stop(self, waking: NotifyingStore) -> None:
         """A callback that was taken back is not called; the others still are."""
         called: list[str] = []
         woken = asyncio.Event()

@@ -120,7 +120,7 @@ class TimeoutPersisterConformance:
             pytest.skip("not claimed: SupportsTimeoutLocks")
         return cast("LockingTimeouts", transactional)
 
-    async def test_what_was_added_is_given_back_as_it_was(self, persister: TimeoutPersister) -> None:
+    async def test_added_messages_are_returned_unchanged(self, persister: TimeoutPersister) -> None:
         """Headers, body, destination, saga and due time; the time rounded up where the storage is coarser."""
         saga, due = uuid.uuid4(), datetime(2026, 3, 1, 12, 30, 15, 123_456, tzinfo=UTC)
         timeout = a_timeout(due=due, saga_id=saga, body=bytes(range(256)))
@@ -173,7 +173,7 @@ class TimeoutPersisterConformance:
         chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], None)
 
-    async def test_what_is_due_comes_earliest_first_and_only_once(self, persister: TimeoutPersister) -> None:
+    async def test_due_messages_are_fetched_earliest_first_and_once(self, persister: TimeoutPersister) -> None:
         """However long ago it was due; the next look gets the rest."""
         for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, 1)):
             await persister.add(a_timeout(number, AT + seconds * SECOND))
@@ -182,7 +182,7 @@ class TimeoutPersisterConformance:
         assert await taken(persister, AT, 2) == ids[2:]
         assert await taken(persister, AT, 2) == []
 
-    async def test_what_is_not_due_says_when_to_look_again(self, persister: TimeoutPersister) -> None:
+    async def test_a_fetch_without_due_messages_returns_the_next_due_time(self, persister: TimeoutPersister) -> None:
         """The earliest future due time, or that of the remaining due ones."""
         await persister.add(a_timeout(1, AT + 5 * SECOND))
         await persister.add(a_timeout(2, AT + 9 * SECOND))
@@ -198,7 +198,7 @@ class TimeoutPersisterConformance:
         assert (list(chunk.due), chunk.next_due) == ([], AT)
         assert await taken(persister, AT) == [a_timeout().id]
 
-    async def test_what_is_held_is_free_again_in_time(self, persister: TimeoutPersister) -> None:
+    async def test_leases_expire_in_time(self, persister: TimeoutPersister) -> None:
         """The lease has ended without a removal."""
         await persister.add(a_timeout())
         await taken(persister, AT)
@@ -207,7 +207,7 @@ class TimeoutPersisterConformance:
         assert await taken(persister, AT + MINUTE - SECOND) == []
         assert await taken(persister, AT + MINUTE) == [a_timeout().id]
 
-    async def test_a_hold_is_longer_or_over_when_somebody_says_so(self, persister: TimeoutPersister) -> None:
+    async def test_a_lease_is_extended_or_ended_by_others(self, persister: TimeoutPersister) -> None:
         """The last word counts."""
         await persister.add(a_timeout())
         await taken(persister, AT)
@@ -216,7 +216,7 @@ class TimeoutPersisterConformance:
         await persister.lease([a_timeout().id], AT)
         assert await taken(persister, AT) == [a_timeout().id]
 
-    async def test_what_is_gone_or_free_is_not_held(self, persister: TimeoutPersister) -> None:
+    async def test_missing_and_unclaimed_rows_are_not_held(self, persister: TimeoutPersister) -> None:
         """Only a look begins a hold."""
         await persister.add(a_timeout(1))
         await persister.lease([a_timeout(1).id, a_timeout(2).id], AT + MINUTE)
@@ -225,7 +225,7 @@ class TimeoutPersisterConformance:
         await persister.lease([a_timeout(1).id], AT + MINUTE)
         assert (await persister.next_chunk(AT, 0, lease_until=AT)).next_due is None
 
-    async def test_what_was_stored_late_is_found(self, persister: TimeoutPersister) -> None:
+    async def test_late_commits_are_found(self, persister: TimeoutPersister) -> None:
         """Its due time lies before that of one which was taken and removed already."""
         await persister.add(a_timeout(1, AT))
         await taken(persister, AT)
@@ -253,7 +253,7 @@ class TimeoutPersisterConformance:
         await persister.remove(a_timeout().id)
         assert (await persister.next_chunk(AT, 0, lease_until=AT)).next_due is None
 
-    async def test_what_waits_is_counted(self, persister: TimeoutPersister) -> None:
+    async def test_pending_messages_are_counted(self, persister: TimeoutPersister) -> None:
         """With the first and the last due time."""
         if not isinstance(persister, SupportsCount):
             pytest.skip("not claimed: SupportsCount")
@@ -263,7 +263,7 @@ class TimeoutPersisterConformance:
         await taken(persister, AT)
         assert await persister.count() == TimeoutCount(3, AT, AT + 2 * SECOND)
 
-    async def test_others_see_what_was_kept(self, persister: TimeoutPersister, tmp_path: Path) -> None:
+    async def test_other_instances_see_stored_messages(self, persister: TimeoutPersister, tmp_path: Path) -> None:
         """A second persister over the same storage."""
         if not self.durable:
             pytest.skip("not claimed: durable")
@@ -335,7 +335,7 @@ class TimeoutPersisterConformance:
 
         assert sorted(await asyncio.gather(*(dispatch() for _ in range(4)))) == [False, False, False, True]
 
-    async def test_what_expired_is_locked_earliest_first_and_removed(self, locking: LockingTimeouts) -> None:
+    async def test_expired_timeouts_are_locked_earliest_first_and_removed(self, locking: LockingTimeouts) -> None:
         """As many as fit, but at least one; leased timeouts and those not due are excluded."""
         for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, -1), (5, 7), (6, -400_000_000)):
             await locking.add(a_timeout(number, AT + seconds * SECOND, body=bytes(range(256)) * 4))
@@ -356,7 +356,7 @@ class TimeoutPersisterConformance:
             locked = await locking.lock_due(AT, 9, max_bytes=1 << 20, transaction=transaction)
         assert (list(locked.due), locked.next_due) == ([], AT + 7 * SECOND)
 
-    async def test_what_was_locked_is_free_after_a_rollback_or_set_aside(self, locking: LockingTimeouts) -> None:
+    async def test_locked_timeouts_are_free_after_a_rollback(self, locking: LockingTimeouts) -> None:
         """Set aside it is held, even where it was held before and forgotten; a rollback forgets that too."""
         await locking.add(a_timeout())
         await taken(locking, AT, hold=SECOND)
@@ -377,7 +377,7 @@ class TimeoutPersisterConformance:
         assert (await locking.next_chunk(AT, 0, lease_until=AT)).next_due == later
         assert await taken(locking, later) == [a_timeout().id]
 
-    async def test_transactions_share_what_expired(self, locking: LockingTimeouts, tmp_path: Path) -> None:
+    async def test_transactions_share_expired_timeouts(self, locking: LockingTimeouts, tmp_path: Path) -> None:
         """None of it is given to two of them, and none is left."""
         for number in range(60):
             await locking.add(a_timeout(number, AT))

@@ -175,7 +175,7 @@ class TransportQueues(TransportFixtures):
         assert self.in_order(found) == self.in_order([*sent, "last"])
         assert self.in_order(ids(await received(await transport.receiver("sales"), 2))) == ["s1", "s2"]
 
-    async def test_a_waiting_receiver_gets_what_is_sent(self, transport: Transport) -> None:
+    async def test_a_waiting_receiver_gets_sent_messages(self, transport: Transport) -> None:
         """Receive waits until something is there."""
         receiver = await transport.receiver("billing")
         receiving = asyncio.create_task(received(receiver))
@@ -466,7 +466,7 @@ class TransportManagement(TransportFixtures):
         assert await managed.take("billing", "m") is False
         assert ids(await received(await managed.receiver("billing"))) == ["other"]
 
-    async def test_take_leaves_what_is_being_handled(self, managed: ManagedTransport) -> None:
+    async def test_take_keeps_messages_in_handlers(self, managed: ManagedTransport) -> None:
         """False, and its receiver can still acknowledge it."""
         await managed.dispatch([operation("billing")])
         receiver = await managed.receiver("billing")
@@ -491,7 +491,7 @@ class TransportManagement(TransportFixtures):
         assert [message.id for message in await managed.browse("error", 10)] == ["second"]
         assert ids(await received(await managed.receiver("billing"))) == ["first"]
 
-    async def test_purge_leaves_what_is_being_handled(self, managed: ManagedTransport) -> None:
+    async def test_purge_keeps_messages_in_handlers(self, managed: ManagedTransport) -> None:
         """It says how many it removed."""
         await managed.dispatch([operation("billing", f"m{number}") for number in range(4)])
         receiver = await managed.receiver("billing")
@@ -571,7 +571,7 @@ class TransportExpiry(TransportFixtures):
         assert found.message.headers[Headers.TIME_TO_BE_RECEIVED] == span
 
     @pytest.mark.parametrize("header", [Headers.FAILED_QUEUE, Headers.RETRIES])
-    async def test_what_was_received_once_stays(self, transport: Transport, header: str) -> None:
+    async def test_the_time_to_be_received_ends_with_the_first_receive(self, transport: Transport, header: str) -> None:
         """A message in the error queue, or on its way to be handled again, was received in time."""
         await transport.dispatch([expiring(AT_ONCE, "m", **{header: "1"})])
         assert ids(await received(await transport.receiver("billing"))) == ["m"]
