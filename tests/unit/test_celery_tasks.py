@@ -47,7 +47,7 @@ def test_headers_are_kept_and_the_eta_is_when_it_is_due() -> None:
     ],
 )
 def test_tasks_that_are_not_messages_have_a_reason(
-    fields: dict[str, Any], content_type: str | None, body: Any, why: str  # noqa: ANN401 - JSON
+    fields: dict[str, Any], content_type: str | None, body: object, why: str
 ) -> None:
     with pytest.raises(NoMessage, match=why):
         task_of({**FIELDS, **fields}, content_type, json.dumps(body).encode())
