@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from benchmarks import bare_postgresql as bare
 from benchmarks import peers_postgresql as peers
 from benchmarks.house import ROUNDS, Figures, against, scaled
-from benchmarks.on_server import BURST, Product, messages, store_rate
+from benchmarks.on_server import Product, messages, store_rate
 from benchmarks.servers import postgresql
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Procrastinate drains one part in so many only: its rate is flat.
-PEER_SHARE = int(os.environ.get("BENCHMARK_PEER_SHARE", "1"))
 POSTGRESQL = Product(
     start=postgresql,
     bare=bare,
@@ -55,13 +52,9 @@ async def pg_store_many(folder: Path) -> Figures:
 
 
 async def pg_burst(folder: Path) -> Figures:
-    """50 000 due at one instant, exactly once from store to queue, against the bare move and the peers."""
+    """50 000 due at one instant, exactly once from store to queue, without a handler, against the bare move."""
     with postgresql() as (url,):
-        figures = await POSTGRESQL.burst(url)
-        pgqueuer = await peers.pgqueuer_drain(url, BURST)
-        procrastinate = await peers.procrastinate_drain(url, max(1000, BURST // PEER_SHARE))
-    ours = figures["delayline /s"]
-    return figures | {"times PgQueuer": ours / pgqueuer, "times Procrastinate": ours / procrastinate}
+        return await POSTGRESQL.burst(url)
 
 
 async def pg_fetch(folder: Path) -> Figures:
