@@ -229,22 +229,3 @@ async def aio_pika_rate(url: str, queue: str, number: int) -> float:
         for first in range(0, number, 100):
             await asyncio.gather(*(send(first + position) for position in range(100)))
         return number / (time.perf_counter() - started)
-
-
-async def aio_pika_consume_rate(url: str, queue: str, number: int) -> float:
-    """Return messages a second that aio-pika consumes and acknowledges, each by itself, with a prefetch of 500."""
-    handled, done = 0, asyncio.Event()
-
-    async def handle(message: aio_pika.abc.AbstractIncomingMessage) -> None:
-        nonlocal handled
-        await message.ack()
-        handled += 1
-        if handled == number:
-            done.set()
-
-    async with a_channel(url) as channel:
-        await channel.set_qos(500)
-        started = time.perf_counter()
-        await (await channel.get_queue(queue)).consume(handle)
-        await done.wait()
-        return number / (time.perf_counter() - started)

@@ -144,7 +144,34 @@ async def procrastinate(url: str, number: int, settings: dict[str, Any]) -> Coun
     return count
 
 
-PEERS: dict[str, Callable[..., Any]] = {"delayline": delayline, "PgQueuer": pgqueuer, "Procrastinate": procrastinate}
+async def aio_pika(url: str, number: int, settings: dict[str, Any]) -> Count:
+    """Handle with aio-pika's consumer, each message acknowledged by its handler."""
+    import aio_pika as peer
+
+    count = Count(number)
+
+    async def handle(message: peer.abc.AbstractIncomingMessage) -> None:
+        count.handled(message.message_id or "")
+        await message.ack()
+
+    connection = await peer.connect(url)
+    channel = await connection.channel()
+    await channel.set_qos(settings["prefetch"])
+    queue = await channel.get_queue("aio-pika")
+    await asyncio.to_thread(ready)
+    count.begin()
+    await queue.consume(handle)
+    await count.wait()
+    await connection.close()
+    return count
+
+
+PEERS: dict[str, Callable[..., Any]] = {
+    "delayline": delayline,
+    "PgQueuer": pgqueuer,
+    "Procrastinate": procrastinate,
+    "aio-pika": aio_pika,
+}
 
 
 def main() -> None:

@@ -13,12 +13,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks import peers_postgresql
+from benchmarks import bare_rabbitmq, peers_postgresql
 from benchmarks.bare import BODY
 from benchmarks.house import NAME, ROUNDS, Figures, scaled, store_on
 from benchmarks.servers import mariadb, postgresql
+from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import DelayedMessage, Message
 from delayline.message import encode_headers
+from delayline.rabbitmq import RabbitMQTransport
 from delayline.sql import SqlTransport
 from delayline.transport import TransportOperation
 
@@ -79,6 +81,20 @@ async def maria_handled(folder: Path) -> Figures:
     del folder
     with mariadb() as (url,):
         return await _compare(url, lambda: cpu_of("mariadbd"), _ours())
+
+
+async def rmq_handled(folder: Path) -> Figures:
+    """50 000 of 256 B and eight headers in a quorum queue, to a handler that writes 16 bytes, beside aio-pika."""
+    del folder
+    with rabbitmq() as url:
+        ours = [
+            Contender("queued, defaults", "delayline", {}, _publish),
+            Contender("queued, 16", "delayline", {"concurrency": 16}, _publish),
+            Contender("queued, 64", "delayline", BEST, _publish),
+        ]
+        peers = [Contender("aio-pika, 500", "aio-pika", {"prefetch": 500}, _publish_bare)]
+        figures = await _compare(url, lambda: cpu_of("beam.smp"), [*ours, *peers])
+    return figures | {"times aio-pika": figures["queued, defaults /s"] / figures["aio-pika, 500 /s"]}
 
 
 def _ours() -> list[Contender]:
@@ -147,6 +163,26 @@ async def _send(url: str, number: int) -> None:
 
 def _messages(first: int) -> list[Message]:
     return [Message.from_encoded(f"{time.time_ns()}-{first + number}", HEADERS, BODY) for number in range(1000)]
+
+
+async def _publish(url: str, number: int) -> None:
+    """Send messages to the endpoint's queue, due now."""
+    transport = RabbitMQTransport(url)
+    await transport.setup_infrastructure([NAME])
+    await transport.start()
+    for first in range(0, number, 1000):
+        await transport.dispatch([TransportOperation(one, NAME) for one in _messages(first)])
+    await transport.stop()
+
+
+async def _publish_bare(url: str, number: int) -> None:
+    """Send messages to the queue that aio-pika consumes, due now."""
+    await bare_rabbitmq.declare(url, "aio-pika")
+    transport = RabbitMQTransport(url, topology="direct")
+    await transport.start()
+    for first in range(0, number, 1000):
+        await transport.dispatch([TransportOperation(one, "aio-pika") for one in _messages(first)])
+    await transport.stop()
 
 
 async def _enqueue(url: str, number: int) -> None:

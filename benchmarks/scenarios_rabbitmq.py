@@ -67,9 +67,9 @@ async def rmq_publish(folder: Path) -> Figures:
 async def rmq_levels(folder: Path) -> Figures:
     """Native delayed sends by 1 000 senders at once, against encoded frames into the levels; Celery native.
 
-    Then 1 000 a second for 20 s, delayed by 1 to 15 s each, as they reach a handler.
+    Then 1 000 a second for 20 s, as they reach a handler: delayed by 1 to 15 s each, by fractions of a second as well,
+    and by those with a store in front of the levels.
     """
-    del folder
     rates, alone = [], []
     with rabbitmq() as url:
         endpoint = _endpoint(url, DelayLevelDelivery())
@@ -82,7 +82,10 @@ async def rmq_levels(folder: Path) -> Figures:
             alone.append((await _published(url, publications), raw))
             rates.append((await _sent(endpoint, PUBLISHED // 2), raw))
         celery = await peers.rates("celery native", url, scaled(1000), 40.0)
-        late = await _levels_lateness(url)
+        late = await _levels_lateness(url, DelayLevelDelivery(), "1 to 15 s, ")
+        late |= await _levels_lateness(url, DelayLevelDelivery(), "fractions, ", step=timedelta(seconds=0.3))
+        front = DelayLevelDelivery(stored=StoredDelivery(SqlDelayedMessageStore(f"sqlite:///{folder}/front.db")))
+        late |= await _levels_lateness(url, front, "fractions, store in front, ", step=timedelta(seconds=0.3))
     figures = against("frames encoded before", rates)
     return figures | {
         "publisher alone, ratio": statistics.median(ours / raw for ours, raw in alone),
@@ -136,22 +139,6 @@ async def rmq_spread(folder: Path) -> Figures:
     }
 
 
-async def rmq_consume(folder: Path) -> Figures:
-    """20 000 messages from a quorum queue to a handler that does nothing, against aio-pika with a prefetch of 500."""
-    del folder
-    rates = []
-    with rabbitmq() as url:
-        endpoint = _endpoint(url, DelayLevelDelivery())
-        await endpoint.setup()
-        await bare.declare(url, "bare")
-        for number in range(ROUNDS):
-            await _published(url, [Publication(one, "", "bare") for one in bare.messages(PUBLISHED, f"a{number}")])
-            raw = await bare.aio_pika_consume_rate(url, "bare", PUBLISHED)
-            await _published(url, [Publication(one, NAME, "") for one in bare.messages(PUBLISHED, f"b{number}")])
-            rates.append((await _handled(url, PUBLISHED), raw))
-    return against("aio-pika, prefetch 500", rates)
-
-
 def _endpoint(url: str, delivery: DelayedDelivery, *, concurrency: int = CONSUMERS) -> Endpoint:
     return Endpoint(NAME, transport=RabbitMQTransport(url), delayed_delivery=delivery, concurrency=concurrency)
 
@@ -199,27 +186,21 @@ async def _drained(database: str, url: str, number: int) -> float:
     return await dispatch_rate(endpoint, due, number)
 
 
-async def _handled(url: str, number: int) -> float:
-    endpoint = _endpoint(url, DelayLevelDelivery())
-    handled = Handled(endpoint, number)
-    started = time.perf_counter()
-    async with endpoint:
-        await handled.wait()
-        return number / (time.perf_counter() - started)
-
-
-async def _levels_lateness(url: str) -> Figures:
+async def _levels_lateness(
+    url: str, delivery: DelayLevelDelivery, prefix: str, *, step: timedelta = timedelta(seconds=1)
+) -> Figures:
+    """Return the lateness of messages that are delayed by 1 s and up to 14 steps more."""
     number = PUBLISHED
-    endpoint = _endpoint(url, DelayLevelDelivery())
+    endpoint = _endpoint(url, delivery)
     handled = Handled(endpoint, number)
     async with endpoint:
         started = time.perf_counter()
         for position in range(0, number, 20):
-            delays = (timedelta(seconds=1 + (position + one) % 15) for one in range(20))
+            delays = (timedelta(seconds=1) + (position + one) % 15 * step for one in range(20))
             await asyncio.gather(*(endpoint.send(NAME, BODY, delay=delay) for delay in delays))
             await asyncio.sleep(max(0.0, started + position / 1000 - time.perf_counter()))
         await handled.wait()
-    return handled.lateness("1 to 15 s, ")
+    return handled.lateness(prefix)
 
 
 async def _stored_lateness(database: str, url: str, number: int, gap: timedelta, prefix: str) -> Figures:

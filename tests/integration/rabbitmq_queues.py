@@ -11,11 +11,15 @@ import aio_pika
 from delayline import Message
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
+from delayline.rabbitmq.connection import BrokerConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+
+    from delayline.rabbitmq.amqp.channel import Channel
+    from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
 
 def a_message(id: str = "m-1", body: bytes = b"hello", **headers: str) -> Message:
@@ -42,6 +46,22 @@ async def a_channel(url: str) -> AsyncIterator[AbstractChannel]:
     connection = await aio_pika.connect(url)
     async with connection:
         yield await connection.channel()
+
+
+@contextlib.asynccontextmanager
+async def own_channel(url: str) -> AsyncIterator[Channel]:
+    """Provide a channel of delayline's."""
+    connection = BrokerConnection(BrokerAddress.parse(url), "tests")
+    try:
+        yield await connection.channel()
+    finally:
+        await connection.close()
+
+
+async def declare_levels(url: str, *levels: DelayInfrastructure) -> None:
+    async with own_channel(url) as channel:
+        for one in levels:
+            await one.declare(channel)
 
 
 async def declare(url: str, name: str, **arguments: object) -> None:

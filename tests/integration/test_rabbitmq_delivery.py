@@ -26,6 +26,7 @@ from delayline import (
     StoredDelivery,
 )
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.rabbitmq.amqp.methods import ExchangeDelete, QueueDelete
 from delayline.rabbitmq.levels import MAXIMUM_DELAY
 from delayline.rabbitmq.overflow_store import parked
 from delayline.spi import TransportOperation
@@ -180,6 +181,43 @@ async def test_short_delays_are_precise_with_a_store_in_front(rabbitmq_url: str,
     assert 0.2 <= arrivals.instants["m"] - began < 0.9
 
 
+async def test_the_fraction_of_a_second_waits_in_the_store_in_front(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, store: SqlDelayedMessageStore
+) -> None:
+    """Given delays that end within a second, when sent, then whole seconds wait in levels, and none is rounded up."""
+    delivery = DelayLevelDelivery(stored=StoredDelivery(store))
+    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=delivery)
+    arrivals = Arrivals(endpoint)
+    seconds = [0.3, 1.3, 2.2, 3.0]
+    async with endpoint:
+        due = datetime.now(UTC) + timedelta(seconds=300.3)
+        await endpoint.send("sales", b"", message_id="far", deliver_at=due)
+        [kept] = await endpoint.delayed.pending()
+        assert kept.due == due - timedelta(seconds=300)
+        began = time.monotonic()
+        for delay in seconds:
+            await endpoint.send("sales", b"", message_id=f"{delay}", delay=delay * SECOND)
+        assert "3.0" not in {one.id for one in await endpoint.delayed.pending()}
+        await arrivals.number(len(seconds))
+        await eventually_async(lambda: waiting(rabbitmq, rabbitmq_url, "nsb.v2.delay-level-08") == 1)
+    for delay in seconds:
+        assert delay <= arrivals.instants[f"{delay}"] - began < delay + 0.6
+
+
+async def test_a_name_too_long_for_the_store_in_front_is_rounded_up(
+    rabbitmq_url: str, store: SqlDelayedMessageStore
+) -> None:
+    """Given a destination whose name leaves no place for the due time, when sent, then the levels alone have it."""
+    transport, name = RabbitMQTransport(rabbitmq_url), "q" * 190
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)))
+    async with endpoint:
+        await transport.setup_infrastructure([name])
+        await endpoint.send(name, b"", message_id="m", delay=1.4 * SECOND)
+        assert await endpoint.delayed.pending() == []
+        [found] = await received(await transport.receiver(name))
+    assert found.message.id == "m"
+
+
 async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, store: SqlDelayedMessageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,8 +341,8 @@ async def test_a_delayed_message_for_a_longer_name_that_is_gone_is_not_lost(rabb
     async with endpoint:
         await transport.setup_infrastructure(["contoso.sales"])
         await endpoint.send("contoso.sales", b"body", delay=timedelta(seconds=2), message_id="lost?")
-        await transport.connection.run(lambda channel: channel.queue_delete("contoso.sales"))
-        await transport.connection.run(lambda channel: channel.exchange_delete("contoso.sales"))
+        await transport.connection.run(lambda channel: channel.call(QueueDelete(queue="contoso.sales")))
+        await transport.connection.run(lambda channel: channel.call(ExchangeDelete(exchange="contoso.sales")))
         async with asyncio.timeout(20):
             while not await transport.count("error"):  # noqa: ASYNC110 - the broker's time
                 await asyncio.sleep(0.05)

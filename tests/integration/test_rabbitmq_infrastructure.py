@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiormq
 import pytest
+from tests.integration.rabbitmq_queues import declare_levels, own_channel
 
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
@@ -61,7 +62,7 @@ async def test_everything_is_declared_as_the_reference_has_it(
     kind: str,
 ) -> None:
     # When the levels are declared, twice and at once
-    async with a_channel(rabbitmq_url) as one, a_channel(rabbitmq_url) as other:
+    async with own_channel(rabbitmq_url) as one, own_channel(rabbitmq_url) as other:
         await asyncio.gather(infrastructure.declare(one), infrastructure.declare(other))
         await infrastructure.declare(one)
 
@@ -117,7 +118,7 @@ async def test_levels_made_otherwise_are_refused_with_the_differences(
 
         # Then ours is refused, with the argument that differs
         with pytest.raises(BackendUnusable, match=f"queue 'nsb.v2.delay-level-02' has {complaint} was"):
-            await infrastructure.declare(channel)
+            await declare_levels(rabbitmq_url, infrastructure)
 
 
 async def test_an_exchange_of_another_type_is_refused(rabbitmq_url: str) -> None:
@@ -126,12 +127,12 @@ async def test_an_exchange_of_another_type_is_refused(rabbitmq_url: str) -> None
         with pytest.raises(
             BackendUnusable, match=r"'nsb\.v2\.delay-delivery' has type fanout, and topic was asked for"
         ):
-            await DelayInfrastructure.v2().declare(channel)
+            await declare_levels(rabbitmq_url, DelayInfrastructure.v2())
 
 
 async def test_levels_can_be_deleted_and_made_again(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     infrastructure = DelayInfrastructure.v2()
-    async with a_channel(rabbitmq_url) as channel:
+    async with own_channel(rabbitmq_url) as channel:
         await infrastructure.declare(channel)
         await infrastructure.delete(channel)
         await infrastructure.delete(channel)
@@ -142,8 +143,8 @@ async def test_levels_can_be_deleted_and_made_again(rabbitmq: RabbitmqServer, ra
 
 async def test_three_seconds_wait_two_and_one_and_arrive_once(rabbitmq_url: str) -> None:
     infrastructure = DelayInfrastructure.v2()
+    await declare_levels(rabbitmq_url, infrastructure)
     async with a_channel(rabbitmq_url) as channel:
-        await infrastructure.declare(channel)
         await channel.queue_declare("sales", durable=True)
         await channel.queue_bind("sales", infrastructure.delivery, routing_key="#.sales")
         arrived: asyncio.Queue[aiormq.abc.DeliveredMessage] = asyncio.Queue()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from pamqp.commands import Basic
+from pamqp.header import ContentHeader
+from tests.integration.rabbitmq_queues import declare_levels
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
@@ -16,9 +18,7 @@ from delayline.message import Headers, Message, from_wire_time, to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import move
 from delayline.rabbitmq.admin.move import Levels, Move, Report
-from delayline.rabbitmq.amqp.properties import unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
-from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import DELAY_HEADER, parse
 from delayline.testing import ManualClock
@@ -36,9 +36,8 @@ APART: Final = "delays-migrate-poison-messages"
 
 @pytest.fixture
 async def channel(rabbitmq_url: str) -> AsyncIterator[Channel]:
+    await declare_levels(rabbitmq_url, V1, V2)
     async with a_channel(rabbitmq_url) as channel:
-        await V1.declare(channel)
-        await V2.declare(channel)
         yield channel  # type: ignore[misc]
 
 
@@ -68,6 +67,10 @@ async def put(
         delivery_mode=2,
     )
     await channel.basic_publish(f"{delay} s".encode(), exchange=exchange, routing_key=key, properties=properties)
+
+
+async def count(channel: Channel, queue: str) -> int:
+    return (await channel.queue_declare(queue, passive=True)).message_count or 0
 
 
 async def taken(channel: Channel, queue: str) -> list[Any]:
@@ -115,16 +118,23 @@ async def test_messages_go_to_the_levels_of_their_remaining_delay(channel: Chann
 async def test_a_moved_message_is_as_it_was(channel: Channel, rabbitmq_url: str) -> None:
     # Given a message with all sorts of headers
     await conventional(channel, "sales")
-    odd: dict[str, Any] = {"wide": 2**40, "flag": True, "list": [1, "two"], "table": {"a": None}, "raw": b"\xff"}
+    odd: dict[str, Any] = {
+        "wide": 2**40,
+        "flag": True,
+        "list": [1, "two"],
+        "table": {"a": None},
+        "raw": bytearray(b"\xff"),
+    }
     properties = Basic.Properties(
-        headers={DELAY_HEADER: 1000, Headers.TIME_SENT: to_wire_time(NOW), "number": 1.1, **odd},
+        headers={DELAY_HEADER: 1000, Headers.TIME_SENT: to_wire_time(NOW), "number": 1.25, **odd},
         message_id="m", correlation_id="c", reply_to="r", content_type="t", message_type="T", app_id="a",
         user_id="guest", priority=3,
     )  # fmt: skip
     exchange, key = V1.route(1000, "sales")
     async with publisher(rabbitmq_url) as out:
         message = Message("m", {}, b"\x00body")
-        assert not await out.publish([Publication(message, exchange, key, properties=unchanged(properties))])
+        encoded = ContentHeader(0, 0, properties).marshal()[12:]
+        assert not await out.publish([Publication(message, exchange, key, properties=encoded)])
 
     # When it is moved
     await migrate(rabbitmq_url)
@@ -290,7 +300,7 @@ async def test_many_messages_move_once_each(channel: Channel, rabbitmq_url: str)
     for batch in range(10):
         await asyncio.gather(*(put(channel, 5000 + 200 * batch + number, levels=V2) for number in range(200)))
     other = DelayInfrastructure.custom("acme")
-    await other.declare(channel)
+    await declare_levels(rabbitmq_url, other)
 
     # When they are moved
     address = BrokerAddress.parse(rabbitmq_url)
@@ -306,8 +316,8 @@ async def test_many_messages_move_once_each(channel: Channel, rabbitmq_url: str)
 
 async def test_messages_go_from_one_broker_to_another(rabbitmq_url: str, second_url: str, channel: Channel) -> None:
     # Given two virtual hosts, of which only the second has the destination
+    await declare_levels(second_url, V2)
     async with a_channel(second_url) as other:
-        await V2.declare(other)
         await conventional(other, "sales")  # type: ignore[arg-type]
         await put(channel, 1000, levels=V2)
         await put(channel, 1001, levels=V2, destination="nobody")
@@ -355,7 +365,6 @@ async def test_the_same_levels_are_refused(rabbitmq_url: str) -> None:
 
 
 async def test_levels_that_are_missing_are_reported_before_anything_moves(rabbitmq_url: str) -> None:
-    async with a_channel(rabbitmq_url) as channel:
-        await V1.declare(channel)
+    await declare_levels(rabbitmq_url, V1)
     with pytest.raises(BackendUnusable, match=r"no complete delay levels nsb\.v2.*delayline rabbitmq create"):
         await migrate(rabbitmq_url)

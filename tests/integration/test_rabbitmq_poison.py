@@ -14,6 +14,7 @@ from tests.integration.raw_amqp import RawClient, field, long, nested, propertie
 
 from delayline import Endpoint, Headers, Message, MessageContext, Recoverability
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.rabbitmq.amqp.methods import ExchangeDelete
 from delayline.rabbitmq.amqp.wire import DAMAGED_HEADERS, HEADERS_IN_BODY
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ async def test_a_poison_message_without_an_error_queue_delays_no_other(rabbitmq_
     async with shop.endpoint:
         with RawClient(rabbitmq_url) as client:
             await shop.endpoint.transport.connection.run(  # type: ignore[attr-defined]
-                lambda channel: channel.exchange_delete("error")
+                lambda channel: channel.call(ExchangeDelete(exchange="error"))
             )
             client.publish("shop", REFUSED["app id not UTF-8"], b"{}")
             for number in range(3):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.conftest import running
+from tests.integration.rabbitmq_queues import declare_levels
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 from tests.servers.rabbitmq import RabbitmqServer
 
@@ -54,9 +55,9 @@ async def due_messages(api: ManagementApi, *, ok: bool) -> Check:
 
 @pytest.mark.parametrize("infrastructure", [V2, DelayInfrastructure.v1(), DelayInfrastructure.custom("acme")])
 async def test_levels_that_were_declared_are_all_right(
-    api: ManagementApi, channel: AbstractChannel, infrastructure: DelayInfrastructure
+    api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str, infrastructure: DelayInfrastructure
 ) -> None:
-    await infrastructure.declare(channel)
+    await declare_levels(rabbitmq_url, infrastructure)
     checks = await verify(api, infrastructure)
     assert [check for check in checks if not check.ok] == []
     assert {"version", "exchanges", "queues", "bindings", "policies"} <= set(by_name(checks))
@@ -128,18 +129,21 @@ async def _with_another_exchange(channel: AbstractChannel) -> None:
 async def test_every_single_difference_is_found(
     api: ManagementApi,
     channel: AbstractChannel,
+    rabbitmq_url: str,
     harm: Callable[[AbstractChannel], Awaitable[None]],
     what: str,
     text: str,
 ) -> None:
-    await V2.declare(channel)
+    await declare_levels(rabbitmq_url, V2)
     await harm(channel)
     assert by_name(await verify(api, V2))[what] == Check(what, ok=False, text=text)
 
 
-async def test_a_policy_that_reaches_the_levels_is_found(api: ManagementApi, channel: AbstractChannel) -> None:
+async def test_a_policy_that_reaches_the_levels_is_found(
+    api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str
+) -> None:
     # Given a policy for all queues, as people set them
-    await V2.declare(channel)
+    await declare_levels(rabbitmq_url, V2)
     await api.set_policy(Policy("short", ".*", {"message-ttl": 60_000}, apply_to="queues"))
     found = by_name(await verify(api, V2))["policies"]
     assert not found.ok
@@ -152,10 +156,10 @@ async def test_a_policy_that_reaches_the_levels_is_found(api: ManagementApi, cha
 
 
 async def test_due_messages_without_a_destination_are_found_and_gone_once_there_is_one(
-    api: ManagementApi, channel: AbstractChannel
+    api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str
 ) -> None:
     # Given a level that works
-    await V2.declare(channel)
+    await declare_levels(rabbitmq_url, V2)
     assert by_name(await examine(api, V2))["due messages"].ok
 
     # When messages come due whose destination is not bound
@@ -173,15 +177,17 @@ async def test_due_messages_without_a_destination_are_found_and_gone_once_there_
     assert await due_messages(api, ok=True)
 
 
-async def test_messages_that_wait_are_not_taken_for_stuck(api: ManagementApi, channel: AbstractChannel) -> None:
-    await V2.declare(channel)
+async def test_messages_that_wait_are_not_taken_for_stuck(
+    api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str
+) -> None:
+    await declare_levels(rabbitmq_url, V2)
     exchange, key = V2.route(1000, "sales")
     await channel.basic_publish(b"", exchange=exchange, routing_key=key)
     assert by_name(await examine(api, V2, ManualClock()))["due messages"].ok
 
 
-async def test_names_that_cross_are_found(api: ManagementApi, channel: AbstractChannel) -> None:
-    await V2.declare(channel)
+async def test_names_that_cross_are_found(api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str) -> None:
+    await declare_levels(rabbitmq_url, V2)
     for name in ("Sales", "Contoso.Sales", "Billing"):
         await channel.queue_declare(name, durable=True)
         await channel.queue_bind(name, V2.delivery, routing_key=f"#.{name}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pamqp.commands import Basic
+from pamqp.header import ContentHeader
 from tests.integration.test_rabbitmq_migration import V1, V2
 from tests.spark.arrivals import arrivals_at
 from tests.spark.broker import count, in_levels, with_levels
@@ -23,7 +24,6 @@ from delayline.migration.sources import rabbitmq_levels
 from delayline.migration.sources.rabbitmq_levels import RabbitmqLevelsSource
 from delayline.migration.verify import verify
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.properties import unchanged
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, parse
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
@@ -60,7 +60,8 @@ class Sent:
             message_id=self.id, delivery_mode=2, reply_to="sales", content_type="text/plain",
         )  # fmt: skip
         exchange, key = levels.route(self.delay, self.destination)
-        return Publication(Message(self.id, {}, self.body), exchange, key, properties=unchanged(properties))
+        encoded = ContentHeader(0, 0, properties).marshal()[12:]
+        return Publication(Message(self.id, {}, self.body), exchange, key, properties=encoded)
 
 
 def send(url: str, levels: DelayInfrastructure, messages: Sequence[Sent]) -> datetime:

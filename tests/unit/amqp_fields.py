@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from aiormq.abc import DeliveredMessage
 from pamqp import commands, frame, header
+
+from delayline.rabbitmq.amqp.properties import Delivery
 
 
 class Field(NamedTuple):
@@ -96,9 +97,16 @@ def _headers(raw: bytes) -> bytes:
     return raw[at : at + 4 + struct.unpack_from(">I", raw, at)[0]]
 
 
-def delivered(flags: int, properties: bytes, body: bytes = b"") -> DeliveredMessage:
-    """Return a client's view of a message whose sender encoded its properties so."""
-    content = header.ContentHeader()
-    content.unmarshal(struct.pack(">HHQH", 60, 0, len(body), flags) + properties)
-    delivery = commands.Basic.Deliver("", 1, False, "", "")
-    return DeliveredMessage(delivery=delivery, header=content, body=body, channel=None)  # type: ignore[arg-type]
+def delivered(flags: int, properties: bytes, body: bytes = b"") -> Delivery:
+    """Return a message whose sender encoded its properties so."""
+    return Delivery(1, False, "", "", struct.pack(">H", flags) + properties, body)
+
+
+def received(encoded: bytes) -> Delivery:
+    """Return the message that a publication's frames carry."""
+    at, parts = 0, []
+    while at < len(encoded):
+        size = struct.unpack_from(">I", encoded, at + 3)[0]
+        parts.append(encoded[at + 7 : at + 7 + size])
+        at += size + 8
+    return Delivery(1, False, "", "", parts[1][12:], b"".join(parts[2:]))

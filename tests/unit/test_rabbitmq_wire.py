@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.amqp_fields import delivered, read
+from tests.unit.amqp_fields import read, received
 
 from delayline import Headers, InvalidMessage, Message
 from delayline.message import encode_headers
@@ -237,9 +237,7 @@ def test_a_failed_message_always_fits_a_frame(headers: dict[str, str], mark: str
     """Given a failed message with headers that no frame carries, when encoded, then all are there for a receiver."""
     message = Message("ж" * 200, {**headers, mark: "sales"}, b"body")
     frames = read(encoded(message))
-    came = delivered(0, b"", frames.body)
-    came.header.properties = frames.properties
-    found = message_from(came)
+    found = message_from(received(encoded(message)))
     assert (dict(found.headers), found.body) == (dict(message.headers), b"body")
     assert frames.fields[mark].text == "sales"
     assert len(frames.properties.message_id or "") == 36
@@ -247,8 +245,5 @@ def test_a_failed_message_always_fits_a_frame(headers: dict[str, str], mark: str
 
 def test_damaged_headers_larger_than_a_frame_fit() -> None:
     """Given damaged headers of any size, when encoded, then they come out as they went in."""
-    frames = read(encoded(Message.from_encoded("id", b"[" * 9000, b"body")))
-    came = delivered(0, b"", frames.body)
-    came.header.properties = frames.properties
-    found = message_from(came)
+    found = message_from(received(encoded(Message.from_encoded("id", b"[" * 9000, b"body"))))
     assert (found.id, found.encoded_headers, found.body) == ("id", b"[" * 9000, b"body")

@@ -3,7 +3,7 @@
 from delayline.errors import MissingExtra
 
 try:
-    import aio_pika as _client
+    import pamqp as _client
 except ImportError as error:
     raise MissingExtra("rabbitmq", "RabbitMQ") from error
 

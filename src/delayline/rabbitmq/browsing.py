@@ -6,24 +6,23 @@ may return in another order.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from pamqp import commands
 
 from delayline.errors import InvalidMessage
 from delayline.message import Message
-from delayline.rabbitmq.amqp.methods import Get, QueueDeclare, QueuePurge, ask
+from delayline.rabbitmq.amqp.methods import QueueDeclare, QueuePurge
 from delayline.rabbitmq.amqp.properties import message_from
 
 if TYPE_CHECKING:
-    from aiormq.abc import DeliveredMessage
-    from aiormq.channel import Channel
+    from delayline.rabbitmq.amqp.channel import Channel
+    from delayline.rabbitmq.amqp.properties import Delivery
 
 
 async def count(channel: Channel, queue: str) -> int:
     """Return the number of messages that no consumer has."""
-    answer = await channel.rpc(QueueDeclare(queue=queue, passive=True))
+    answer = await channel.call(QueueDeclare(queue=queue, passive=True))
     return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
 
 
@@ -32,7 +31,7 @@ async def browse(channel: Channel, queue: str, limit: int, offset: int) -> list[
     await count(channel, queue)
     seen: list[Message] = []
     number = 0
-    while number < offset + limit and (delivered := await _get(channel, queue)) is not None:
+    while number < offset + limit and (delivered := await channel.get(queue)) is not None:
         number += 1
         if number > offset:
             seen.append(_shown(delivered))
@@ -42,31 +41,20 @@ async def browse(channel: Channel, queue: str, limit: int, offset: int) -> list[
 async def take(channel: Channel, queue: str, message_id: str) -> bool:
     """Remove the oldest such copy; messages before it return to the queue when the channel is closed."""
     await count(channel, queue)
-    while (delivered := await _get(channel, queue)) is not None:
+    while (delivered := await channel.get(queue)) is not None:
         if _shown(delivered).id == message_id:
-            await channel.basic_ack(delivered.delivery_tag or 0)
+            channel.acknowledge(delivered.tag)
             return True
     return False
 
 
 async def purge(channel: Channel, queue: str) -> int:
     """Remove every message that no consumer has; return their number."""
-    answer = await ask(channel, QueuePurge(queue=queue))
+    answer = await channel.call(QueuePurge(queue=queue))
     return answer.message_count if isinstance(answer, commands.Queue.PurgeOk) and answer.message_count else 0
 
 
-async def _get(channel: Channel, queue: str) -> DeliveredMessage | None:
-    """Get one message, as aiormq's `basic_get` does, from a queue of any name."""
-    channel.getter = asyncio.get_running_loop().create_future()
-    await ask(channel, Get(queue=queue))
-    await asyncio.wait([channel.getter, channel.closing], return_when=asyncio.FIRST_COMPLETED)
-    if not channel.getter.done():
-        raise ConnectionResetError("the channel was closed in the middle of a message")
-    frame, delivered = channel.getter.result()
-    return delivered if isinstance(frame, commands.Basic.GetOk) else None
-
-
-def _shown(delivered: DeliveredMessage) -> Message:
+def _shown(delivered: Delivery) -> Message:
     try:
         return message_from(delivered)
     except InvalidMessage:

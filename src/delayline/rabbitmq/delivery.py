@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 from delayline.checks import time_span
 from delayline.errors import BackendUnusable, ConfigurationError, NotStarted, QueueNotFound
 from delayline.events import Event, emit
+from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.amqp.publisher import Publication, Unroutable
 from delayline.rabbitmq.binding_overlap import OverlappingNames
-from delayline.rabbitmq.connection import NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import (
     MAXIMUM_DELAY,
@@ -26,7 +26,7 @@ from delayline.rabbitmq.levels import (
     checked_until,
     seconds_until,
 )
-from delayline.rabbitmq.overflow_store import OverflowTransport, parked
+from delayline.rabbitmq.overflow_store import OverflowTransport, can_be_parked, parked
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
@@ -49,14 +49,19 @@ BOUND_FOR: Final = 10.0
 """Seconds after which a destination is bound again: it may have been deleted, and its messages would get stuck."""
 #: How long before the levels could take a message it may stay in the store: for clocks that differ, or step back.
 MARGIN: Final = timedelta(minutes=1)
+#: A due time that is rounded up by less needs no store: levels are about as late themselves.
+ROUNDED_UP_BY: Final = timedelta(milliseconds=50)
 OLDEST_BROKER: Final = (3, 10)
 
 
 class DelayLevelDelivery:
     """Messages wait in the 28 delay levels of RabbitMQTransport's broker, for whole seconds, up to 3106 days.
 
+    A due time that is not whole seconds away is rounded up. With a store in front, the fraction of a second waits
+    there, and the message enters the levels when whole seconds are left.
+
     Args:
-        stored: A store in front of the levels, for longer delays and for external transactions.
+        stored: A store in front of the levels, for fractions of seconds, longer delays and external transactions.
         stored_below: Delays shorter than this wait in the store as well, with microseconds; by default none.
 
     Raises:
@@ -146,7 +151,7 @@ class DelayLevelDelivery:
         await self._check_version(transport)
         try:
             await transport.connection.run(
-                lambda channel: channel.rpc(ExchangeDeclare(exchange=self._levels.delivery, passive=True))
+                lambda channel: channel.call(ExchangeDeclare(exchange=self._levels.delivery, passive=True))
             )
         except NotFound as error:
             raise self._not_set_up() from error
@@ -185,7 +190,7 @@ class DelayLevelDelivery:
         if not self._started:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
         now = host.clock.now()
-        if self.stored is not None and (transaction is not None or self._is_for_store(due, now)):
+        if self.stored is not None and (transaction is not None or self._is_for_store(operation, due, now)):
             await self._hold(self.stored, operation, due, now, transaction)
         elif transaction is not None:
             raise ConfigurationError("RabbitMQ takes part in no transaction: put a store in front with stored=")
@@ -195,9 +200,13 @@ class DelayLevelDelivery:
             for error in (await self._defer_all([(operation, due)], now)).values():
                 raise error
 
-    def _is_for_store(self, due: datetime, now: datetime) -> bool:
-        below = self.stored_below
-        return seconds_until(due, now) > MAXIMUM_DELAY or (below is not None and now < due < now + below)
+    def _is_for_store(self, operation: TransportOperation, due: datetime, now: datetime) -> bool:
+        seconds, below = seconds_until(due, now), self.stored_below
+        if due <= now:
+            return False
+        if seconds > MAXIMUM_DELAY or (below is not None and due < now + below):
+            return True
+        return timedelta(seconds=seconds) - (due - now) > ROUNDED_UP_BY and can_be_parked(operation)
 
     async def _hold(
         self,
@@ -208,11 +217,15 @@ class DelayLevelDelivery:
         transaction: Transaction | None,
     ) -> None:
         """Keep it in the store: until it is due, or until the levels can take the rest."""
-        if seconds_until(due, now) > MAXIMUM_DELAY:
+        seconds, below = seconds_until(due, now), self.stored_below
+        if seconds > MAXIMUM_DELAY:
             check_destination(operation.destination)
             await stored.defer(parked(operation, due), due - LONGEST + MARGIN, transaction)
-        else:
+        elif transaction is not None or seconds <= 1 or (below is not None and due < now + below):
             await stored.defer(operation, due, transaction)
+        else:
+            check_destination(operation.destination)
+            await stored.defer(parked(operation, due), due - timedelta(seconds=seconds - 1))
 
     async def _defer_all(self, deferred: Sequence[Deferred], now: datetime | None = None) -> Mapping[int, Exception]:
         """Publish these to the levels; return the errors of those that are not there, by position."""

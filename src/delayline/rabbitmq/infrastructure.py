@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from aio_pika.exceptions import ChannelPreconditionFailed
-
 from delayline.errors import BackendUnusable, ConfigurationError
-from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
+from delayline.rabbitmq.amqp.errors import PreconditionFailed
+from delayline.rabbitmq.amqp.methods import (
+    ExchangeBind,
+    ExchangeDeclare,
+    ExchangeDelete,
+    QueueBind,
+    QueueDeclare,
+    QueueDelete,
+)
 from delayline.rabbitmq.levels import (
     LEVELS,
     V1_PREFIX,
@@ -29,7 +35,7 @@ from delayline.rabbitmq.levels import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiormq.abc import AbstractChannel
+    from delayline.rabbitmq.amqp.channel import Channel
 
 Arguments = Mapping[str, str | int]
 
@@ -155,28 +161,28 @@ class DelayInfrastructure:
             *(Binding(self.level(n), self._below(n), passing_key(n), to_queue=False) for n in reversed(range(LEVELS))),
         )
 
-    async def declare(self, channel: AbstractChannel) -> None:
+    async def declare(self, channel: Channel) -> None:
         """Create missing exchanges, queues and bindings. Idempotent, safe in several processes at once.
 
         Raises BackendUnusable, with the argument that differs, for existing levels with other arguments; the channel is
-        closed then. Raises aiormq's errors otherwise.
+        closed then.
         """
         try:
             for exchange in self.exchanges:
-                await ask(channel, ExchangeDeclare(exchange=exchange, exchange_type="topic", durable=True))
+                await channel.call(ExchangeDeclare(exchange=exchange, exchange_type="topic", durable=True))
             for queue in self.queues:
-                await ask(channel, QueueDeclare(queue=queue.name, durable=True, arguments=dict(queue.arguments)))
+                await channel.call(QueueDeclare(queue=queue.name, durable=True, arguments=dict(queue.arguments)))
             for one in self.bindings:
-                await ask(channel, one.method)
-        except ChannelPreconditionFailed as error:
+                await channel.call(one.method)
+        except PreconditionFailed as error:
             raise refusal(error) from error
 
-    async def delete(self, channel: AbstractChannel) -> None:
+    async def delete(self, channel: Channel) -> None:
         """Delete levels with their messages. Idempotent."""
-        await channel.exchange_delete(self.delivery)
+        await channel.call(ExchangeDelete(exchange=self.delivery))
         for level in reversed(range(LEVELS)):
-            await channel.queue_delete(self.level(level))
-            await channel.exchange_delete(self.level(level))
+            await channel.call(QueueDelete(queue=self.level(level)))
+            await channel.call(ExchangeDelete(exchange=self.level(level)))
 
     def _arguments(self, level: int) -> Iterator[tuple[str, str | int]]:
         if self.quorum:
@@ -192,7 +198,7 @@ class DelayInfrastructure:
         return self.level(level - 1) if level else self.delivery
 
 
-def refusal(error: ChannelPreconditionFailed) -> BackendUnusable:
+def refusal(error: PreconditionFailed) -> BackendUnusable:
     """Return a 406 as an error with the argument that differs, and the remedy."""
     text = " ".join(str(part) for part in error.args)
     difference = difference_in(text)

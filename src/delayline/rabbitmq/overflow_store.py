@@ -1,4 +1,4 @@
-"""A store in front of the delay levels, for delays that are too long for them."""
+"""A store in front of the delay levels, for delays that are too long for them, and for fractions of a second."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 #: The destination of a stored message that goes to the levels later. No queue has such a name: a poller that does
 #: not understand it moves the message to the error queue instead of delivering it years early.
 PARKED: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d:\d{6} Z)\|(.+)", re.DOTALL)
+
+
+#: Characters in front of the destination in the name that `parked` gives.
+PARKED_PREFIX: Final = len("2026-11-24 08:00:00:000000 Z|")
+
+
+def can_be_parked(operation: TransportOperation) -> bool:
+    """Return whether the name of the destination is short enough for `parked`."""
+    return len(operation.destination) + PARKED_PREFIX <= MAXIMUM_DESTINATION_LENGTH
 
 
 def parked(operation: TransportOperation, due: datetime) -> TransportOperation:

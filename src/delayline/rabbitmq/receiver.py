@@ -6,17 +6,14 @@ import asyncio
 import contextlib
 import logging
 import re
-import uuid
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pamqp import commands
-
-from delayline.errors import QueueNotFound
+from delayline.errors import BackendUnavailable, QueueNotFound
 from delayline.events import Event, emit
-from delayline.rabbitmq.amqp.methods import Consume, ask
+from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.properties import message_from
-from delayline.rabbitmq.connection import LOST, NotFound
 from delayline.rabbitmq.levels import parse
 from delayline.rabbitmq.topology import Routability
 from delayline.transport import ReceivedMessage
@@ -24,9 +21,8 @@ from delayline.transport import ReceivedMessage
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from aiormq.abc import DeliveredMessage
-    from aiormq.channel import Channel
-
+    from delayline.rabbitmq.amqp.channel import Channel
+    from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.connection import BrokerConnection
 
 logger = logging.getLogger(__name__)
@@ -52,14 +48,14 @@ NO_TAG: Final = 2**64
 """Above all delivery tags."""
 
 
-def meant_for_another(delivered: DeliveredMessage, queue: str) -> str | None:
+def meant_for_another(delivered: Delivery, queue: str) -> str | None:
     """Return the endpoint that a delayed message is for, where that is another one whose name ends in this queue's.
 
     The binding `#.Sales` matches the routing keys of `Contoso.Sales` as well; nothing else does.
     """
-    if FROM_LEVELS.fullmatch(delivered.exchange or "") is None:
+    if FROM_LEVELS.fullmatch(delivered.exchange) is None:
         return None
-    parsed = parse(delivered.routing_key or "")
+    parsed = parse(delivered.routing_key)
     return parsed[1] if parsed is not None and parsed[1].endswith(f".{queue}") else None
 
 
@@ -86,7 +82,7 @@ class RabbitMQReceiver:
         queue: str,
         *,
         restore: Callable[[str], Awaitable[bool]],
-        move_aside: Callable[[DeliveredMessage], Awaitable[None]],
+        move_aside: Callable[[Delivery], Awaitable[None]],
     ) -> None:
         self._connection = connection
         self._queue = queue
@@ -96,7 +92,7 @@ class RabbitMQReceiver:
         self._number = 0
         self._capacity = 0
         self._consumers: list[str] = []
-        self._buffer: deque[tuple[int, DeliveredMessage]] = deque()
+        self._buffer: deque[Delivery] = deque()
         self._redelivered = 0
         self._held: set[int] = set()
         self._acknowledged: set[int] = set()
@@ -124,8 +120,7 @@ class RabbitMQReceiver:
                 await self._changed.wait()
             if self._lost is not None and not self._stopped:
                 lost, self._lost = self._lost, None
-                with self._connection.explained():
-                    raise lost
+                raise lost
         return []
 
     async def acknowledge(self, received: ReceivedMessage, transaction: object = None) -> bool:
@@ -147,7 +142,7 @@ class RabbitMQReceiver:
         tag = self._tag(received)
         if tag is None:
             return
-        await self._give_back(tag)
+        self._give_back(tag)
         if self._stopped:
             await self._close_when_done()
 
@@ -161,7 +156,7 @@ class RabbitMQReceiver:
         with contextlib.suppress(TimeoutError):  # a broker that does not answer gives all of it to others by itself
             async with asyncio.timeout(STOP_PATIENCE), self._opening:
                 if self._channel is not None:
-                    with contextlib.suppress(*LOST):
+                    with contextlib.suppress(BackendUnavailable):
                         await self._stop_consuming(self._channel)
         await self._close_when_done()
 
@@ -189,49 +184,49 @@ class RabbitMQReceiver:
             flush.add_done_callback(self._flushes.discard)
         self._acknowledged.add(tag)
 
-    async def _give_back(self, tag: int) -> None:
+    def _give_back(self, tag: int) -> None:
         self._held.discard(tag)
         if self._channel is not None:
-            with contextlib.suppress(*LOST):
-                await self._channel.basic_reject(tag, requeue=True)
+            with contextlib.suppress(BackendUnavailable):
+                self._channel.requeue(tag)
 
     async def _take(self, limit: int) -> list[ReceivedMessage]:
         """Return prefetched messages; an unreadable message ends the batch, and is moved aside when it is next."""
         batch: list[ReceivedMessage] = []
         while self._buffer and len(batch) < limit:
-            tag, delivered = self._buffer[0]
+            delivered = self._buffer[0]
             other = meant_for_another(delivered, self._queue)
             if other is not None:
                 if not batch:
                     self._pop()
-                    await self._leave_to(other, tag, delivered)
+                    await self._leave_to(other, delivered)
                 return batch
             try:
                 message = message_from(delivered)
             except Exception as error:  # whatever is wrong with one message stops no other
                 if not batch:
                     self._pop()
-                    await self._set_aside(tag, delivered, error)
+                    await self._set_aside(delivered, error)
                 return batch
             self._pop()
-            batch.append(ReceivedMessage(message, DeliveryTag(self._number, tag)))
+            batch.append(ReceivedMessage(message, DeliveryTag(self._number, delivered.tag)))
         return batch
 
-    async def _leave_to(self, other: str, tag: int, delivered: DeliveredMessage) -> None:
+    async def _leave_to(self, other: str, delivered: Delivery) -> None:
         """Drop a delayed message that another endpoint has got as well; one that has no such endpoint is set aside."""
         try:
             there = await self._exists(other)
         except BaseException:
-            await self._give_back(tag)
+            self._give_back(delivered.tag)
             raise
         if not there:
             reason = f"it is a delayed message for {other!r}, which is not on the broker"
-            await self._set_aside(tag, delivered, LookupError(reason))
+            await self._set_aside(delivered, LookupError(reason))
             return
         if other not in self._left_to:
             self._left_to.add(other)
             emit(logger, logging.WARNING, Event.BINDINGS_OVERLAP, LEFT_TO, self._queue, other)
-        self._done(tag)
+        self._done(delivered.tag)
 
     async def _exists(self, destination: str) -> bool:
         now = asyncio.get_running_loop().time()
@@ -244,30 +239,29 @@ class RabbitMQReceiver:
         return known[0]
 
     def _pop(self) -> None:
-        tag, _ = self._buffer.popleft()
+        self._held.add(self._buffer.popleft().tag)
         self._redelivered = max(0, self._redelivered - 1)
-        self._held.add(tag)
 
-    async def _set_aside(self, tag: int, delivered: DeliveredMessage, error: Exception) -> None:
+    async def _set_aside(self, delivered: Delivery, error: Exception) -> None:
         text = "A message in %s is classified as a poison message: %s"
         emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, self._queue, error)
         try:
             await self._move_aside(delivered)
         except Exception:
             first = not self._unmoved
-            self._unmoved.add(tag)
-            retry = asyncio.create_task(self._set_aside_later(tag, delivered))
+            self._unmoved.add(delivered.tag)
+            retry = asyncio.create_task(self._set_aside_later(delivered))
             self._retries.add(retry)
             retry.add_done_callback(self._retries.discard)
             if first:
                 raise
         except BaseException:
-            await self._give_back(tag)
+            self._give_back(delivered.tag)
             raise
         else:
-            self._done(tag)
+            self._done(delivered.tag)
 
-    async def _set_aside_later(self, tag: int, delivered: DeliveredMessage) -> None:
+    async def _set_aside_later(self, delivered: Delivery) -> None:
         """Hold a message that the error queue did not take, out of the others' way, and try again and again."""
         pause = FIRST_PAUSE
         while True:
@@ -278,8 +272,8 @@ class RabbitMQReceiver:
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_SET_ASIDE, self._queue, error)
             else:
-                self._unmoved.discard(tag)
-                self._done(tag)
+                self._unmoved.discard(delivered.tag)
+                self._done(delivered.tag)
                 return
 
     async def _consume(self, limit: int) -> None:
@@ -291,61 +285,49 @@ class RabbitMQReceiver:
             if self._channel is not None and wanted <= self._capacity:
                 return
             try:
-                with self._connection.explained():
-                    await self._grow(wanted)
+                await self._grow(wanted)
             except NotFound as error:
                 self._forget()
                 self._lost = None
                 if not await self._restore(self._queue):
                     raise QueueNotFound(self._queue) from error
-                with self._connection.explained():
-                    await self._grow(wanted)
+                await self._grow(wanted)
 
     async def _grow(self, wanted: int) -> None:
         channel = self._channel
         if channel is None:
             channel = await self._open()
         more = min(wanted * READ_AHEAD, MOST_UNACKNOWLEDGED) - self._capacity
-        tag = f"delayline-{uuid.uuid4().hex}"
-        self._consumers.append(tag)
-        channel.consumers[tag] = self._delivered
-        await channel.basic_qos(prefetch_count=more)
-        await ask(channel, Consume(queue=self._queue, consumer_tag=tag))
+        self._consumers.append(await channel.consume(self._queue, self._delivered, prefetch=more))
         self._capacity += more
 
     async def _open(self) -> Channel:
         channel = await self._connection.channel()
         self._number += 1
         self._channel = channel
-        number = self._number
-        channel.closing.add_done_callback(lambda closing: self._channel_closed(number, closing))
-        channel.on_consumer_cancel_callbacks.add(self._cancelled)
+        channel.on_end = partial(self._channel_ended, self._number)
+        channel.on_cancel = self._cancelled
         return channel
 
-    async def _delivered(self, delivered: DeliveredMessage) -> None:
+    def _delivered(self, delivered: Delivery) -> None:
         """Queue a delivered message; redelivered ones come first, as they did in the queue."""
-        tag = delivered.delivery_tag
-        if tag is None or delivered.channel is not self._channel:
-            return
         if delivered.redelivered:
-            self._buffer.insert(self._redelivered, (tag, delivered))
+            self._buffer.insert(self._redelivered, delivered)
             self._redelivered += 1
         else:
-            self._buffer.append((tag, delivered))
+            self._buffer.append(delivered)
         self._changed.set()
 
-    async def _cancelled(self, frame: commands.Basic.Cancel) -> None:
+    def _cancelled(self) -> None:
         """Consume again: the broker ended it, because the queue was deleted or has moved to another node."""
-        del frame
         self._consumers.clear()
         self._capacity = 0
         self._changed.set()
 
-    def _channel_closed(self, number: int, closing: asyncio.Future[object]) -> None:
-        error = None if closing.cancelled() else closing.exception()
+    def _channel_ended(self, number: int, error: Exception) -> None:
         if number == self._number and self._channel is not None:
             self._forget()
-            self._lost = error if isinstance(error, Exception) else ConnectionResetError("the channel was closed")
+            self._lost = error
             self._changed.set()
 
     def _forget(self) -> None:
@@ -370,24 +352,23 @@ class RabbitMQReceiver:
         if channel is None or not tags:
             return
         self._acknowledged = set()
-        unsettled = min(min(self._held, default=NO_TAG), min((tag for tag, _ in self._buffer), default=NO_TAG))
+        unsettled = min(min(self._held, default=NO_TAG), min((one.tag for one in self._buffer), default=NO_TAG))
         whole = [tag for tag in tags if tag < unsettled]
-        with contextlib.suppress(*LOST):
+        with contextlib.suppress(BackendUnavailable):
             if whole:
-                await channel.basic_ack(max(whole), multiple=True, wait=False)
+                channel.acknowledge(max(whole), multiple=True)
             for tag in tags.difference(whole):
-                await channel.basic_ack(tag, wait=False)
+                channel.acknowledge(tag)
 
     async def _stop_consuming(self, channel: Channel) -> None:
         for consumer in self._consumers:
-            await channel.basic_cancel(consumer)
+            await channel.cancel(consumer)
         self._consumers.clear()
         for tag in self._unmoved:
-            await self._give_back(tag)
+            self._give_back(tag)
         self._unmoved.clear()
         while self._buffer:
-            tag, _ = self._buffer.popleft()
-            await channel.basic_reject(tag, requeue=True)
+            channel.requeue(self._buffer.popleft().tag)
 
     async def _close_when_done(self) -> None:
         channel = self._channel
@@ -398,6 +379,6 @@ class RabbitMQReceiver:
                 await self.flushed()
         if self._channel is channel:
             self._channel = None
-            with contextlib.suppress(*LOST):
+            with contextlib.suppress(BackendUnavailable, TimeoutError):
                 async with asyncio.timeout(STOP_PATIENCE):
                     await channel.close()

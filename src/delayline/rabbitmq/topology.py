@@ -5,19 +5,17 @@ See https://docs.particular.net/transports/rabbitmq/routing-topology.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare, ask
+from delayline.rabbitmq.amqp.errors import NotFound
+from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from aiormq.channel import Channel
-
+    from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.connection import BrokerConnection
 
 
@@ -26,7 +24,7 @@ QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {}}
 
 
 class Topology(Protocol):
-    """A routing topology. Its methods raise aiormq's errors: 404 for a missing object, 406 for one that differs."""
+    """A routing topology. Its methods raise NotFound for missing objects and PreconditionFailed for others."""
 
     def address_of(self, destination: str) -> tuple[str, str]:
         """Return the exchange and the routing key that lead to the destination's queue."""
@@ -37,7 +35,7 @@ class Topology(Protocol):
         ...
 
     async def check(self, channel: Channel, destination: str) -> None:
-        """Raise ChannelNotFoundEntity if the object that `address_of` names does not exist."""
+        """Raise NotFound if the object that `address_of` names does not exist."""
         ...
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
@@ -55,18 +53,18 @@ class ConventionalTopology:
 
     async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
         """Create the queue, its exchange and their binding."""
-        await ask(channel, QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
-        await ask(channel, ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
-        await ask(channel, QueueBind(queue=queue, exchange=queue))
+        await channel.call(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+        await channel.call(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
+        await channel.call(QueueBind(queue=queue, exchange=queue))
 
     async def check(self, channel: Channel, destination: str) -> None:
         """Look whether the exchange is there: publishing to one that is not would end the publisher's channel."""
-        await channel.rpc(ExchangeDeclare(exchange=destination, passive=True))
+        await channel.call(ExchangeDeclare(exchange=destination, passive=True))
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
         """Bind the destination's exchange."""
-        await ask(
-            channel, ExchangeBind(destination=destination, source=delivery_exchange, routing_key=f"#.{destination}")
+        await channel.call(
+            ExchangeBind(destination=destination, source=delivery_exchange, routing_key=f"#.{destination}")
         )
 
 
@@ -80,14 +78,14 @@ class DirectTopology:
 
     async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
         """Create the queue."""
-        await ask(channel, QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+        await channel.call(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
 
     async def check(self, channel: Channel, destination: str) -> None:
         """No-op: the broker returns messages without a queue."""
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
         """Bind the queue."""
-        await ask(channel, QueueBind(queue=destination, exchange=delivery_exchange, routing_key=f"#.{destination}"))
+        await channel.call(QueueBind(queue=destination, exchange=delivery_exchange, routing_key=f"#.{destination}"))
 
 
 TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}
@@ -135,6 +133,3 @@ class Routability:
                 continue
             return True
         return False
-
-
-logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -16,10 +15,11 @@ from delayline.message import Message
 from delayline.rabbitmq import browsing
 from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
 from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
-from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
+from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
-from delayline.rabbitmq.connection import BrokerConnection, NotFound, PreconditionFailed
+from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES
 from delayline.transaction import TransactionMode
@@ -27,8 +27,7 @@ from delayline.transaction import TransactionMode
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
-    from aiormq.abc import DeliveredMessage
-
+    from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -254,18 +253,12 @@ class RabbitMQTransport:
             await self.bind_delivery(queue, exchange)
         return True
 
-    async def _move_aside(self, delivered: DeliveredMessage) -> None:
-        """Send a message to the error queue as it is. Raises QueueNotFound, BackendUnavailable, InvalidMessage.
-
-        It has neither a time to live there, in which it could be lost, nor the name of a user who signed it: brokers
-        refuse that of another user.
-        """
-        properties = copy.copy(delivered.header.properties)
-        properties.expiration = properties.user_id = None
+    async def _move_aside(self, delivered: Delivery) -> None:
+        """Send a message to the error queue as it is. Raises QueueNotFound, BackendUnavailable, InvalidMessage."""
         aside = Publication(
             Message(POISON_ID, {}, delivered.body),
             *self.topology.address_of(self._error_queue),
-            properties=unchanged(properties),
+            properties=sent_on(delivered.encoded_properties),
         )
         failures = await self.publisher.publish([aside])
         for error in failures.values():

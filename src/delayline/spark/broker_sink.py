@@ -11,9 +11,10 @@ from delayline.clock import SystemClock
 from delayline.errors import BackendUnusable, InvalidMessage
 from delayline.message import Headers, Message, to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
-from delayline.rabbitmq.connection import BrokerConnection, NotFound
+from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until
 from delayline.rabbitmq.topology import Routability
@@ -55,7 +56,7 @@ class BrokerSink:
             try:
                 for exchange in self.levels.exchanges:
                     await connection.run(
-                        lambda channel, name=exchange: channel.rpc(ExchangeDeclare(exchange=name, passive=True))  # type: ignore[misc]
+                        lambda channel, name=exchange: channel.call(ExchangeDeclare(exchange=name, passive=True))  # type: ignore[misc]
                     )
             except NotFound as error:
                 raise BackendUnusable(

@@ -13,14 +13,13 @@ from delayline.errors import ConfigurationError
 from delayline.migration.sources.celery_tasks import NoMessage, queue_in, task_of
 from delayline.migration.sources.rabbitmq_levels import Found, RabbitmqLevelsSource
 from delayline.rabbitmq.admin.drain import SKEW
-from delayline.rabbitmq.admin.poison import headers_of
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import parse, remaining
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from aiormq.abc import DeliveredMessage
+    from delayline.rabbitmq.amqp.properties import Delivery
 
 SECOND = timedelta(seconds=1)
 
@@ -56,17 +55,17 @@ class CeleryLevels(RabbitmqLevelsSource):
             raise ConfigurationError("?delays= names other levels than Celery's: leave it out")
         self.levels = KombuDelays()
 
-    def found(self, delivered: DeliveredMessage, level: int, now: datetime) -> Found:
+    def found(self, delivered: Delivery, level: int, now: datetime) -> Found:
         """Return the task; one that stays is due when its level says at the latest."""
-        routing_key, properties = delivered.routing_key or "", delivered.header.properties
-        parsed, fields = parse(routing_key), headers_of(delivered)
+        routing_key, properties = delivered.routing_key, delivered.properties
+        parsed, fields = parse(routing_key), properties.headers
         left = 1 << level if parsed is None else remaining(parsed[0], level)
         name = str(fields.get("id") or properties.message_id or "") or None
         last = now + timedelta(seconds=left)
         destination = None
         try:
             destination = queue_in(routing_key)
-            task = task_of(fields, properties.content_type, bytes(delivered.body))
+            task = task_of(fields, properties.content_type, delivered.body)
             _must_fit(task.due, last, level)
         except NoMessage as error:
             return Found(name, destination, last, None, str(error))

@@ -21,8 +21,8 @@ from delayline.migration.collected import IN_DOUBT, SURE, CollectedMessage, Coll
 from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin.drain import ADVICE, Unmovable, batches, channel_of, must_have_levels, waiting
-from delayline.rabbitmq.admin.poison import carried, headers_of
-from delayline.rabbitmq.amqp.properties import message_from, unchanged
+from delayline.rabbitmq.admin.poison import carried
+from delayline.rabbitmq.amqp.properties import message_from
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
@@ -32,10 +32,11 @@ from delayline.rabbitmq.levels import LEVELS, parse, remaining, seconds_until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from aiormq.abc import DeliveredMessage
-    from aiormq.channel import Channel
     from pyspark.sql import SparkSession
     from sqlalchemy import Connection
+
+    from delayline.rabbitmq.amqp.channel import Channel
+    from delayline.rabbitmq.amqp.properties import Delivery
 
 NAME: Final = "delayline migrate"
 #: Messages that are kept together and then acknowledged; so many may be in doubt after a crash.
@@ -116,25 +117,25 @@ class RabbitmqLevelsSource(CollectedSource):
         blocking(look())
         return tally
 
-    def found(self, delivered: DeliveredMessage, level: int, now: datetime) -> Found:
+    def found(self, delivered: Delivery, level: int, now: datetime) -> Found:
         """Return the contents of a message of a level."""
-        routing_key, why = delivered.routing_key or "", None
+        routing_key, why = delivered.routing_key, None
         parsed = parse(routing_key)
         destination = None if parsed is None else parsed[1]
         left = 1 << level if parsed is None else remaining(parsed[0], level)
         due = now + timedelta(seconds=left)
         try:
-            found = waiting(routing_key, headers_of(delivered), level, now)
+            found = waiting(routing_key, delivered.properties.headers, level, now)
             destination, due = found.destination, found.due
         except Unmovable as error:
             why = str(error)
         name, headers, broken = _content(delivered)
         return Found(name, destination, due, headers, why or broken)
 
-    def _read(self, delivered: DeliveredMessage, level: int, endpoint: str) -> CollectedMessage:
+    def _read(self, delivered: Delivery, level: int, endpoint: str) -> CollectedMessage:
         """Return the row to store for a message of a level: its contents, and all of its AMQP properties."""
-        routing_key, body = delivered.routing_key or "", bytes(delivered.body)
-        properties = unchanged(carried(delivered))
+        routing_key, body = delivered.routing_key, delivered.body
+        properties = carried(delivered)
         name, destination, due, headers, why = self.found(delivered, level, datetime.now(UTC))
         digest = hashlib.sha256(
             b"\0".join([routing_key.encode("utf-8", "surrogatepass"), properties, body])
@@ -174,9 +175,9 @@ class RabbitmqLevelsSource(CollectedSource):
                 await self._acknowledge(channel, queue, some)
                 await self.database.write(partial(self._settle, new=new, known=known))
 
-    async def _acknowledge(self, channel: Channel, queue: str, some: Sequence[DeliveredMessage]) -> None:
+    async def _acknowledge(self, channel: Channel, queue: str, some: Sequence[Delivery]) -> None:
         """Let the broker forget them; it has when it answers the question that follows."""
-        await channel.basic_ack(some[-1].delivery_tag or 0, multiple=True)
+        channel.acknowledge(some[-1].tag, multiple=True)
         await count(channel, queue)
 
     def _keep_new(self, connection: Connection, *, rows: Sequence[CollectedMessage]) -> None:
@@ -225,9 +226,9 @@ def _the_endpoint(which: Selection) -> str:
     return which.endpoints[0]
 
 
-def _content(delivered: DeliveredMessage) -> tuple[str | None, str | None, str | None]:
+def _content(delivered: Delivery) -> tuple[str | None, str | None, str | None]:
     """Return the message's id, its headers, and why they cannot be read."""
-    name = str(delivered.header.properties.message_id or "") or None
+    name = delivered.properties.message_id or None
     try:
         message = message_from(delivered)
         headers = {Headers.MESSAGE_ID: message.id, **message.headers}

@@ -9,9 +9,9 @@ from delayline.rabbitmq.admin import verification
 from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.admin.operations import NOT_CAUGHT
 from delayline.rabbitmq.admin.verification import CATCH_ALL, Check
+from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.binding_overlap import receivers
-from delayline.rabbitmq.connection import NotFound
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.transport import RabbitMQTransport
 
@@ -45,7 +45,7 @@ async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None =
         version = Check("RabbitMQ", ok=True, text=".".join(map(str, await connection.version())))
         if not delay_levels:
             return [version]
-        await connection.run(lambda channel: channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True)))
+        await connection.run(lambda channel: channel.call(ExchangeDeclare(exchange=levels.delivery, passive=True)))
         crossing = await receivers(connection, levels, endpoint or "")
     except NotFound:
         return [version, Check(WHAT, ok=False, text="none. Create them: delayline setup, or delayline rabbitmq create")]

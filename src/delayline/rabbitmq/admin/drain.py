@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from delayline.errors import BackendUnusable, InvalidMessage
+from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.message import Headers, from_wire_time
+from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import LOST, BrokerConnection, NotFound
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, check_destination, parse, remaining
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from aiormq.abc import DeliveredMessage
-    from aiormq.channel import Channel
-
     from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.amqp.channel import Channel
+    from delayline.rabbitmq.amqp.properties import Delivery
+    from delayline.rabbitmq.connection import BrokerConnection
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
 
@@ -37,7 +37,7 @@ async def must_have_levels(
     """Raise BackendUnusable where they are not complete."""
 
     async def look(channel: Channel) -> None:
-        await channel.rpc(ExchangeDeclare(exchange=levels.delivery, passive=True))
+        await channel.call(ExchangeDeclare(exchange=levels.delivery, passive=True))
         for queue in levels.queues:
             await count(channel, queue.name)
 
@@ -54,16 +54,13 @@ async def channel_of(connection: BrokerConnection) -> AsyncIterator[Channel]:
     """Provide a channel; messages taken on it and not acknowledged return to their queue afterwards."""
     channel = await connection.channel()
     try:
-        with connection.explained():
-            yield channel
+        yield channel
     finally:
-        with contextlib.suppress(*LOST):
+        with contextlib.suppress(BackendUnavailable):
             await channel.close()
 
 
-async def batches(
-    channel: Channel, queue: str, wanted: int, *, size: int, ahead: int
-) -> AsyncIterator[list[DeliveredMessage]]:
+async def batches(channel: Channel, queue: str, wanted: int, *, size: int, ahead: int) -> AsyncIterator[list[Delivery]]:
     """Yield that many messages of the queue, in batches of `size` at most; fewer where the rest has left it.
 
     Args:
@@ -73,9 +70,8 @@ async def batches(
         size: messages of a batch, at most.
         ahead: how many unacknowledged messages the broker may send ahead.
     """
-    inbox: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
-    await channel.basic_qos(prefetch_count=ahead)
-    await channel.basic_consume(queue, inbox.put)
+    inbox: asyncio.Queue[Delivery] = asyncio.Queue()
+    await channel.consume(queue, inbox.put_nowait, prefetch=ahead)
     done = silences = 0
     while done < wanted and silences < PATIENCE:
         batch = await _next(inbox, min(size, wanted - done))
@@ -89,7 +85,7 @@ async def batches(
         done += len(batch)
 
 
-async def _next(inbox: asyncio.Queue[DeliveredMessage], limit: int) -> list[DeliveredMessage]:
+async def _next(inbox: asyncio.Queue[Delivery], limit: int) -> list[Delivery]:
     """Return the messages received so far, at least one unless the queue stays silent."""
     try:
         batch = [await asyncio.wait_for(inbox.get(), SILENCE)]

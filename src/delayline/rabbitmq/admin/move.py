@@ -15,8 +15,7 @@ from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, InvalidMessage
 from delayline.rabbitmq.admin.drain import LevelMessage, Unmovable, batches, channel_of, must_have_levels, waiting
 from delayline.rabbitmq.admin.operations import BlockedMessages, overdue
-from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content, headers_of
-from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
@@ -26,18 +25,17 @@ from delayline.rabbitmq.topology import Routability
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiormq.abc import DeliveredMessage
-    from aiormq.channel import Channel
-
     from delayline.clock import Clock
     from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.amqp.channel import Channel
+    from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
 
 BATCH: Final = 200
 """Messages that are moved at once, and may arrive twice when a move is cut off."""
 SAMPLE: Final = 1000
 """Messages of each level that a dry run looks at; brokers from version 4 count how often each was looked at."""
-Going = tuple["DeliveredMessage", LevelMessage]
+Going = tuple["Delivery", LevelMessage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +163,13 @@ class Move:
             done += len(batch)
             self._progress(report.level, done, report.found)
 
-    async def _move(self, channel: Channel, batch: Sequence[DeliveredMessage], report: LevelReport) -> None:
+    async def _move(self, channel: Channel, batch: Sequence[Delivery], report: LevelReport) -> None:
         """Move messages, or put them into the poison queue; each leaves its level once it is confirmed elsewhere."""
         going: list[Going] = []
         unmoved: list[PoisonMessage] = []
         for delivered in batch:
             try:
-                found = waiting(delivered.routing_key or "", headers_of(delivered), report.level, self._clock.now())
+                found = waiting(delivered.routing_key, delivered.properties.headers, report.level, self._clock.now())
             except Unmovable as error:
                 unmoved.append(PoisonMessage(delivered, str(error), None))
                 continue
@@ -187,7 +185,7 @@ class Move:
             unmoved += await self._send(channel, going, report)
             await self._poison.keep(unmoved, report.level)
             # One acknowledgement for all: of many single ones a broker loses the last when the channel is closed.
-            await channel.basic_ack(batch[-1].delivery_tag or 0, multiple=True)
+            channel.acknowledge(batch[-1].tag, multiple=True)
         report.poison += len(unmoved)
         self.report.reasons.update(one.reason for one in unmoved)
 
@@ -199,7 +197,7 @@ class Move:
         for error in refused.values():
             if not isinstance(error, InvalidMessage):
                 for delivered, _ in moved:
-                    await channel.basic_ack(delivered.delivery_tag or 0)
+                    channel.acknowledge(delivered.tag)
                 raise error
         return [PoisonMessage(going[index][0], str(error), None) for index, error in refused.items()]
 
@@ -208,10 +206,10 @@ class Move:
         self.report.stale += sum(found.stale for found in moved)
         self.report.destinations.update(found.destination for found in moved)
 
-    def _publication(self, delivered: DeliveredMessage, found: LevelMessage) -> Publication:
+    def _publication(self, delivered: Delivery, found: LevelMessage) -> Publication:
         """Return the message as it came, on its way to the level that its remaining time begins with."""
         exchange, key = self._to.route(seconds_until(found.due, self._clock.now()), found.destination)
-        return Publication(content(delivered), exchange, key, properties=unchanged(carried(delivered)))
+        return Publication(content(delivered), exchange, key, properties=carried(delivered))
 
     async def _move_recoverable(self) -> None:
         """Move the messages of an earlier run whose destinations exist now."""
@@ -220,7 +218,7 @@ class Move:
                 if await self._reach.includes(found.destination):
                     for error in (await self._publisher.publish([self._publication(delivered, found)])).values():
                         raise error
-                    await channel.basic_ack(delivered.delivery_tag or 0)
+                    channel.acknowledge(delivered.tag)
                     self.report.recovered += 1
                     self.report.destinations[found.destination] += 1
 

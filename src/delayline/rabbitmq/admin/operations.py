@@ -11,18 +11,19 @@ from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective
 from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, blocked, catch_all_name
+from delayline.rabbitmq.amqp.errors import NotFound
+from delayline.rabbitmq.amqp.methods import ExchangeDeclare, QueueBind, QueueDeclare
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import BrokerConnection, NotFound
+from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiormq.channel import Channel
-
     from delayline.clock import Clock
     from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.amqp.channel import Channel
 
 #: Times for which the number of due messages is estimated, in seconds from now.
 WINDOWS: Final = (60, 3600, 86_400, 7 * 86_400, 30 * 86_400, 365 * 86_400, MAXIMUM_DELAY)
@@ -155,9 +156,9 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
     connection = BrokerConnection(address, "delayline catch-all")
 
     async def declare(channel: Channel) -> None:
-        await channel.exchange_declare(name, exchange_type="fanout", durable=True)
-        await channel.queue_declare(name, durable=True, arguments={"x-queue-type": "quorum"})
-        await channel.queue_bind(name, name)
+        await channel.call(ExchangeDeclare(exchange=name, exchange_type="fanout", durable=True))
+        await channel.call(QueueDeclare(queue=name, durable=True, arguments={"x-queue-type": "quorum"}))
+        await channel.call(QueueBind(queue=name, exchange=name))
 
     try:
         await connection.run(declare)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import copy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.message import Message, from_wire_time, to_wire_time
 from delayline.rabbitmq.admin.drain import LevelMessage
-from delayline.rabbitmq.amqp.properties import unchanged
+from delayline.rabbitmq.amqp.errors import NotFound
+from delayline.rabbitmq.amqp.methods import QueueDeclare
+from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
-from delayline.rabbitmq.connection import BrokerConnection, NotFound
 from delayline.rabbitmq.levels import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from aiormq.abc import DeliveredMessage
-    from aiormq.channel import Channel
-    from pamqp.commands import Basic
-
     from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.amqp.channel import Channel
+    from delayline.rabbitmq.amqp.properties import Delivery
+    from delayline.rabbitmq.connection import BrokerConnection
 
 #: Prefix of the headers with the reason, the former routing key and level, and the due time if it is known.
 MARK: Final = "Delayline.Poison."
@@ -33,7 +33,7 @@ DUE: Final = f"{MARK}Due"
 class PoisonMessage(NamedTuple):
     """A message that cannot be moved, with the reason, and its due time if it is known."""
 
-    delivered: DeliveredMessage
+    delivered: Delivery
     reason: str
     found: LevelMessage | None
 
@@ -51,7 +51,7 @@ class PoisonQueue:
         try:
             await self._connection.run(lambda channel: count(channel, self.queue))
         except NotFound:
-            await self._connection.run(lambda channel: channel.queue_declare(self.queue, durable=True))
+            await self._connection.run(lambda channel: channel.call(QueueDeclare(queue=self.queue, durable=True)))
         await self._publisher.open()
 
     async def close(self) -> None:
@@ -64,47 +64,35 @@ class PoisonQueue:
         for error in refused.values():
             raise error
 
-    async def movable(self, channel: Channel) -> AsyncIterator[tuple[DeliveredMessage, LevelMessage]]:
+    async def movable(self, channel: Channel) -> AsyncIterator[tuple[Delivery, LevelMessage]]:
         """Yield messages that only lacked a destination; unacknowledged ones return when the channel is closed."""
         for _ in range(await count(channel, self.queue)):
-            delivered = await channel.basic_get(self.queue)
-            if delivered.delivery_tag is None:
+            delivered = await channel.get(self.queue)
+            if delivered is None:
                 return
-            found = _waiting(headers_of(delivered))
+            found = _waiting(delivered.properties.headers)
             if found is not None:
                 yield delivered, found
 
     def _publication(self, one: PoisonMessage, level: int) -> Publication:
-        marks: dict[str, Any] = {
+        marks: dict[str, str | int] = {
             REASON: one.reason,
-            ROUTING_KEY: one.delivered.routing_key or "",
+            ROUTING_KEY: one.delivered.routing_key,
             LEVEL: level,
         }
         if one.found is not None:
             marks[DUE] = to_wire_time(one.found.due)
-        return Publication(content(one.delivered), "", self.queue, properties=unchanged(carried(one.delivered, marks)))
+        return Publication(content(one.delivered), "", self.queue, properties=carried(one.delivered, marks))
 
 
-def content(delivered: DeliveredMessage) -> Message:
+def content(delivered: Delivery) -> Message:
     """Return the body as a message for a publication that brings its properties along."""
-    return Message(str(delivered.header.properties.message_id or ""), {}, delivered.body)
+    return Message(delivered.properties.message_id, {}, delivered.body)
 
 
-def headers_of(delivered: DeliveredMessage) -> Mapping[str, Any]:
-    """Return the headers as AMQP has them."""
-    return delivered.header.properties.headers or {}
-
-
-def carried(delivered: DeliveredMessage, marks: Mapping[str, Any] | None = None) -> Basic.Properties:
-    """Return the properties to send on, with these marks and no older ones.
-
-    A lifetime would cut the delay short, and brokers refuse messages that name another user: both are left out.
-    """
-    properties = copy.copy(delivered.header.properties)
-    kept = {name: value for name, value in headers_of(delivered).items() if not name.startswith(MARK)}
-    properties.headers = kept | dict(marks or {})
-    properties.expiration = properties.user_id = None
-    return properties
+def carried(delivered: Delivery, marks: Mapping[str, str | int] = MappingProxyType({})) -> bytes:
+    """Return the properties to send on, with these marks and no older ones."""
+    return sent_on(delivered.encoded_properties, marks, without=MARK)
 
 
 def _waiting(headers: Mapping[str, Any]) -> LevelMessage | None:

@@ -1,14 +1,18 @@
-"""A channel in confirm mode, and the frames that come back on it."""
+"""A channel of a connection: calls, consumed messages, confirms of published ones, and the frames that come on it."""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final, Protocol
+import uuid
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from pamqp import commands, frame
 
+from delayline.errors import BackendUnavailable
 from delayline.rabbitmq.amqp.confirms import Closed, Confirms, PublishBatch
-from delayline.rabbitmq.amqp.stream import message_id_in
+from delayline.rabbitmq.amqp.errors import refused_call
+from delayline.rabbitmq.amqp.methods import Consume, Get
+from delayline.rabbitmq.amqp.properties import Delivery, message_id_in
 from delayline.rabbitmq.amqp.wire import (
     BASIC,
     FRAME_BODY,
@@ -18,86 +22,287 @@ from delayline.rabbitmq.amqp.wire import (
     FRAME_METHOD,
     FRAME_OVERHEAD,
     PublishFrames,
+    method_frame,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Channel", "Closed", "read_frames"]
+    from delayline.rabbitmq.address import BrokerAddress
 
 _frame_start = struct.Struct(">BHI").unpack_from
-_answer = struct.Struct(">HHQB").unpack_from
-ANSWER_SIZE: Final = 13
-CONTENT_HEAD: Final = 12  # bytes of a header frame in front of its property flags
-ACK: Final = 80
-NACK: Final = 120
+_method_ids = struct.Struct(">HH").unpack_from
+_tag = struct.Struct(">QB").unpack_from
+_content_head = struct.Struct(">HHQ").unpack_from
+_ack = struct.Struct(">HHQB").pack
+#: Bytes in front of a frame's payload, of a method's arguments, and of a message's properties in a header frame.
+FRAME_START: Final = FRAME_OVERHEAD - 1
+METHOD_IDS: Final = 4
+CONTENT_HEAD: Final = 12
+TAG_AND_FLAG: Final = 9
 PROTOCOL: Final = b"AMQP"
 KINDS: Final = {FRAME_METHOD, FRAME_HEADER, FRAME_BODY, FRAME_HEARTBEAT}
+RETURN, DELIVER, GET_OK, ACK, NACK = 50, 60, 71, 80, 120
 
 
-class Wire(Protocol):
-    """The connection that a channel writes to."""
+class Connection(Protocol):
+    """The connection that a channel belongs to."""
 
+    address: BrokerAddress
     frame_max: int
 
     def write(self, data: bytes) -> None:
         """Send frames; raises BackendUnavailable."""
 
+    async def call(self, channel: int, method: frame.FrameTypes | bytes) -> Any:  # noqa: ANN401 - each has its own answer
+        """Send a method and return the broker's answer; raises BackendUnavailable, or ChannelEnded."""
+
+    def answer(self, channel: int, answer: object) -> None:
+        """Take what has come as the answer to the channel's oldest call."""
+
+
+class ChannelEnded(Exception):
+    """The broker closed the channel in place of an answer."""
+
+    def __init__(self, closed: Closed) -> None:
+        super().__init__(closed.text)
+        self.closed = closed
+
+
+class _Content(NamedTuple):
+    """The method in front of a message's content."""
+
+    take: Callable[[Delivery], None]
+    tag: int
+    redelivered: bool
+    exchange: str
+    routing_key: str
+
 
 class Channel:
-    """The unsettled publications of one channel, and the reason of its closing."""
+    """A channel for declarations and for consumed messages.
 
-    def __init__(self, wire: Wire, number: int) -> None:
-        self._wire = wire
+    `on_end` is called once, when the broker closes the channel or the connection is lost, with the error;
+    `on_cancel` when the broker ends a consumer because its queue was deleted or has moved.
+    """
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self._connection = connection
         self.number = number
-        self.confirms = Confirms()
-        self.frames = PublishFrames(number, wire.frame_max)
         self.closed: Closed | None = None
-        self._returning: commands.Basic.Return | None = None
+        self.on_end: Callable[[Exception], None] = _ignore
+        self.on_cancel: Callable[[], None] = _nothing
+        self._consumers: dict[str, Callable[[Delivery], None]] = {}
+        self._content: _Content | None = None
+        self._properties = b""
+        self._size = self._received = 0
+        self._body: list[bytes] = []
+
+    async def call(self, method: frame.FrameTypes) -> Any:  # noqa: ANN401 - each method has its own answer
+        """Send a method and return the broker's answer.
+
+        Raises:
+            BackendUnavailable: The connection or the channel is closed, or the broker did not answer in time.
+            NotFound: What the method names does not exist; the broker has closed the channel.
+            PreconditionFailed: It exists with other arguments; the broker has closed the channel.
+            BackendUnusable: The user lacks a permission; the broker has closed the channel.
+        """
+        self._must_be_open()
+        try:
+            return await self._connection.call(self.number, method)
+        except ChannelEnded as ended:
+            raise refused_call(self._connection.address, method, ended.closed) from None
+
+    async def consume(self, queue: str, take: Callable[[Delivery], None], *, prefetch: int) -> str:
+        """Have `take` called with each message of the queue, and return the consumer's tag.
+
+        Args:
+            queue: The queue's name.
+            take: Called with each message, which is acknowledged or rejected later.
+            prefetch: How many unacknowledged messages the broker sends, 1 to 65535.
+        """
+        tag = f"delayline-{uuid.uuid4().hex}"
+        self._consumers[tag] = take
+        await self.call(commands.Basic.Qos(prefetch_count=prefetch))
+        await self.call(Consume(queue=queue, consumer_tag=tag))
+        return tag
+
+    async def cancel(self, consumer: str) -> None:
+        """End a consumer; messages that are on their way still come."""
+        await self.call(commands.Basic.Cancel(consumer_tag=consumer))
+        self._consumers.pop(consumer, None)
+
+    async def get(self, queue: str) -> Delivery | None:
+        """Return the queue's next message, to be acknowledged; None if no message is ready."""
+        answer = await self.call(Get(queue=queue))
+        return answer if isinstance(answer, Delivery) else None
+
+    def acknowledge(self, tag: int, *, multiple: bool = False) -> None:
+        """Acknowledge a message; with `multiple` all unacknowledged ones up to it. Raises BackendUnavailable."""
+        self._must_be_open()
+        self._connection.write(method_frame(self.number, _ack(BASIC, ACK, tag, multiple)))
+
+    def requeue(self, tag: int) -> None:
+        """Return a message to its queue. Raises BackendUnavailable."""
+        self._must_be_open()
+        self._connection.write(frame.marshal(commands.Basic.Reject(tag, requeue=True), self.number))
+
+    async def close(self) -> None:
+        """Close the channel: unacknowledged messages return to their queues. Idempotent; BackendUnavailable."""
+        if self.closed is None:
+            self.on_end = _ignore
+            try:
+                await self._connection.call(self.number, commands.Channel.Close(200, "closed", 0, 0))
+            except ChannelEnded:  # by the broker, just then
+                return
+
+    def _must_be_open(self) -> None:
+        if self.closed is not None:
+            raise BackendUnavailable(
+                f"the channel to RabbitMQ at {self._connection.address} is closed: {self.closed.text}"
+            )
+
+    # What comes from the broker.
+
+    def end(self, closed: Closed) -> None:
+        """Note that the channel is closed, by either side."""
+        self.closed = closed
+        address = self._connection.address
+        self.on_end(BackendUnavailable(f"RabbitMQ at {address} closed a channel: {closed.code} {closed.text}"))
+
+    def lose(self, error: Exception) -> None:
+        """Note that the connection is lost."""
+        self.closed = Closed(0, str(error))
+        self.on_end(error)
+
+    def on_answer(self, kind: int, tag: int, bits: int) -> None:
+        """Take a basic.ack or basic.nack, which come in confirm mode only."""
+
+    def on_return(self, exchange: str, routing_key: str, reason: str, properties: bytes) -> None:
+        """Take a message that came back, which only publishing channels get."""
+
+    def on_cancelled(self, consumer: str) -> None:
+        """Note that the broker has ended a consumer."""
+        if self._consumers.pop(consumer, None) is not None:
+            self.on_cancel()
+
+    def on_method(self, kind: int, data: bytes, at: int) -> bool:
+        """Take a method of class `basic` that is frequent, or has content behind it; False for another one.
+
+        Args:
+            kind: The method's number.
+            data: What was received.
+            at: Where the method's arguments begin.
+        """
+        if kind == DELIVER:
+            consumer, at = _short_string(data, at)
+            self._expect(self._consumers.get(consumer, _drop), data, at)
+        elif kind in (ACK, NACK):
+            self.on_answer(kind, *_tag(data, at))
+        elif kind == GET_OK:
+            self._expect(lambda delivery: self._connection.answer(self.number, delivery), data, at)
+        elif kind == RETURN:
+            code = int.from_bytes(data[at : at + 2], "big")
+            text, at = _short_string(data, at + 2)
+            exchange, at = _short_string(data, at)
+            key, _ = _short_string(data, at)
+            self._content = _Content(
+                lambda back: self.on_return(exchange, key, f"{code} {text}", back.encoded_properties),
+                0,
+                False,
+                exchange,
+                key,
+            )
+        else:
+            return False
+        return True
+
+    def _expect(self, take: Callable[[Delivery], None], data: bytes, at: int) -> None:
+        tag, redelivered = _tag(data, at)
+        exchange, at = _short_string(data, at + TAG_AND_FLAG)
+        key, _ = _short_string(data, at)
+        self._content = _Content(take, tag, bool(redelivered & 1), exchange, key)
+
+    def on_header(self, data: bytes, at: int, end: int) -> None:
+        """Take the size and the property flags and list of a message."""
+        _, _, self._size = _content_head(data, at)
+        self._properties = data[at + CONTENT_HEAD : end]
+        if not self._size:
+            self._complete(b"")
+
+    def on_body(self, part: bytes) -> None:
+        """Take the next part of a message's body."""
+        if len(part) == self._size and not self._body:
+            self._complete(part)
+            return
+        self._body.append(part)
+        self._received += len(part)
+        if self._received >= self._size:
+            self._complete(b"".join(self._body))
+
+    def _complete(self, body: bytes) -> None:
+        content, self._content = self._content, None
+        self._body, self._received = [], 0
+        if content is not None:
+            take, tag, redelivered, exchange, routing_key = content
+            take(Delivery(tag, redelivered, exchange, routing_key, self._properties, body))
+
+
+class PublishChannel(Channel):
+    """A channel in confirm mode, with the publications that are not settled yet."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        super().__init__(connection, number)
+        self.confirms = Confirms()
+        self.frames = PublishFrames(number, connection.frame_max)
 
     def write(self, batch: PublishBatch, positions: Sequence[int], frames: Sequence[bytes]) -> None:
         """Write the frames of these publications. Raises BackendUnavailable."""
-        self._wire.write(b"".join(frames))
+        self._connection.write(b"".join(frames))
         self.confirms.wrote(batch, positions)
 
-    def close(self, closed: Closed) -> None:
+    def end(self, closed: Closed) -> None:
         """Leave every outstanding publication to its sender; the broker takes no more here."""
-        self.closed = closed
+        super().end(closed)
         self.confirms.abandon()
 
+    def lose(self, error: Exception) -> None:
+        """Fail every outstanding publication."""
+        super().lose(error)
+        self.confirms.lose(error)
+
     def on_answer(self, kind: int, tag: int, bits: int) -> None:
-        """Take a basic.ack or basic.nack."""
+        """Settle the publications that the broker has confirmed or refused."""
         self.confirms.settle(tag, multiple=bool(bits & 1), acknowledged=kind == ACK)
 
-    def on_return(self, method: commands.Basic.Return) -> None:
-        """Take the first frame of a message that comes back."""
-        self._returning = method
-
-    def on_header(self, properties: bytes) -> None:
-        """Take the second one, with the property flags and list of the message that it is."""
-        back, self._returning = self._returning, None
-        if back is not None:
-            reason = f"{back.reply_code} {back.reply_text}"
-            self.confirms.returned(back.exchange or "", back.routing_key or "", message_id_in(properties), reason)
+    def on_return(self, exchange: str, routing_key: str, reason: str, properties: bytes) -> None:
+        """Fail the publication of a message that came back."""
+        self.confirms.returned(exchange, routing_key, message_id_in(properties), reason)
 
 
 def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callable[[int, Any], None]) -> bytes:
     """Handle every complete frame and return the rest. Raises ValueError or PAMQPException for a malformed frame."""
-    start, end = 0, len(data)
-    while end - start >= FRAME_OVERHEAD:
+    start, length = 0, len(data)
+    while length - start >= FRAME_OVERHEAD:
         kind, number, size = _frame_start(data, start)
         if kind not in KINDS:
             raise ValueError(_no_frame(data[start : start + 16]))
-        last = start + FRAME_OVERHEAD + size - 1
-        if last >= end:
+        payload = start + FRAME_START
+        end = payload + size
+        if end >= length:
             break
-        if data[last] != FRAME_END[0]:
+        if data[end] != FRAME_END[0]:
             raise ValueError(f"a frame without an end, {data[start : start + 16]!r}")
+        channel = channels.get(number)
         if kind == FRAME_METHOD:
-            _method(data, start, size, channels.get(number), number, on_method)
-        elif kind == FRAME_HEADER and number in channels:
-            channels[number].on_header(data[start + FRAME_OVERHEAD - 1 + CONTENT_HEAD : last])
-        start = last + 1
+            group, method = _method_ids(data, payload)
+            if channel is None or group != BASIC or not channel.on_method(method, data, payload + METHOD_IDS):
+                on_method(number, frame.unmarshal(data[start : end + 1])[2])
+        elif channel is not None and kind == FRAME_BODY:
+            channel.on_body(data[payload:end])
+        elif channel is not None and kind == FRAME_HEADER:
+            channel.on_header(data, payload, end)
+        start = end + 1
     return data[start:]
 
 
@@ -107,21 +312,19 @@ def _no_frame(found: bytes) -> str:
     return f"no frame begins with {found!r}"
 
 
-def _method(
-    data: bytes,
-    start: int,
-    size: int,
-    channel: Channel | None,
-    number: int,
-    on_method: Callable[[int, Any], None],
-) -> None:
-    if size == ANSWER_SIZE and channel is not None:
-        group, kind, tag, bits = _answer(data, start + FRAME_OVERHEAD - 1)
-        if group == BASIC and kind in (ACK, NACK):
-            channel.on_answer(kind, tag, bits)
-            return
-    method = frame.unmarshal(data[start : start + size + FRAME_OVERHEAD])[2]
-    if isinstance(method, commands.Basic.Return) and channel is not None:
-        channel.on_return(method)
-    else:
-        on_method(number, method)
+def _short_string(data: bytes, at: int) -> tuple[str, int]:
+    """Return the short string at this position, with invalid UTF-8 escaped, and its end."""
+    end = at + 1 + data[at]
+    return data[at + 1 : end].decode("utf-8", "backslashreplace"), end
+
+
+def _drop(delivery: Delivery) -> None:
+    """Take a message of a consumer that was cancelled: it returns to its queue with the channel's end."""
+
+
+def _ignore(error: Exception) -> None:
+    """Do nothing about the end of a channel."""
+
+
+def _nothing() -> None:
+    """Do nothing about the end of a consumer."""

@@ -1,4 +1,4 @@
-"""One connection that only publishes: opened, kept alive, read frame by frame. An ended one is not used again."""
+"""A connection to a broker: opened, kept alive, read frame by frame. An ended one is not used again."""
 
 from __future__ import annotations
 
@@ -7,38 +7,43 @@ import contextlib
 import logging
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pamqp import commands, frame, header, heartbeat
 from pamqp.exceptions import PAMQPException
 
-from delayline.errors import BackendUnavailable
+from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.events import Event, emit
-from delayline.rabbitmq.amqp.channel import Channel, Closed, read_frames
+from delayline.rabbitmq.amqp.channel import Channel, ChannelEnded, PublishChannel, read_frames
+from delayline.rabbitmq.amqp.confirms import Closed
 from delayline.rabbitmq.amqp.errors import not_connected, refused_connection
 from delayline.rabbitmq.amqp.wire import passive_declare
 
 if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress
 
+AnyChannel = TypeVar("AnyChannel", bound=Channel)
+
 logger = logging.getLogger("delayline.rabbitmq")
 
+MOST_CHANNELS: Final = 65_535
 WRITE_BUFFER: Final = 1 << 20  # bytes beyond which senders wait for the socket
 FRAME_MAX: Final = 1 << 17
 HEARTBEAT: Final = heartbeat.Heartbeat().marshal()
 CAPABILITIES: Final = {
     "publisher_confirms": True,
     "basic.nack": True,
+    "consumer_cancel_notify": True,
     "connection.blocked": True,
     "authentication_failure_close": True,
 }
 
 
-class PublishingConnection(asyncio.Protocol):
-    """An AMQP 0-9-1 connection for publishing; `open` creates one, `lost` is the reason for its end."""
+class AmqpConnection(asyncio.Protocol):
+    """An AMQP 0-9-1 connection; `open` creates one, `lost` is the reason for its end."""
 
     def __init__(self, address: BrokerAddress, name: str) -> None:
-        self._address = address
+        self.address = address
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -55,13 +60,14 @@ class PublishingConnection(asyncio.Protocol):
         self._received = self._sent = False
         self._received_at = self._loop.time()
         self._silent = 0
+        self._most_channels = MOST_CHANNELS
         self.frame_max = FRAME_MAX
         self.lost: Exception | None = None
         self.blocked: str | None = None
         self.version = ""
 
     @classmethod
-    async def open(cls, address: BrokerAddress, name: str) -> PublishingConnection:
+    async def open(cls, address: BrokerAddress, name: str) -> AmqpConnection:
         """Connect and log in. Raises BackendUnavailable, BackendUnusable, and ConfigurationError for TLS files."""
         context = address.tls.context() if address.tls else None
         expected = (address.tls.server_name_indication or address.host) if address.tls else None
@@ -80,30 +86,48 @@ class PublishingConnection(asyncio.Protocol):
         return connection
 
     async def _greet(self) -> None:
-        start = await self._call(0, header.ProtocolHeader())
+        start = await self.call(0, header.ProtocolHeader())
         self.version = str((start.server_properties or {}).get("version", ""))
         properties: dict[str, Any] = {
             "product": "delayline",
             "connection_name": self._name,
             "capabilities": CAPABILITIES,
         }
-        secret = f"\0{self._address.user}\0{self._address.password}"
-        tune = await self._call(
+        secret = f"\0{self.address.user}\0{self.address.password}"
+        tune = await self.call(
             0, commands.Connection.StartOk(client_properties=properties, mechanism="PLAIN", response=secret)
         )
         self.frame_max = min(tune.frame_max or FRAME_MAX, FRAME_MAX)
-        heartbeat = self._address.short_heartbeat
+        self._most_channels = tune.channel_max or MOST_CHANNELS
+        heartbeat = self.address.short_heartbeat
         self._heartbeat = min(tune.heartbeat or heartbeat, heartbeat)
         self.send(0, commands.Connection.TuneOk(tune.channel_max, self.frame_max, self._heartbeat))
         if self._heartbeat:
             self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)
-        await self._call(0, commands.Connection.Open(virtual_host=self._address.vhost))
+        await self.call(0, commands.Connection.Open(virtual_host=self.address.vhost))
 
-    async def channel(self, number: int) -> Channel:
-        """Open a channel in confirm mode. Raises BackendUnavailable."""
-        await self._call(number, commands.Channel.Open())
-        await self._call(number, commands.Confirm.Select())
-        channel = self._channels[number] = Channel(self, number)
+    async def channel(self) -> Channel:
+        """Open a channel. Raises BackendUnavailable, or BackendUnusable if the broker allows no more of them."""
+        number = next((one for one in range(1, self._most_channels + 1) if one not in self._channels), None)
+        if number is None:
+            raise BackendUnusable(f"RabbitMQ at {self.address} allows {self._most_channels} channels, and all are open")
+        return await self._open(Channel(self, number))
+
+    async def publish_channel(self, number: int) -> PublishChannel:
+        """Open a channel of that number in confirm mode. Raises BackendUnavailable."""
+        channel = await self._open(PublishChannel(self, number))
+        await channel.call(commands.Confirm.Select())
+        return channel
+
+    async def _open(self, channel: AnyChannel) -> AnyChannel:
+        self._channels[channel.number] = channel
+        try:
+            await channel.call(commands.Channel.Open())
+        except BaseException:
+            if self._channels.get(channel.number) is channel:  # cancelled: the answer removes it
+                with contextlib.suppress(BackendUnavailable):
+                    self.send(channel.number, commands.Channel.Close(200, "not needed", 0, 0))
+            raise
         return channel
 
     async def ask_for_exchange(self, channel: Channel, exchange: str) -> None:
@@ -112,7 +136,7 @@ class PublishingConnection(asyncio.Protocol):
         Raises BackendUnavailable.
         """
         with contextlib.suppress(ChannelEnded):
-            await self._call(channel.number, passive_declare(exchange, channel.number))
+            await self.call(channel.number, passive_declare(exchange, channel.number))
 
     @property
     def flows(self) -> bool:
@@ -124,7 +148,7 @@ class PublishingConnection(asyncio.Protocol):
 
         Raises BackendUnavailable when the connection is lost, or the broker took nothing for the limit.
         """
-        limit = self._address.server_timeout
+        limit = self.address.server_timeout
         try:
             async with asyncio.timeout(limit):
                 while not self._flowing.is_set():
@@ -133,7 +157,7 @@ class PublishingConnection(asyncio.Protocol):
             if self.blocked is None:
                 raise self.give_up() from None
             raise BackendUnavailable(
-                f"RabbitMQ at {self._address} has taken no messages for {limit:g} s: {self.blocked}. What was not "
+                f"RabbitMQ at {self.address} has taken no messages for {limit:g} s: {self.blocked}. What was not "
                 "confirmed has an unknown outcome"
             ) from None
         if self.lost is not None:
@@ -170,31 +194,31 @@ class PublishingConnection(asyncio.Protocol):
         if self.lost is None:
             with contextlib.suppress(OSError):
                 async with asyncio.timeout(patience):
-                    await self._call(0, commands.Connection.Close(200, "good-bye", 0, 0))
+                    await self.call(0, commands.Connection.Close(200, "good-bye", 0, 0))
         self.abort()
         if self._transport is not None:
             await self._ended.wait()
 
     def abort(self) -> None:
         """Hang up at once."""
-        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self._address} is closed"))
+        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self.address} is closed"))
         if self._transport is not None:
             self._transport.abort()
 
-    async def _call(self, channel: int, method: frame.FrameTypes | bytes) -> Any:  # noqa: ANN401 - each has its own answer
+    async def call(self, channel: int, method: frame.FrameTypes | bytes) -> Any:  # noqa: ANN401 - each has its own answer
         """Send a method that the broker answers and return the answer; raises ChannelEnded where it closes instead."""
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._replies.setdefault(channel, deque()).append(answer)
         self.write(method if isinstance(method, bytes) else frame.marshal(method, channel))
         try:
-            async with asyncio.timeout(self._address.server_timeout):
+            async with asyncio.timeout(self.address.server_timeout):
                 return await answer
         except TimeoutError:
             raise self.give_up() from None
 
     def give_up(self) -> BackendUnavailable:
         """Hang up on a broker that has not answered for the limit, and return the error that says so."""
-        return self.hang_up(self._address.server_timeout)
+        return self.hang_up(self.address.server_timeout)
 
     def hang_up(self, seconds: float) -> BackendUnavailable:
         """Hang up on a broker that was silent for so many seconds, and return the error that says so."""
@@ -205,7 +229,7 @@ class PublishingConnection(asyncio.Protocol):
 
     def _silence(self, seconds: float) -> BackendUnavailable:
         return BackendUnavailable(
-            f"RabbitMQ at {self._address} was silent for {seconds:g} s: the connection is given up. What was not "
+            f"RabbitMQ at {self.address} was silent for {seconds:g} s: the connection is given up. What was not "
             "confirmed has an unknown outcome: it may have arrived"
         )
 
@@ -220,7 +244,7 @@ class PublishingConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whatever waits."""
         reason = str(exc) if exc else "the broker hung up"
-        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self._address} is lost: {reason}"))
+        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self.address} is lost: {reason}"))
         self._ended.set()
 
     def pause_writing(self) -> None:
@@ -239,8 +263,8 @@ class PublishingConnection(asyncio.Protocol):
         self._received_at = self._loop.time()
         try:
             self._rest = read_frames(self._rest + data if self._rest else data, self._channels, self._on_method)
-        except (PAMQPException, ValueError, OverflowError, RecursionError, struct.error) as error:
-            text = f"RabbitMQ at {self._address} does not speak AMQP 0-9-1: {error}. Check host and port"
+        except (PAMQPException, ValueError, IndexError, OverflowError, RecursionError, struct.error) as error:
+            text = f"RabbitMQ at {self.address} does not speak AMQP 0-9-1: {error}. Check host and port"
             self._end(BackendUnavailable(text))
             assert self._transport is not None  # noqa: S101
             self._transport.abort()
@@ -261,7 +285,7 @@ class PublishingConnection(asyncio.Protocol):
             while answers:
                 _fail(answers.popleft(), error)
         for channel in self._channels.values():
-            channel.confirms.lose(error)
+            channel.lose(error)
         self._set_flow()
 
     def _tick(self) -> None:
@@ -288,29 +312,40 @@ class PublishingConnection(asyncio.Protocol):
                 self._on_blocked(None)
             case commands.Channel.Flow():
                 self.send(number, commands.Channel.FlowOk(method.active))
+            case commands.Basic.Cancel():
+                if number in self._channels:
+                    self._channels[number].on_cancelled(method.consumer_tag or "")
+            case commands.Channel.CloseOk():
+                if number in self._channels:
+                    self._channels.pop(number).end(Closed(200, "by this side"))
+                self.answer(number, method)
             case _:
-                answers = self._replies.get(number)
-                if answers:
-                    answer = answers.popleft()
-                    if not answer.done():
-                        answer.set_result(method)
+                self.answer(number, method)
+
+    def answer(self, channel: int, answer: object) -> None:
+        """Take what has come as the answer to the channel's oldest call."""
+        waiting = self._replies.get(channel)
+        if waiting:
+            oldest = waiting.popleft()
+            if not oldest.done():
+                oldest.set_result(answer)
 
     def _on_connection_close(self, closed: Closed) -> None:
         with contextlib.suppress(BackendUnavailable):
             self.send(0, commands.Connection.CloseOk())
             self._send_now()
-        self._end(refused_connection(self._address, closed))
+        self._end(refused_connection(self.address, closed))
         assert self._transport is not None  # noqa: S101
         self._transport.close()
 
     def _on_channel_close(self, number: int, closed: Closed) -> None:
         self.send(number, commands.Channel.CloseOk())
         channel = self._channels.pop(number, None)
-        if channel is not None:
-            channel.close(closed)
         answers = self._replies.pop(number, deque())
         while answers:
-            _fail(answers.popleft(), ChannelEnded(closed.text))
+            _fail(answers.popleft(), ChannelEnded(closed))
+        if channel is not None:
+            channel.end(closed)
 
     def _on_blocked(self, reason: str | None) -> None:
         self.blocked = reason
@@ -321,15 +356,11 @@ class PublishingConnection(asyncio.Protocol):
                 logging.WARNING,
                 Event.PUBLISHING_UNBLOCKED,
                 "RabbitMQ at %s takes messages again",
-                self._address,
+                self.address,
             )
         else:
             text = "RabbitMQ at %s takes no messages now (%s): sends wait until it does"
-            emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, text, self._address, reason, reason=reason)
-
-
-class ChannelEnded(Exception):
-    """The broker closed the channel in place of an answer."""
+            emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, text, self.address, reason, reason=reason)
 
 
 def _fail(answer: asyncio.Future[Any], error: Exception) -> None:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, MessageRejected
 from delayline.rabbitmq.amqp.confirms import Closed, Unroutable
+from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare
 
 if TYPE_CHECKING:
+    from pamqp.frame import FrameTypes
+
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.wire import Publication
 
@@ -18,7 +21,17 @@ NOT_FOUND: Final = 404
 PRECONDITION_FAILED: Final = 406
 NOT_ALLOWED: Final = 530
 FROM_BROKER: Final = {320, 506, 541}  # connection forced, resource error, internal error
+#: Newer brokers' texts name the permission: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
+REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
 TOO_LARGE: Final = re.compile(r"message size (\d+) is larger than configured max size (\d+)")
+
+
+class NotFound(LookupError):
+    """The broker says that an exchange or a queue does not exist."""
+
+
+class PreconditionFailed(BackendUnusable):
+    """The broker has it already, with other arguments."""
 
 
 def not_connected(address: BrokerAddress, error: BaseException) -> BackendUnavailable | BackendUnusable:
@@ -57,6 +70,40 @@ def refused_connection(address: BrokerAddress, closed: Closed) -> BackendUnavail
         )
     text = f"RabbitMQ at {address} closed the connection: {closed.code} {closed.text}"
     return BackendUnavailable(text) if closed.code in FROM_BROKER else BackendUnusable(text)
+
+
+def refused_call(address: BrokerAddress, method: FrameTypes, closed: Closed) -> Exception:
+    """Return the error of a call in place of whose answer the broker closed the channel."""
+    if closed.code == NOT_FOUND:
+        return NotFound(closed.text)
+    if closed.code == PRECONDITION_FAILED:
+        return PreconditionFailed(closed.text)
+    if closed.code != ACCESS_REFUSED:
+        return BackendUnavailable(f"RabbitMQ at {address} closed a channel: {closed.code} {closed.text}")
+    refused = REFUSED.search(closed.text)
+    if refused is None:
+        return BackendUnusable(f"RabbitMQ at {address} refuses: {closed.text}")
+    what, thing, vhost, user = refused.groups()
+    return BackendUnusable(
+        f"user {user!r} has no {what or _permission(method, closed.text)} permission on {thing} in virtual host "
+        f"{vhost!r}. Allow it with: rabbitmqctl set_permissions -p {vhost} {user} CONFIGURE WRITE READ ({closed.text})"
+    )
+
+
+def _permission(method: FrameTypes, text: str) -> str:
+    """Return the permission that a method takes: older brokers do not name it."""
+    match method:
+        case QueueDeclare() if "access to exchange" in text:  # its dead letters go there
+            return "write"
+        case QueueDeclare() if "x-dead-letter-exchange" in (method.arguments or {}):
+            return "configure, or no read,"
+        case QueueDeclare() | ExchangeDeclare():
+            return "configure"
+        case QueueBind():
+            return "write" if "access to queue" in text else "read"
+        case ExchangeBind():
+            return "read" if f"exchange '{method.source}'" in text else "write"
+    return "read"
 
 
 def refused_publication(address: BrokerAddress, publication: Publication, closed: Closed) -> Exception:

@@ -1,22 +1,29 @@
-"""A message as it comes from a queue: AMQP properties and headers of any sender, read as NServiceBus reads them."""
+"""Received messages: AMQP properties and headers of any sender, read as NServiceBus reads them.
+
+A message is decoded by itself, after its frame was read: text that is not UTF-8, a time beyond year 9999 or an unknown
+type of value is a fault of that message, and of nothing else.
+"""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pamqp import encode
+from pamqp import decode
 
 from delayline.errors import InvalidMessage
 from delayline.message import Headers, Message, in_utc, to_wire_time
-from delayline.rabbitmq.amqp.stream import sent_on, unreadable
 from delayline.rabbitmq.amqp.wire import (
     DAMAGED_HEADERS,
     ENCLOSED_TYPES,
+    HEADERS_FLAG,
     HEADERS_IN_BODY,
     LONGEST_SHORT_STRING,
     NON_PERSISTENT,
+    NOT_FOR_ERROR_QUEUE,
     NOT_SENT,
     goes_on,
     headers_in_body,
@@ -24,15 +31,11 @@ from delayline.rabbitmq.amqp.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aiormq.abc import DeliveredMessage
-    from pamqp.commands import Basic
+    from collections.abc import Iterator
 
 DEFAULT_CONTENT_TYPE: Final = "application/octet-stream"
 """The content type of messages that have none."""
 CALLBACK_QUEUE: Final = "NServiceBus.RabbitMQ.CallbackQueue"
-DELIVERY_COUNT: Final = "x-delivery-count"
 NOT_PERSISTENT_MODE: Final = 1
 NO_MESSAGE_ID: Final = (
     "A non-empty 'message-id' property is required when running NServiceBus on top of RabbitMQ: "
@@ -42,19 +45,103 @@ UNREADABLE_PROPERTIES: Final = (
     "its properties are not AMQP 0-9-1's: a text that is not UTF-8, a time beyond year 9999, a type of value that is "
     "not known, or tables nested too deeply"
 )
+DEEPEST: Final = 32
+"""How deep tables and lists may be nested: decoders call themselves for each level."""
+LAST_TIMESTAMP: Final = 253_402_300_799_000
+"""The last second of year 9999, in milliseconds: pamqp takes numbers beyond 2106 for those."""
+
+#: The properties in their order: flag, and how many bytes each has; None for a short string.
+PROPERTIES: Final = (
+    (1 << 15, None),
+    (1 << 14, None),
+    (HEADERS_FLAG, -1),
+    (1 << 12, 1),
+    (1 << 11, 1),
+    (1 << 10, None),
+    (1 << 9, None),
+    (1 << 8, None),
+    (1 << 7, None),
+    (1 << 6, 8),
+    (1 << 5, None),
+    (1 << 4, None),
+    (1 << 3, None),
+    (1 << 2, None),
+)
+MESSAGE_ID: Final = 1 << 7
+TIMESTAMP: Final = 1 << 6
+#: The properties that a message is read from, by flag; of the others only the encoding is checked.
+NAMES: Final = {
+    1 << 15: "content_type",
+    1 << 10: "correlation_id",
+    1 << 9: "reply_to",
+    MESSAGE_ID: "message_id",
+    1 << 5: "message_type",
+}
+DELIVERY_MODE: Final = 1 << 12
+PRIORITY: Final = 1 << 11
+#: Bytes of a value of each type; the others begin with their length.
+SIZES: Final = dict(zip(b"tbBsuIilLfdTVD", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 8, 0, 5), strict=True))
+WITH_LENGTH: Final = frozenset(b"SxFA")
+TEXT: Final = ord("S")
+NO_HEADERS: Final[Mapping[str, Any]] = MappingProxyType({})
+
+_length = struct.Struct(">I")
 
 
-def message_from(delivered: DeliveredMessage) -> Message:
+class Undecodable(Exception):
+    """Property flags and list that are not AMQP 0-9-1's."""
+
+
+class Properties(NamedTuple):
+    """The properties that a message is read from; empty where the sender set none."""
+
+    content_type: str = ""
+    headers: Mapping[str, Any] = NO_HEADERS
+    delivery_mode: int = 0
+    correlation_id: str = ""
+    reply_to: str = ""
+    message_id: str = ""
+    message_type: str = ""
+
+
+class Delivery(NamedTuple):
+    """A message as a channel receives it."""
+
+    tag: int
+    """Its number on the channel, by which it is acknowledged."""
+    redelivered: bool
+    """Whether another consumer may have had it before."""
+    exchange: str
+    routing_key: str
+    encoded_properties: bytes
+    """Property flags and list, as the sender encoded them."""
+    body: bytes
+
+    def decoded(self) -> Properties:
+        """Return the properties. Raises Undecodable."""
+        return decode_properties(self.encoded_properties)
+
+    @property
+    def properties(self) -> Properties:
+        """The properties; none where they are undecodable."""
+        try:
+            return self.decoded()
+        except Undecodable:
+            return Properties()
+
+
+def message_from(delivery: Delivery) -> Message:
     """Return the delivered message, its headers as texts, without those that brokers and transports added.
 
     Raises InvalidMessage for one that cannot be handled: without a message id nothing could name it, and properties
     that are not AMQP's could not be sent on.
     """
-    properties, body = delivered.header.properties, delivered.body
-    if unreadable(properties) is not None:
-        raise InvalidMessage(UNREADABLE_PROPERTIES)
-    fields: Mapping[str, Any] = properties.headers or {}
-    message_id = properties.message_id or ""
+    try:
+        properties = delivery.decoded()
+    except Undecodable as error:
+        raise InvalidMessage(UNREADABLE_PROPERTIES) from error
+    fields, body = properties.headers, delivery.body
+    message_id = properties.message_id
     if not message_id.strip():
         message_id = _id_in(fields)
     if not message_id.strip():
@@ -86,7 +173,7 @@ def _id_in(fields: Mapping[str, Any]) -> str:
     return message_id
 
 
-def _add_properties(headers: dict[str, str], properties: Basic.Properties) -> None:
+def _add_properties(headers: dict[str, str], properties: Properties) -> None:
     """Let properties win over headers, as the sender's client may have set them alone."""
     if properties.reply_to:
         headers[Headers.REPLY_TO] = properties.reply_to
@@ -100,12 +187,6 @@ def _add_properties(headers: dict[str, str], properties: Basic.Properties) -> No
         headers.setdefault(ENCLOSED_TYPES, properties.message_type)
     if properties.delivery_mode == NOT_PERSISTENT_MODE:
         headers[NON_PERSISTENT] = "True"
-
-
-def delivery_count(properties: Basic.Properties) -> int:
-    """Return how often a quorum queue has delivered the message before; 0 if unknown."""
-    count = (properties.headers or {}).get(DELIVERY_COUNT, 0)
-    return count if isinstance(count, int) else 0
 
 
 def as_text(value: Any) -> str:  # noqa: ANN401 - whatever AMQP has
@@ -136,55 +217,168 @@ def _decoded(raw: bytes) -> str:
         return raw.decode("utf-8", "replace")
 
 
-def unchanged(properties: Basic.Properties) -> bytes:
-    """Return the property flags and list of an unchanged message, for Publication.properties.
+def decode_properties(encoded: bytes) -> Properties:
+    """Return the properties in a message's property flags and list. Raises Undecodable."""
+    found: dict[str, Any] = {}
+    try:
+        for flag, start, end in _walk(encoded):
+            if flag == HEADERS_FLAG:
+                found["headers"] = _decode_table(encoded, start + 4, end, 0)
+            elif flag == DELIVERY_MODE:
+                found["delivery_mode"] = encoded[start]
+            elif flag == TIMESTAMP:
+                _check_time(encoded[start:end])
+            elif flag != PRIORITY:
+                text = encoded[start + 1 : end].decode()
+                if flag in NAMES:
+                    found[NAMES[flag]] = text
+    except (ValueError, IndexError, struct.error) as error:
+        raise Undecodable(str(error)) from error
+    return Properties(**found)
 
-    Decoded values have lost their width: integers are written as int32, or int64 if needed, as .NET writes them; floats
-    as doubles. Headers that a broker interprets, such as x-death or CC, are omitted. Properties that no client decodes
-    stay the original bytes.
+
+def message_id_in(encoded: bytes) -> str | None:
+    """Return the message id in property flags and list, whatever else is in them; None where there is none."""
+    try:
+        for flag, start, end in _walk(encoded):
+            if flag == MESSAGE_ID:
+                return encoded[start + 1 : end].decode(errors="replace")
+    except (ValueError, IndexError, struct.error):
+        return None
+    return None
+
+
+def sent_on(encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}), *, without: str = "") -> bytes:
+    """Return the property flags and list of a message that is sent on as it came, for Publication.properties.
+
+    An expiration would end its way, and brokers refuse messages that name another user: both are left out, and so are
+    headers that a broker interprets, such as x-death or CC.
+
+    Args:
+        encoded: The message's property flags and list.
+        marks: Headers to add, if the message's own can be told apart.
+        without: Prefix of the names of headers to leave out.
+
+    Raises:
+        InvalidMessage: The properties cannot be told apart.
     """
-    raw = unreadable(properties)
-    if raw is not None:
-        return sent_on(raw)
-    parts, flags = [], 0
-    for name in properties.__slots__:
-        value = getattr(properties, name)
-        if name == "headers":
-            value = {key: one for key, one in (value or {}).items() if goes_on(key)}
-        if value in (None, "", {}):
-            continue
-        flags |= properties.flags[name]
-        encoded = encode_table(value) if name == "headers" else encode.by_type(value, properties.amqp_type(name))
-        parts.append(encoded)
+    flags = 0
+    parts: list[bytes] = []
+    added = b"".join(_encoded_mark(name, value) for name, value in marks.items())
+    try:
+        for flag, start, end in _walk(encoded):
+            if flag in NOT_FOR_ERROR_QUEUE:
+                continue
+            flags |= flag
+            table = flag == HEADERS_FLAG
+            parts.append(_fields_that_go_on(encoded, start + 4, end, added, without) if table else encoded[start:end])
+    except (ValueError, IndexError, struct.error) as error:
+        raise InvalidMessage(f"the properties of a message cannot be sent on: {error}") from error
+    if added and not flags & HEADERS_FLAG:
+        before = sum(bool(flags & flag) for flag in (1 << 15, 1 << 14))
+        parts.insert(before, _length.pack(len(added)) + added)
+        flags |= HEADERS_FLAG
     return struct.pack(">H", flags) + b"".join(parts)
 
 
-def encode_table(fields: Mapping[str, Any]) -> bytes:
-    """Return an AMQP table; raises InvalidMessage for a value that AMQP has no type for."""
-    encoded = b"".join(short_string(name, "header name") + encode_field(value) for name, value in fields.items())
-    return struct.pack(">I", len(encoded)) + encoded
+def _walk(encoded: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield each property that is there: its flag, where it begins and where it ends."""
+    (flags,) = struct.unpack_from(">H", encoded)
+    if flags & 1:
+        raise ValueError("more than one word of property flags")
+    at = 2
+    for flag, size in PROPERTIES:
+        if not flags & flag:
+            continue
+        start = at
+        if size is None:
+            at += 1 + encoded[at]
+        elif size < 0:
+            at += 4 + _length.unpack_from(encoded, at)[0]
+        else:
+            at += size
+        if at > len(encoded):
+            raise ValueError("a property ends behind the frame")
+        yield flag, start, at
 
 
-def encode_field(value: Any) -> bytes:  # noqa: ANN401 - whatever AMQP has
-    """Return a value of an AMQP table behind its type; raises InvalidMessage where AMQP has none for it."""
-    match value:
-        case bool() | None:
-            return encode.encode_table_value(value)
-        case int() if -(2**31) <= value < 2**31:
-            return struct.pack(">ci", b"I", value)
-        case int() if -(2**63) <= value < 2**63:
-            return struct.pack(">cq", b"l", value)
-        case float():
-            return struct.pack(">cd", b"d", value)
-        case str() | bytes():
-            raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-            return struct.pack(">cI", b"S", len(raw)) + raw
-        case dict():
-            return b"F" + encode_table(value)
-        case list():
-            encoded = b"".join(map(encode_field, value))
-            return struct.pack(">cI", b"A", len(encoded)) + encoded
+def _value_at(encoded: bytes, at: int, end: int) -> tuple[int, int, int]:
+    """Return a value's type, which is at that position, and where the value begins and ends."""
+    kind = encoded[at]
+    size = SIZES.get(kind)
+    if size is None:
+        if kind not in WITH_LENGTH:
+            raise Undecodable(f"a value of type {bytes([kind])!r}")
+        size = 4 + _length.unpack_from(encoded, at + 1)[0]
+    if at + 1 + size > end:
+        raise ValueError("a value ends behind its table")
+    return kind, at + 1, at + 1 + size
+
+
+def _decode_table(encoded: bytes, at: int, end: int, depth: int) -> dict[str, Any]:
+    """Return the fields of a table; texts that are not UTF-8 stay bytes."""
+    fields: dict[str, Any] = {}
+    while at < end:
+        behind = at + 1 + encoded[at]
+        name = encoded[at + 1 : behind].decode()
+        kind, start, at = _value_at(encoded, behind, end)
+        fields[name] = (
+            _text(encoded[start + 4 : at]) if kind == TEXT else _decode_value(encoded, kind, start, at, depth)
+        )
+    return fields
+
+
+def _decode_list(encoded: bytes, at: int, end: int, depth: int) -> list[Any]:
+    values = []
+    while at < end:
+        kind, start, at = _value_at(encoded, at, end)
+        values.append(_decode_value(encoded, kind, start, at, depth))
+    return values
+
+
+def _decode_value(encoded: bytes, kind: int, start: int, end: int, depth: int) -> Any:  # noqa: ANN401 - whatever AMQP has
+    if kind == TEXT:
+        return _text(encoded[start + 4 : end])
+    if kind in b"FA":
+        if depth >= DEEPEST:
+            raise Undecodable(f"tables nested more than {DEEPEST} deep")
+        decoded = _decode_table if kind == ord("F") else _decode_list
+        return decoded(encoded, start + 4, end, depth + 1)
+    if kind == ord("T"):
+        _check_time(encoded[start:end])
+    return decode.embedded_value(encoded[start - 1 : end])[1]
+
+
+def _text(raw: bytes) -> str | bytes:
     try:
-        return encode.encode_table_value(value)
-    except (TypeError, ValueError, struct.error) as error:
-        raise InvalidMessage(f"AMQP cannot carry the header value {value!r}: {error}") from error
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+def _check_time(raw: bytes) -> None:
+    if int.from_bytes(raw, "big") > LAST_TIMESTAMP:
+        raise Undecodable("a time beyond year 9999")
+
+
+def _fields_that_go_on(encoded: bytes, at: int, end: int, added: bytes, without: str) -> bytes:
+    """Return the table without headers that a broker interprets; unchanged if its fields cannot be separated."""
+    first, kept = at, []
+    try:
+        while at < end:
+            entry, behind = at, at + 1 + encoded[at]
+            name = encoded[at + 1 : behind].decode(errors="replace")
+            _, _, at = _value_at(encoded, behind, end)
+            if goes_on(name) and not (without and name.startswith(without)):
+                kept.append(encoded[entry:at])
+        fields = b"".join((*kept, added))
+    except (ValueError, IndexError, struct.error, Undecodable):
+        fields = encoded[first:end]
+    return _length.pack(len(fields)) + fields
+
+
+def _encoded_mark(name: str, value: str | int) -> bytes:
+    if isinstance(value, int):
+        return short_string(name, "header name") + struct.pack(">ci", b"I", value)
+    raw = value.encode("utf-8", "surrogatepass")
+    return short_string(name, "header name") + struct.pack(">cI", b"S", len(raw)) + raw

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.checks import ForkGuard
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
 from delayline.rabbitmq.amqp.confirms import PublishBatch, Unroutable
-from delayline.rabbitmq.amqp.connection import PublishingConnection
+from delayline.rabbitmq.amqp.connection import AmqpConnection
 from delayline.rabbitmq.amqp.errors import NOT_FOUND, refused_publication, size_limit, too_large
 from delayline.rabbitmq.amqp.wire import Publication
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.amqp.channel import Channel, Closed
+    from delayline.rabbitmq.amqp.channel import PublishChannel
+    from delayline.rabbitmq.amqp.confirms import Closed
 
 __all__ = ["Publication", "Publisher", "Unroutable"]
 
@@ -142,10 +143,10 @@ class Publisher:
 class PublisherLink:
     """One connection with its two channels: the pipeline, and one where publications go apart from the others."""
 
-    def __init__(self, address: BrokerAddress, connection: PublishingConnection) -> None:
+    def __init__(self, address: BrokerAddress, connection: AmqpConnection) -> None:
         self._address = address
         self.connection = connection
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, PublishChannel] = {}
         self._opening = asyncio.Lock()
         self._apart = asyncio.Lock()
         self._known: set[str] = {""}
@@ -155,7 +156,7 @@ class PublisherLink:
     @classmethod
     async def open(cls, address: BrokerAddress, name: str) -> PublisherLink:
         """Connect and open the pipeline. Raises BackendUnavailable or BackendUnusable."""
-        link = cls(address, await PublishingConnection.open(address, name))
+        link = cls(address, await AmqpConnection.open(address, name))
         try:
             await link._channel(PIPELINE)
         except BaseException:
@@ -261,7 +262,7 @@ class PublisherLink:
             f"{self._address.server_timeout:g} s ({reason}): their outcome is unknown, they may arrive"
         )
 
-    def _encoded(self, channel: Channel, publication: Publication, missing: Mapping[str, str]) -> bytes:
+    def _encoded(self, channel: PublishChannel, publication: Publication, missing: Mapping[str, str]) -> bytes:
         if publication.exchange in missing:
             raise Unroutable(publication.exchange, publication.routing_key, missing[publication.exchange])
         if len(publication.message.body) > self._largest:
@@ -269,8 +270,8 @@ class PublisherLink:
         return channel.frames.encode(publication)
 
     async def _flush(
-        self, channel: Channel, batch: PublishBatch, positions: Sequence[int], frames: Sequence[bytes]
-    ) -> Channel:
+        self, channel: PublishChannel, batch: PublishBatch, positions: Sequence[int], frames: Sequence[bytes]
+    ) -> PublishChannel:
         """Write when that is possible and return the channel to go on with: frames fit any of the same number."""
         if positions:
             if not self.connection.flows:
@@ -303,14 +304,14 @@ class PublisherLink:
             self._largest = limit
         return refused_publication(self._address, publication, closed)
 
-    async def _channel(self, number: int) -> Channel:
+    async def _channel(self, number: int) -> PublishChannel:
         """Return the open channel of that number, opening it where it is closed. Raises BackendUnavailable."""
         async with self._opening:
             channel = self._open_channel(number)
             if channel is None:
-                channel = self._channels[number] = await self.connection.channel(number)
+                channel = self._channels[number] = await self.connection.publish_channel(number)
             return channel
 
-    def _open_channel(self, number: int) -> Channel | None:
+    def _open_channel(self, number: int) -> PublishChannel | None:
         channel = self._channels.get(number)
         return channel if channel is not None and channel.closed is None else None
