@@ -25,7 +25,9 @@ from delayline import (
     UnsupportedTransactionMode,
 )
 from delayline.rabbitmq import RabbitMQTransport
+from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication
+from delayline.rabbitmq.connection import BrokerConnection
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.native_delivery import Arrivals
@@ -308,3 +310,19 @@ async def test_acknowledgements_leave_in_batches(rabbitmq_url: str) -> None:
     assert time.monotonic() - began < PATIENCE
     await counted(transport, "sales", 0)
     await transport.stop()
+
+
+async def test_a_channel_that_is_closed_twice_at_once_frees_its_number(rabbitmq_url: str) -> None:
+    """Given two callers that close one channel, when another one takes its number, then that one is answered."""
+    connection = BrokerConnection(BrokerAddress.parse(rabbitmq_url), "test")
+    try:
+        for _ in range(20):
+            channel = await connection.channel()
+            first, second = asyncio.create_task(channel.close()), asyncio.create_task(channel.close())
+            await first
+            another = await connection.channel()
+            assert another.number == channel.number
+            await second
+            await another.close()
+    finally:
+        await connection.close()

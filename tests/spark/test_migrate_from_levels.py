@@ -79,7 +79,7 @@ def send(url: str, levels: DelayInfrastructure, messages: Sequence[Sent]) -> dat
 
 
 MESSAGES = (
-    Sent("odd", 3600, more=(("Ключ 🔑", "Größe"), ("wide", 2**40), ("raw", b"\xff"))),
+    Sent("odd", 3600, more=(("Ключ 🔑", "Größe"), ("wide", 2**40), ("raw", bytearray(b"\xff")))),
     Sent("empty", 7200, body=b""),
     Sent("far", MAXIMUM_DELAY),
     Sent("twice", 4000), Sent("twice", 4000, destination="billing"),

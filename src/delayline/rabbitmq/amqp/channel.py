@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import struct
 import uuid
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -92,6 +94,7 @@ class Channel:
         self.closed: Closed | None = None
         self.on_end: Callable[[Exception], None] = _ignore
         self.on_cancel: Callable[[], None] = _nothing
+        self._closing: asyncio.Task[None] | None = None
         self._consumers: dict[str, Callable[[Delivery], None]] = {}
         self._content: _Content | None = None
         self._properties = b""
@@ -149,12 +152,17 @@ class Channel:
 
     async def close(self) -> None:
         """Close the channel: unacknowledged messages return to their queues. Idempotent; BackendUnavailable."""
-        if self.closed is None:
+        if self._closing is None and self.closed is None:
             self.on_end = _ignore
-            try:
-                await self._connection.call(self.number, commands.Channel.Close(200, "closed", 0, 0))
-            except ChannelEnded:  # by the broker, just then
-                return
+            # One Close for all callers: the answer to a second one would be taken for that to the next channel's Open.
+            self._closing = asyncio.ensure_future(self._say_goodbye())
+            self._closing.add_done_callback(_retrieve)
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _say_goodbye(self) -> None:
+        with contextlib.suppress(ChannelEnded):  # by the broker, just then
+            await self._connection.call(self.number, commands.Channel.Close(200, "closed", 0, 0))
 
     def _must_be_open(self) -> None:
         if self.closed is not None:
@@ -320,6 +328,12 @@ def _short_string(data: bytes, at: int) -> tuple[str, int]:
 
 def _drop(delivery: Delivery) -> None:
     """Take a message of a consumer that was cancelled: it returns to its queue with the channel's end."""
+
+
+def _retrieve(closing: asyncio.Task[None]) -> None:
+    """Retrieve the exception of a close that nothing waits for any more."""
+    if not closing.cancelled():
+        closing.exception()
 
 
 def _ignore(error: Exception) -> None:

@@ -316,9 +316,8 @@ class AmqpConnection(asyncio.Protocol):
                 if number in self._channels:
                     self._channels[number].on_cancelled(method.consumer_tag or "")
             case commands.Channel.CloseOk():
-                if number in self._channels:
-                    self._channels.pop(number).end(Closed(200, "by this side"))
                 self.answer(number, method)
+                self._end_channel(number, Closed(200, "by this side"))
             case _:
                 self.answer(number, method)
 
@@ -340,10 +339,14 @@ class AmqpConnection(asyncio.Protocol):
 
     def _on_channel_close(self, number: int, closed: Closed) -> None:
         self.send(number, commands.Channel.CloseOk())
-        channel = self._channels.pop(number, None)
+        self._end_channel(number, closed)
+
+    def _end_channel(self, number: int, closed: Closed) -> None:
+        """Fail the calls that have no answer yet: the number may be another channel's from now on."""
         answers = self._replies.pop(number, deque())
         while answers:
             _fail(answers.popleft(), ChannelEnded(closed))
+        channel = self._channels.pop(number, None)
         if channel is not None:
             channel.end(closed)
 
