@@ -56,6 +56,11 @@ SENT: Final = (
     Headers.TIME_SENT,
     Headers.DELIVER_AT,
 )
+#: By these headers of a reply NServiceBus finds the saga that sent the request.
+OF_SAGA: Final = {
+    Headers.ORIGINATING_SAGA_ID: Headers.SAGA_ID,
+    Headers.ORIGINATING_SAGA_TYPE: Headers.SAGA_TYPE,
+}
 ONLY_STR: Final = frozenset({str})
 COPIES: Final = uuid.UUID("5b7a1d5e-3f0c-4c7e-9d1e-8a6f0b2c4d10")
 
@@ -183,8 +188,9 @@ class Composer:
                 f"message {to.id!r} has no {Headers.REPLY_TO} header: its sender has no queue for replies. "
                 "Use context.send with a destination"
             )
-        correlation = {Headers.CORRELATION_ID: to.headers.get(Headers.CORRELATION_ID, to.id), Headers.INTENT: "Reply"}
-        sent = correlation | dict(check_headers(headers or {}))
+        answer = {Headers.CORRELATION_ID: to.headers.get(Headers.CORRELATION_ID, to.id), Headers.INTENT: "Reply"}
+        answer |= {name: to.headers[origin] for origin, name in OF_SAGA.items() if to.headers.get(origin)}
+        sent = answer | dict(check_headers(headers or {}))
         return self.compose(address, body, headers=sent, delay=delay, related_to=to)
 
     def again(
@@ -200,10 +206,13 @@ class Composer:
 
         Handlers see the same message id, which is in the headers. The copy's own id, which stores go by, follows from
         the received copy's: the store may not have removed that one yet, and a redelivery makes the same copy again.
+        The copy has no time to be received: that ended when the message was received.
         """
         due = due_time(self._now(), delay, deliver_at)
         own = received.headers.get(Headers.MESSAGE_ID) or received.id
-        named = received.with_headers({Headers.MESSAGE_ID: own, **(headers or {})})
+        named = received.with_headers(
+            {Headers.MESSAGE_ID: own, **(headers or {})}, without=(Headers.TIME_TO_BE_RECEIVED,)
+        )
         copy = Message(id_from(COPIES, received.id), named.headers, received.body)
         return Outgoing(TransportOperation(copy, queue), due)
 
@@ -272,6 +281,7 @@ def completed(sent: dict[str, str], headers: HeaderMap | None, related_to: Messa
     if related_to is not None:
         sent[Headers.RELATED_TO] = related_to.id
         sent[Headers.CONVERSATION_ID] = related_to.headers.get(Headers.CONVERSATION_ID, related_to.id)
+        sent[Headers.CORRELATION_ID] = related_to.headers.get(Headers.CORRELATION_ID) or message_id
     if headers:
         sent |= check_headers(headers)
         sent[Headers.MESSAGE_ID] = message_id

@@ -350,7 +350,7 @@ async def test_pending_messages_are_listed_cancelled_and_rescheduled(
     arrivals, saga, hostile = Arrivals(endpoint), str(uuid.uuid4()), 'ключ "%_\\'
     async with endpoint:
         day = timedelta(days=1)
-        await endpoint.send("sales", b"body", message_id="a", delay=day, headers={TimeoutHeaders.SAGA_ID: saga})
+        await endpoint.send("sales", b"body", message_id="a", delay=day, headers={Headers.SAGA_ID: saga})
         await endpoint.send("sales", b"", message_id=hostile, delay=2 * day)
         await endpoint.send("error", b"", message_id="x", delay=3 * day)
         await endpoint.send("sales", b"", message_id="abc", delay=4 * day)
@@ -364,7 +364,7 @@ async def test_pending_messages_are_listed_cancelled_and_rescheduled(
             ("x", "error"),
             ("abc", "sales"),
         ]
-        assert waiting[0].message.headers[TimeoutHeaders.SAGA_ID] == saga
+        assert waiting[0].message.headers[Headers.SAGA_ID] == saga
         assert from_wire_time(waiting[0].message.headers[Headers.DELIVER_AT]) <= waiting[0].due
         assert [one.id for one in await endpoint.delayed.pending(destination="sales", limit=1, offset=1)] == [hostile]
         counts = await endpoint.delayed.count_by_due(timedelta(days=1000))

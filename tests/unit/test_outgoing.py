@@ -67,6 +67,47 @@ def test_a_reply_goes_back_with_the_requests_correlation(composer: Composer) -> 
     assert (headers[Headers.CORRELATION_ID], headers[Headers.INTENT], headers["mine"]) == ("c", "Reply", "1")
 
 
+def test_messages_that_a_handler_sends_carry_the_correlation_on(composer: Composer) -> None:
+    """Given a message with a correlation id, when its handler sends another, then that has it too; given ids win."""
+    first = Message("first", {Headers.CORRELATION_ID: "c"}, b"")
+    sent = composer.compose("billing", b"", related_to=first).operation.message
+    given = composer.compose("billing", b"", related_to=first, correlation_id="mine").operation.message
+    assert (sent.headers[Headers.CORRELATION_ID], given.headers[Headers.CORRELATION_ID]) == ("c", "mine")
+
+
+@pytest.mark.parametrize("headers", [{}, {Headers.CORRELATION_ID: ""}])
+def test_a_message_related_to_one_without_correlation_has_its_own_id(
+    composer: Composer, headers: dict[str, str]
+) -> None:
+    """Given a message without a correlation id, when its handler sends another, then that has its own id."""
+    message = composer.compose("billing", b"", related_to=Message("first", headers, b"")).operation.message
+    assert message.headers[Headers.CORRELATION_ID] == message.id
+
+
+def test_a_reply_to_a_saga_names_the_saga(composer: Composer) -> None:
+    """Given a request of a saga, when answered, then the reply has the headers by which NServiceBus finds the saga."""
+    saga = {Headers.ORIGINATING_SAGA_ID: "5f3c9f2a-93a1-4a6b-9f8e-b2b101234567", Headers.ORIGINATING_SAGA_TYPE: "S, A"}
+    request = Message("request", {Headers.REPLY_TO: "shop", **saga}, b"")
+    headers = composer.reply(request, b"yes", None, None).operation.message.headers
+    assert headers[Headers.SAGA_ID] == "5f3c9f2a-93a1-4a6b-9f8e-b2b101234567"
+    assert headers[Headers.SAGA_TYPE] == "S, A"
+
+
+def test_a_reply_names_no_saga_where_the_request_has_none(composer: Composer) -> None:
+    """Given a request with empty saga headers, when answered, then the reply has none."""
+    request = Message("request", {Headers.REPLY_TO: "shop", Headers.ORIGINATING_SAGA_ID: ""}, b"")
+    headers = composer.reply(request, b"yes", None, None).operation.message.headers
+    assert Headers.SAGA_ID not in headers
+    assert Headers.SAGA_TYPE not in headers
+
+
+def test_a_copy_to_handle_again_does_not_expire(composer: Composer) -> None:
+    """Given a received message with a time to be received, when deferred, then the copy has none."""
+    received = Message("m", {Headers.TIME_TO_BE_RECEIVED: "00:00:05", "mine": "1"}, b"")
+    copy = composer.again(received, "sales", delay=timedelta(seconds=9)).operation.message
+    assert copy.headers == {Headers.MESSAGE_ID: "m", "mine": "1"}
+
+
 def test_a_reply_without_an_address_is_refused(composer: Composer) -> None:
     with pytest.raises(InvalidMessage, match=r"'request' has no NServiceBus.ReplyToAddress .*Use context.send"):
         composer.reply(Message("request", {}, b""), b"", None, None)

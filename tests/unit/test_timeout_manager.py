@@ -194,7 +194,7 @@ async def test_a_message_without_an_id_header_keeps_its_id(clock: ManualClock) -
 async def test_a_sagas_timeouts_are_cleared(scenario: TimeoutScenario) -> None:
     await scenario.start()
     for id, saga in (("a", SAGA), ("b", SAGA), ("c", uuid.uuid4())):
-        await scenario.put(TIMEOUTS, scenario.expiring(id, after=5, **{TimeoutHeaders.SAGA_ID: str(saga)}))
+        await scenario.put(TIMEOUTS, scenario.expiring(id, after=5, **{Headers.SAGA_ID: str(saga)}))
     await scenario.delivery.clear_timeouts(SAGA)
     await settle()
     assert await scenario.pending() == 1
@@ -212,7 +212,7 @@ async def test_a_sagas_timeouts_are_cleared(scenario: TimeoutScenario) -> None:
             {TimeoutHeaders.CLEAR: "True"},
             "Invalid saga id specified, clear timeouts is only supported for saga instances",
         ),
-        ({TimeoutHeaders.EXPIRE: to_wire_time(START + FIVE), TimeoutHeaders.SAGA_ID: "no guid"}, "not a GUID"),
+        ({TimeoutHeaders.EXPIRE: to_wire_time(START + FIVE), Headers.SAGA_ID: "no guid"}, "not a GUID"),
     ],
 )
 async def test_messages_that_are_not_timeouts_go_to_the_error_queue(
@@ -358,7 +358,7 @@ async def test_an_external_timeout_manager_stores_deferred_and_retried_messages(
         await clock.advance(60)
         assert (len(attempts), await scenario.pending(), await scenario.ids("error")) == (2, 0, [])
         # And a saga's timeouts are cleared from afar; what may expire, or cannot be listed, is refused
-        await scenario.put(TIMEOUTS, scenario.expiring(after=500, **{TimeoutHeaders.SAGA_ID: str(SAGA)}))
+        await scenario.put(TIMEOUTS, scenario.expiring(after=500, **{Headers.SAGA_ID: str(SAGA)}))
         assert isinstance(endpoint.delayed_delivery, ExternalTimeoutManager)
         await endpoint.delayed_delivery.clear_timeouts(SAGA)
         await settle()

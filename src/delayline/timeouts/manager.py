@@ -350,7 +350,7 @@ def to_timeouts_queue(message: Message, destination: str, due: datetime, queue: 
 
 def to_clear(saga_id: uuid.UUID, now: datetime, queue: str) -> TransportOperation:
     """Return the operation that requests deletion of a saga's timeouts."""
-    headers = {TimeoutHeaders.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TimeoutHeaders.TRUE}
+    headers = {Headers.SAGA_ID: str(saga_id), TimeoutHeaders.CLEAR: TimeoutHeaders.TRUE}
     return TransportOperation(control_message(now, headers), queue)
 
 

@@ -244,14 +244,14 @@ def due_of(message: Message) -> datetime:
 
 
 def _saga_of(message: Message) -> uuid.UUID:
-    text = message.headers.get(TimeoutHeaders.SAGA_ID)
+    text = message.headers.get(Headers.SAGA_ID)
     if not text:
         return NO_SAGA
     try:
         return uuid.UUID(text)
     except ValueError as error:
         raise InvalidMessage(
-            f"message {message.id!r} has the header {TimeoutHeaders.SAGA_ID} = {text!r}, not a GUID"
+            f"message {message.id!r} has the header {Headers.SAGA_ID} = {text!r}, not a GUID"
         ) from error
 
 
