@@ -18,6 +18,7 @@ from delayline.testing.conformance.messages import delayed
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from sqlalchemy import Connection
     from tests.integration.wire_between import Wire
 
 WORKERS = POOL_SIZE // 3
@@ -39,14 +40,14 @@ class RemoteStore:
         return [message.id for message in await self.near.pending()]
 
     async def connect(self) -> None:
-        """Have a connection on every worker thread, so that none has to be made when answers do not come."""
-        together, own = threading.Barrier(WORKERS, timeout=PATIENCE), self.database._own_session
+        """Have a connection for every worker thread, so that none has to be made when answers do not come."""
+        together = threading.Barrier(WORKERS, timeout=PATIENCE)
 
-        def work() -> None:
-            own().run(self.database.dialect.ping)
+        def work(connection: Connection) -> None:
+            self.database.dialect.ping(connection)
             together.wait()
 
-        await asyncio.gather(*(self.database.run(work) for _ in range(WORKERS)))
+        await asyncio.gather(*(self.database.read(work) for _ in range(WORKERS)))
 
     async def unanswered(self, work: Awaitable[object], done: Callable[[list[str]], bool]) -> str:
         """Lose the answer to `work` after the server has executed it; return the error's text."""

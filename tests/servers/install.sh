@@ -18,6 +18,7 @@ missing=""
 [ -n "$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null)" ] || command -v initdb >/dev/null || missing=" postgresql"
 PATH="$PATH:/usr/sbin:/usr/local/sbin" command -v mariadbd >/dev/null || missing="$missing mariadb-server"
 [ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
+[ -x /usr/sbin/pgbouncer ] || missing="$missing pgbouncer"
 [ -e /usr/share/java/postgresql.jar ] || missing="$missing libpostgresql-jdbc-java"
 # What mssql-python, the driver for SQL Server, loads at its first connection.
 for library in libltdl.so.7:libltdl7 libodbc.so.2:libodbc2; do

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
 PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
+CLOSE_AFTER: Final = 30.0  # seconds at rest after which a connection is closed while others are in use
 PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
 
 
@@ -72,6 +73,21 @@ class Session:
             )
         with self._at_work():
             return self._run(work, self._connection, commits=False)
+
+    def in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        """Run `work` in a transaction of its own; inside `run`, on the session's connection."""
+        self._dialect.begin(connection)
+        try:
+            result = work(connection)
+            self._dialect.commit(connection)
+        except BaseException:
+            try:
+                self._dialect.rollback(connection)
+            except BaseException:
+                self.close()
+                raise
+            raise
+        return result
 
     @property
     def is_at_work(self) -> bool:
@@ -330,7 +346,6 @@ class ServerDatabase(Database):
         self._probing = threading.Lock()
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
-        self._thread = threading.local()
         self._all: set[Session] = set()
         self._idle: list[Session] = []
         self._generation = 0
@@ -366,7 +381,7 @@ class ServerDatabase(Database):
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on some connection, each of its statements by itself."""
-        return await self.run(lambda: self._own_session().run(work))
+        return await self.run(partial(self.use_session, work))
 
     async def insert(
         self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
@@ -411,25 +426,33 @@ class ServerDatabase(Database):
         return await self._transacting.run(work)
 
     def session(self) -> Session:
-        """Return an idle connection, or a new one; on a worker thread."""
+        """Return the idle connection that was used last, or a new one; on a worker thread."""
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         return self._new_session()
 
-    def use_session(self, work: Callable[[Connection], Result]) -> Result:
+    def use_session(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
         """Run `work` on an idle connection, or on a new one; on a worker thread."""
+        with self._idle_session() as session:
+            return session.run(work, commits=commits)
+
+    @contextlib.contextmanager
+    def _idle_session(self) -> Iterator[Session]:
         session = self.session()
         try:
-            return session.run(work)
+            yield session
         finally:
             self.give_back(session)
 
     def give_back(self, session: Session) -> None:
-        """Keep the connection for the next transaction."""
+        """Keep the connection for the next work; close one that has not been used for a while."""
         if session in self._all and not session.is_at_work:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again
             session.close()
+        with contextlib.suppress(IndexError):  # taken meanwhile
+            if time.monotonic() - self._idle[0].used > CLOSE_AFTER:
+                self.discard(self._idle.pop(0))
 
     def discard(self, session: Session) -> None:
         """Close a connection whose state is unknown."""
@@ -479,16 +502,19 @@ class ServerDatabase(Database):
         return self._generation
 
     async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
-        whole = work if one_statement else partial(self._in_transaction, work)
-        whole = partial(self._again_after_deadlocks, whole)
-        return await self.run(lambda: self._own_session().run(whole, commits=one_statement))
+        return await self.run(partial(self._write_in_session, work, one_statement=one_statement))
+
+    def _write_in_session(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
+        with self._idle_session() as session:
+            whole = work if one_statement else partial(session.in_transaction, work)
+            return session.run(partial(self._again_after_deadlocks, whole), commits=one_statement)
 
     def _insert_many(self, statement: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        session, dialect = self._own_session(), self.dialect
-        at_once = partial(dialect.inserts_at_once, insert=statement, rows=rows)
-        if not session.run(partial(self._again_after_deadlocks, at_once), commits=True):
-            whole = partial(self._in_transaction, partial(dialect.insert_rows, insert=statement, rows=rows))
-            session.run(partial(self._again_after_deadlocks, whole))
+        with self._idle_session() as session:
+            at_once = partial(self.dialect.inserts_at_once, insert=statement, rows=rows)
+            if not session.run(partial(self._again_after_deadlocks, at_once), commits=True):
+                each = partial(self.dialect.insert_rows, insert=statement, rows=rows)
+                session.run(partial(self._again_after_deadlocks, partial(session.in_transaction, each)))
 
     def _again_after_deadlocks(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         """Run work in its own transaction; retried if a deadlock has rolled it back as a whole."""
@@ -499,26 +525,6 @@ class ServerDatabase(Database):
                 if not self.dialect.is_deadlock(error):
                     raise
         return work(connection)
-
-    def _in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        self.dialect.begin(connection)
-        try:
-            result = work(connection)
-            self.dialect.commit(connection)
-        except BaseException:
-            try:
-                self.dialect.rollback(connection)
-            except BaseException:
-                self._own_session().close()
-                raise
-            raise
-        return result
-
-    def _own_session(self) -> Session:
-        session: Session | None = getattr(self._thread, "session", None)
-        if session is None:
-            session = self._thread.session = self._new_session()
-        return session
 
     def _new_session(self) -> Session:
         session = Session(self)

@@ -94,12 +94,17 @@ class Postgresql(ServerDialect):
     largest_message = 500_000_000  # a field has 1 GB, and others, pg_dump too, read bytes as hexadecimal text
 
     def __init__(self, url: URL) -> None:
-        theirs = url.query.get("options", ())
-        every = (
-            (OPTIONS, theirs) if isinstance(theirs, str) else (OPTIONS, *theirs)
-        )  # of two settings the last one wins
-        url = url.set(query={**url.query, "options": " ".join(every)})
-        super().__init__(url, connect_args=CONNECT_ARGS, paramstyle="format", use_native_hstore=False)
+        self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
+        url, arguments = url.difference_update_query(["pgbouncer"]), CONNECT_ARGS
+        if self.pgbouncer:
+            arguments = {**CONNECT_ARGS, "prepare_threshold": None}
+        else:
+            theirs = url.query.get("options", ())
+            every = (
+                (OPTIONS, theirs) if isinstance(theirs, str) else (OPTIONS, *theirs)
+            )  # of two settings the last one wins
+            url = url.set(query={**url.query, "options": " ".join(every)})
+        super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
         from delayline.sql.dialects.postgresql_copy import Copies
 
         self._copies = Copies()
@@ -108,6 +113,8 @@ class Postgresql(ServerDialect):
         """Limit connecting, waits for locks and unacknowledged bytes."""
         arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout)))
         arguments.setdefault("tcp_user_timeout", round(self.server_timeout * 1000))
+        if self.pgbouncer:  # which refuses options, and gives the session to another client after the transaction
+            return
         limit = (
             f"-c lock_timeout={max(1, round(self.lock_timeout * 1000))}"  # in front: of two settings the last one wins
         )
@@ -121,6 +128,9 @@ class Postgresql(ServerDialect):
             raise self.not_a_connection(driver, "psycopg.Connection objects, as of postgresql+psycopg:// Engines")
         driver.rollback()
         driver.autocommit = True
+        if self.pgbouncer:
+            driver.prepare_threshold = None
+            return driver
         driver.prepare_threshold = 2
         limit = f"lock_timeout={max(1, round(self.lock_timeout * 1000))}"
         for setting in (limit, *SETTINGS):
@@ -279,8 +289,10 @@ class Postgresql(ServerDialect):
         """PREPARE TRANSACTION."""
         return PostgresqlTwoPhase(self)
 
-    def inserts(self, database: ServerSessions) -> LoopInserts:
-        """Let the event loop insert by itself."""
+    def inserts(self, database: ServerSessions) -> LoopInserts | None:
+        """Let the event loop insert by itself, which takes a prepared statement."""
+        if self.pgbouncer:
+            return None
         from delayline.sql.dialects.postgresql_inserts import LoopInserts
 
         return LoopInserts(database, self)
@@ -290,7 +302,13 @@ class Postgresql(ServerDialect):
         return PostgresqlNotifications(database, self)
 
     def claims(self, database: ServerSessions, table: str) -> AdvisoryLockClaims:
-        """Advisory locks."""
+        """Advisory locks. Raises ConfigurationError behind PgBouncer."""
+        if self.pgbouncer:
+            raise ConfigurationError(
+                f"{self} is reached through PgBouncer (pgbouncer=true), whose clients share sessions: receivers, take "
+                "and purge claim messages by locks of a session. Name the server itself in the URL of endpoints that "
+                "receive; those with send_only=True work through PgBouncer"
+            )
         return AdvisoryLockClaims(database, table)
 
     def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
@@ -319,6 +337,8 @@ class Postgresql(ServerDialect):
         for prefix, (kind, text) in TRANSLATIONS.items():
             if state.startswith(prefix):
                 return kind(text.format(place=self, cause=cause))
+        if "unsupported startup parameter" in cause:
+            return BackendUnusable(BEHIND_PGBOUNCER.format(place=self, cause=cause))
         if _is_operational(error):
             return self._not_reached(cause)
         if "invalid connection option" in cause or "invalid URI" in cause:
@@ -371,6 +391,15 @@ def _is_operational(error: BaseException) -> bool:
 
 
 INERROR: Final = 3  # psycopg.pq.TransactionStatus.INERROR
+
+
+def _flag(name: str, value: object) -> bool:
+    """Return the value of a parameter of the URL. Raises ConfigurationError unless it is true or false."""
+    if value not in ("true", "false"):
+        raise ConfigurationError(f"{name} must be true or false, not {value!r}")
+    return value == "true"
+
+
 ABORTED: Final = (
     "the transaction on {place} is aborted, as a statement in it has failed before: roll it back, and repeat it in a "
     "new one"
@@ -387,6 +416,10 @@ UNUSABLE: Final = {
     "does not exist": "Create it, or name another one in the URL",
 }
 FULL: Final = ("too many clients", "too many connections", "connection slots are reserved", "connection limit exceeded")
+BEHIND_PGBOUNCER: Final = (
+    "{place} shares its sessions between clients, as PgBouncer does in transaction mode: {cause}. Add ?pgbouncer=true "
+    "to the URL of endpoints that only send; for others name the server itself"
+)
 TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "08": (BackendUnavailable, "the connection to {place} is lost: {cause}"),
     "22021": (InvalidMessage, "{place} cannot keep this text: {cause}"),
@@ -397,6 +430,8 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),
     "3F000": (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
     "40": (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
+    "26000": (BackendUnusable, BEHIND_PGBOUNCER),
+    "42P05": (BackendUnusable, BEHIND_PGBOUNCER),
     "42P01": (BackendUnusable, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
     "42703": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
     "42804": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
