@@ -39,6 +39,7 @@ from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.cli import main as command_line
 from delayline.config import Settings, describe_setting, flag_of, setting_names, variable_of
 from delayline.events import Event
+from delayline.external import SupportsExternalTransactions
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema
 from delayline.sql.databases import database_at
@@ -101,9 +102,17 @@ def guarantees() -> str:
         except UnsupportedTransactionMode:
             return "refuses to start"
 
-    rows = [[name, *(cell(transport, store, mode) for mode in TransactionMode)] for name, transport, store in pairs]
+    def with_rows(transport: Transport) -> str:
+        if not isinstance(transport, SupportsExternalTransactions):
+            return "no"
+        return "yes" if transport.transaction_domain is not both else "without delayed sends"
+
+    rows = [
+        [name, *(cell(transport, store, mode) for mode in TransactionMode), with_rows(transport)]
+        for name, transport, store in pairs
+    ]
     rows += timeout_guarantees(one, two)
-    return table(["parts", *(code(mode.name) for mode in TransactionMode)], rows)
+    return table(["parts", *(code(mode.name) for mode in TransactionMode), "your rows"], rows)
 
 
 def timeout_guarantees(one: str, two: str) -> list[list[str]]:
@@ -117,7 +126,7 @@ def timeout_guarantees(one: str, two: str) -> list[list[str]]:
                 cells.append(str(guarantee(SqlTransport(one), delivery, mode)))
             except UnsupportedTransactionMode:
                 cells.append("refuses to start")
-        rows.append([f"SQLite, queues and timeout manager in {name}", *cells])
+        rows.append([f"SQLite, queues and timeout manager in {name}", *cells, "yes"])
     return rows
 
 

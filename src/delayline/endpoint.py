@@ -33,6 +33,7 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
+from delayline.handler_transactions import HandlerTransactions
 from delayline.handlers import Handlers, name_of
 from delayline.outgoing import Composer, Destinations, HeaderMap, check_endpoint_name
 from delayline.pipeline import Pipeline, open_satellite
@@ -598,6 +599,7 @@ class Endpoint:
             self._running.push_async_callback(delivery.stop)
             await delivery.start()
         if self._handlers:
+            transactions = HandlerTransactions(self.transport, self.transaction_mode, self.concurrency)
             self._pipeline = Pipeline(
                 host=self._host,
                 queue=self._queue,
@@ -608,8 +610,10 @@ class Endpoint:
                 recoverability=self.recoverability,
                 concurrency=self.concurrency,
                 destinations=self._destinations,
+                transactions=transactions,
             )
             self._pipeline.start()
+            self._running.push_async_callback(transactions.close)
             self._running.push_async_callback(self._pipeline.stop)
         elif not self.send_only:
             await self._look_for_unhandled()

@@ -138,6 +138,10 @@ class WaitingThread:
         self._jobs.put(job)
         return await outcome
 
+    def post(self, work: Callable[[], None]) -> None:
+        """Run `work` on the waiting thread, now or once it waits; without waiting for that."""
+        self._jobs.put(work)
+
     def wait_for(self, outcome: Future[Result]) -> Result:
         """Wait, and return or raise the result; called on the waiting thread."""
         outcome.add_done_callback(lambda _: self._jobs.put(None))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, overload
 
 from delayline.checks import time_span
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage, InvalidPayload, UnknownMessageType
 from delayline.events import Event, emit
+from delayline.handler_transactions import ThreadTransaction
 from delayline.message import Headers, Message
 from delayline.serialization import JsonSerializer, Serializer, name_of_kind, names_in_header
 
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from datetime import datetime, timedelta
 
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
+    from sqlalchemy.orm import Session, sessionmaker
+
+    from delayline.handler_transactions import HandlerTransaction, HandlerTransactions, TransactionSource
     from delayline.message import Body
     from delayline.outgoing import Composer, HeaderMap, Outgoing, Send
     from delayline.recoverability import Recoverability
@@ -70,7 +78,14 @@ class MessageContext:
     handler raises. Calls return at once without I/O; `await` is possible and not needed.
     """
 
-    def __init__(self, received: Message, queue: str, attempt: int, composer: Composer) -> None:
+    def __init__(
+        self,
+        received: Message,
+        queue: str,
+        attempt: int,
+        composer: Composer,
+        transactions: HandlerTransactions | None = None,
+    ) -> None:
         self.message = received.logical
         self.queue = queue
         self.attempt = attempt
@@ -78,6 +93,9 @@ class MessageContext:
         self.outgoing: list[Outgoing] = []
         self._received = received
         self._composer = composer
+        self._transactions = transactions
+        self.own: HandlerTransaction | None = None
+        """The transaction that the handler has asked for."""
         self._over = False
 
     def send(
@@ -166,6 +184,59 @@ class MessageContext:
             raise InvalidDueTime("defer needs a delay or deliver_at: say when to handle the message again")
         self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
         return Recorded(None)
+
+    @overload
+    def transaction(self, source: Engine) -> Connection: ...
+    @overload
+    def transaction(self, source: sessionmaker[Session]) -> Session: ...
+    @overload
+    def transaction(self, source: AsyncEngine) -> Awaitable[AsyncConnection]: ...
+    @overload
+    def transaction(self, source: async_sessionmaker[AsyncSession]) -> Awaitable[AsyncSession]: ...
+    @overload
+    def transaction(self, source: str | None = None) -> Any: ...  # noqa: ANN401
+
+    def transaction(self, source: TransactionSource | None = None) -> Any:
+        """Open a transaction for your rows, in which this message's end and the handler's sends commit too.
+
+        It commits when the handlers of the message have succeeded, and is rolled back when one raises. Do not commit it
+        yourself. Your rows are in the database of the queues.
+
+        Args:
+            source: Makes the connection: an Engine or sessionmaker of SQLAlchemy or an alias of Django's DATABASES in a
+                function; an AsyncEngine or async_sessionmaker in a coroutine function, which awaits the result. By
+                default an Engine on the database of the queues, with a connection for each message handled at once.
+
+        Returns:
+            The connection or session; in a coroutine function an awaitable of it.
+
+        Raises:
+            ConfigurationError: The queues are in no SQL database, the transaction mode has no transactions, or the
+                source does not fit the handler.
+
+        Example:
+            ```python
+            @endpoint.handles(OrderPlaced)
+            async def bill(order: OrderPlaced, context: MessageContext) -> None:
+                connection = await context.transaction(async_engine)
+                await connection.execute(insert(orders).values(id=order.order_id))
+                context.send("billing", Bill(order.order_id))
+            ```
+        """
+        if self._over:
+            raise InvalidMessage(f"the handler of message {self.message.id!r} has ended: it can open no transaction")
+        if self._transactions is None:
+            raise ConfigurationError("this message has no transaction that a handler can use")
+        if self.own is None:
+            own = self._transactions.open(source)
+            begun = own.begin()
+            self.own = own
+            return begun
+        if source not in (None, self.own.source) or self.own.owner not in (None, threading.get_ident()):
+            raise ConfigurationError(
+                f"message {self.message.id!r} has a transaction of another source or handler already"
+            )
+        return self.own.begin()
 
     def end(self) -> None:
         """Take nothing more: the handlers have ended."""
@@ -257,11 +328,29 @@ class Handlers:
             self._executor.shutdown(wait=False)
             self._executor = None
 
-    def in_thread(self, work: Callable[[], object]) -> asyncio.Future[object]:
-        """Run `work` on one of the threads, with the caller's context variables."""
+    def in_thread(self, work: Callable[[], object], context: MessageContext) -> asyncio.Future[None]:
+        """Run `work` on one of the threads, with the caller's context variables.
+
+        The thread then runs the end of the transaction that the handler has opened, if any.
+        """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self._threads, "delayline handler")
-        return asyncio.get_running_loop().run_in_executor(self._executor, partial(copy_context().run, work))
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                work()
+            except BaseException as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, done, failure)
+            if isinstance(context.own, ThreadTransaction):
+                context.own.serve(given_up=done.cancelled())
+
+        self._executor.submit(copy_context().run, run)
+        return done
 
     def _payload(self, message: Message, name: str, kind: Any) -> Any:  # noqa: ANN401 - as registered
         given, ours = message.headers.get(Headers.CONTENT_TYPE, ""), self.serializer.content_type
@@ -335,7 +424,7 @@ class _Registered:
         if self._coroutine:
             await _run(self.function(argument, context), self.function)
         else:
-            await self._owner.in_thread(partial(self.function, argument, context))
+            await self._owner.in_thread(partial(self.function, argument, context), context)
 
 
 class Call:
@@ -366,6 +455,18 @@ async def _run(handling: Awaitable[None], function: Callable[..., Any]) -> None:
             raise
         # Something the handler waited for was cancelled, not the handler: a failure like any other.
         raise RuntimeError("the handler ended with a CancelledError without being cancelled") from error
+
+
+def _settle(done: asyncio.Future[None], failure: BaseException | None) -> None:
+    if done.done():
+        return
+    if isinstance(failure, StopIteration):  # which a future cannot raise
+        wrapped = RuntimeError("the handler raised StopIteration")
+        wrapped.__cause__, failure = failure, wrapped
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(failure)
 
 
 class Watched:

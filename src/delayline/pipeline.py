@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
+    from delayline.handler_transactions import HandlerTransaction, HandlerTransactions
     from delayline.handlers import Call
     from delayline.outgoing import Destinations
     from delayline.transaction import Transaction
@@ -190,6 +191,8 @@ class Pipeline:
     """Where destinations of delayed sends are looked for; None for nowhere."""
     completes_together: bool = True
     """Whether messages are completed in groups, if the receiver supports that."""
+    transactions: HandlerTransactions | None = None
+    """Opens the transactions of handlers that ask for one."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _apart: dict[asyncio.Task[object], int] = field(default_factory=dict)
     """The tasks, with their messages' sizes, that wait to give back a message that could not be moved."""
@@ -391,9 +394,9 @@ class Pipeline:
                 return
             running: list[Call] = []
             try:
-                outgoing = await self._run_handlers(received, attempt, calls, running)
-                handled = True
-                await self._complete(received, outgoing)
+                context = await self._run_handlers(received, attempt, calls, running)
+                handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
+                await self._complete(received, context.outgoing, context.own)
             except _AlreadyHandled:
                 raise
             except Exception as error:
@@ -409,16 +412,20 @@ class Pipeline:
 
     async def _run_handlers(
         self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
-    ) -> list[Outgoing]:
-        """Return the sends of the handlers; append each that has begun to `running`."""
-        context = MessageContext(received.message, self.queue, attempt, self.composer)
+    ) -> MessageContext:
+        """Return the context with the handlers' sends; append each handler that has begun to `running`."""
+        context = MessageContext(received.message, self.queue, attempt, self.composer, self.transactions)
         try:
             for call in calls:
                 running.append(call)
                 await call(context)
-        finally:
+        except BaseException:
             context.end()
-        return context.outgoing
+            if context.own is not None:
+                await context.own.roll_back()
+            raise
+        context.end()
+        return context
 
     async def _recover(
         self,
@@ -534,13 +541,17 @@ class Pipeline:
             message=message,
         )
 
-    async def _complete(self, received: ReceivedMessage, outgoing: list[Outgoing]) -> None:
+    async def _complete(
+        self,
+        received: ReceivedMessage,
+        outgoing: list[Outgoing],
+        own: HandlerTransaction | None = None,
+    ) -> None:
         """Dispatch the recorded sends and remove the message from its queue, as the transaction mode says."""
-        now = [entry.operation for entry in outgoing if entry.due is None]
-        later = [entry for entry in outgoing if entry.due is not None]
-        for entry in later:
-            if entry.check and self.destinations is not None:
-                await self.destinations.check(entry.operation.destination)
+        if own is not None and own.connection is not None:
+            await self._complete_in(own, received, outgoing)
+            return
+        now, later = await self._checked(outgoing)
         match self.host.mode:
             case TransactionMode.NONE:
                 await self._send(now, later, None)
@@ -554,9 +565,42 @@ class Pipeline:
             case TransactionMode.TRANSACTION_SCOPE:
                 completion = _Completion(received, now, later)
         if not await self._completions.run_to_end(completion):
-            raise _AlreadyHandled(
-                f"message {received.message.id!r} left queue {self.queue!r} while it was handled: a possible duplicate"
-            )
+            raise self._already_handled(received)
+
+    async def _complete_in(self, own: HandlerTransaction, received: ReceivedMessage, outgoing: list[Outgoing]) -> None:
+        """Remove the message and dispatch the sends in the handler's own transaction, and commit it."""
+        assert self.transactions is not None  # noqa: S101 - which has opened it
+        try:
+            now, later = await self._checked(outgoing)
+            transaction = await self.transactions.enlist(own)
+            if later and not self.transactions.reaches(self.delivery, transaction):
+                await self._send([], later, None)
+                later = []
+            was_there = await self.receiver.acknowledge(received, transaction)
+            if was_there:
+                await self._send(now, later, transaction)
+        except BaseException:
+            await own.roll_back()
+            raise
+        if not was_there:
+            await own.roll_back()
+            raise self._already_handled(received)
+        await own.commit()
+        await self.receiver.release(received)  # its row is gone, the claim is not
+
+    def _already_handled(self, received: ReceivedMessage) -> _AlreadyHandled:
+        return _AlreadyHandled(
+            f"message {received.message.id!r} left queue {self.queue!r} while it was handled: a possible duplicate"
+        )
+
+    async def _checked(self, outgoing: list[Outgoing]) -> tuple[list[TransportOperation], list[Outgoing]]:
+        """Return what is sent now and later. Raises QueueNotFound for destinations of delayed messages."""
+        now = [entry.operation for entry in outgoing if entry.due is None]
+        later = [entry for entry in outgoing if entry.due is not None]
+        for entry in later:
+            if entry.check and self.destinations is not None:
+                await self.destinations.check(entry.operation.destination)
+        return now, later
 
     async def _complete_group(self, group: Sequence[_Completion]) -> Sequence[bool]:
         """Remove the messages from the queue, and dispatch the sends of those that were there, in one transaction."""

@@ -70,7 +70,9 @@ async def test_too_many_transactions(
         for number in range(TRANSACTIONS):
             transaction = await stack.enter_async_context(store.transaction())
             await store.store(delayed(f"m{number}"), transaction)
-        with pytest.raises(BackendUnavailable, match=r"all 8 transactions .* busy for 0.2 s.*end them sooner"):
+        with pytest.raises(
+            BackendUnavailable, match=rf"all {TRANSACTIONS} transactions .* busy for 0.2 s.*end them sooner"
+        ):
             async with store.transaction() as another:
                 await store.store(delayed("another"), another)
     async with store.transaction() as another:

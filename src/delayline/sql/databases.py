@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
+from sqlalchemy import create_engine
 from sqlalchemy.engine import Engine, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, InvalidRequestError
 
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from sqlalchemy import URL
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
     from delayline.sql.database import Database
     from delayline.sql.dialect import Finding
@@ -115,6 +117,45 @@ def database_at(
         if connect is not None:
             shared.connect_with(connect)
         return shared
+
+
+#: Drivers for asyncio, by SQLAlchemy's name of the product.
+ASYNCHRONOUS: Final = {
+    "postgresql": "postgresql+psycopg",
+    "sqlite": "sqlite+aiosqlite",
+    "mariadb": "mariadb+aiomysql",
+    "mysql": "mysql+aiomysql",
+}
+
+
+def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
+    """Return a new Engine on the URL's database, with the settings that its user would have.
+
+    Args:
+        url: The database.
+        size: The most connections that it opens; 1 or more.
+        asynchronous: Whether to return an AsyncEngine.
+
+    Raises:
+        ConfigurationError: The driver for asyncio is not installed.
+    """
+    parsed = make_url(full_scheme(url)).difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
+    product = parsed.get_backend_name()
+    pool = {"pool_size": size, "max_overflow": 0, "pool_pre_ping": True, "hide_parameters": True}
+    if not asynchronous:
+        dialect = database_at(url).dialect.sql
+        return create_engine(parsed.set(drivername=f"{dialect.name}+{dialect.driver}"), **pool)
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    driver = ASYNCHRONOUS.get(product, product)
+    try:
+        return create_async_engine(parsed.set(drivername=driver), **pool)
+    except (ImportError, InvalidRequestError) as error:
+        package = driver.partition("+")[2] or "one"
+        raise ConfigurationError(
+            f"context.transaction() in a coroutine handler needs a driver for asyncio: pip install {package}; or make "
+            "the handler a `def` function, or pass an AsyncEngine"
+        ) from error
 
 
 def _checked_size(size: object) -> int:

@@ -294,7 +294,7 @@ class SessionCheckout:
         return self._session.run(work)
 
 
-POOL_SIZE: Final = 12
+POOL_SIZE: Final = 6
 PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
 LARGE_INSERT: Final = 8_000_000  # bytes of headers and bodies from which on the answer may take longer
 DEADLOCKS: Final = 5  # in a row; after that the caller decides

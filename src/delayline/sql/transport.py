@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
-from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
+from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.grouping import Grouping
 from delayline.message import Message
 from delayline.sql.backend import SqlBackend
 from delayline.sql.database import Database
+from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
 from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection, Engine, Executable, Table
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
     from delayline.external import ExternalTransaction
     from delayline.sql.database import Database
@@ -63,7 +65,7 @@ class SqlTransport(SqlBackend):
         two_phase: Coordinates transactions with a store in another database; this database keeps the decisions.
         server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
             parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
-        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 12. Also a
+        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 6. Also a
             parameter of the URL. Notifications, claims and single inserts need one more each. The transports and
             stores of one database share them; if several sizes are given, the largest applies.
         connect: Returns a new connection of the driver (psycopg, PyMySQL or pymssql), as for passwords that expire.
@@ -85,6 +87,7 @@ class SqlTransport(SqlBackend):
         connect: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(url, schema, two_phase, server_timeout, pool_size, connect)
+        self._url = url if isinstance(url, str) and connect is None else None
         interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = QueueStatements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
@@ -101,6 +104,15 @@ class SqlTransport(SqlBackend):
     def keeps_queues_in(self, database: Database, schema: str | None) -> bool:
         """Tell whether the queues are in that schema of that database."""
         return self._database is database and self._schema == schema
+
+    def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
+        """Return an Engine of SQLAlchemy on the database. Raises ConfigurationError for connections of the user's."""
+        if self._url is None:
+            raise ConfigurationError(
+                "the connections of this transport are made by connect= or by an Engine: pass an Engine, as in "
+                "context.transaction(engine)"
+            )
+        return engine_at(self._url, size, asynchronous=asynchronous)
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
         """Return the external transaction as one that sending can take part in."""

@@ -1,0 +1,302 @@
+"""Transactions of handlers: the user's rows, the handler's sends and the end of its message commit together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
+
+from delayline.errors import ConfigurationError
+from delayline.events import Event, emit
+from delayline.external import ExternalTransaction, SupportsExternalTransactions, WaitingThread
+from delayline.transaction import Transaction, TransactionMode
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+    from sqlalchemy.orm import Session, sessionmaker
+
+    #: Makes the connections or sessions of transactions; a str is an alias of Django's DATABASES.
+    TransactionSource: TypeAlias = Engine | sessionmaker[Session] | AsyncEngine | async_sessionmaker[AsyncSession] | str
+
+logger = logging.getLogger(__name__)
+
+SYNCHRONOUS: Final = (("sqlalchemy", "Engine"), ("sqlalchemy.orm", "sessionmaker"))
+ASYNCHRONOUS: Final = (("sqlalchemy.ext.asyncio", "AsyncEngine"), ("sqlalchemy.ext.asyncio", "async_sessionmaker"))
+SOURCES: Final = "an Engine, AsyncEngine, sessionmaker or async_sessionmaker of SQLAlchemy, or an alias of Django's"
+
+
+@runtime_checkable
+class SupportsEngines(Protocol):
+    """Capability of a transport: make Engines of SQLAlchemy on the database of its queues."""
+
+    def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
+        """Return an Engine with at most `size` connections. Raises ConfigurationError or MissingExtra."""
+        ...
+
+
+class HandlerTransaction(Protocol):
+    """The transaction of one message's handler, on a connection of its own."""
+
+    source: Any
+    connection: Any
+    owner: int | None
+
+    @property
+    def thread(self) -> WaitingThread | None:
+        """The thread that statements run on; None for the event loop."""
+        ...
+
+    def begin(self) -> Any:  # noqa: ANN401 - the connection or session, or an awaitable of it
+        """Open the connection, once, and return it."""
+        ...
+
+    async def commit(self) -> None:
+        """Commit, and close the connection."""
+        ...
+
+    async def roll_back(self) -> None:
+        """Roll back, and close the connection. Idempotent."""
+        ...
+
+
+class HandlerTransactions:
+    """Opens the transactions of one endpoint's handlers.
+
+    Args:
+        transport: The transport of the handled messages.
+        mode: The endpoint's transaction mode.
+        size: The most connections to open where a handler names no source of its own; 1 or more.
+    """
+
+    def __init__(self, transport: object, mode: TransactionMode, size: int) -> None:
+        self._transport = transport
+        self._mode = mode
+        self._size = size
+        self._engines: dict[bool, Any] = {}
+
+    def open(self, source: TransactionSource | None) -> HandlerTransaction:
+        """Return a transaction for the calling handler, which is in its thread or on its event loop.
+
+        Raises ConfigurationError if the queues or the source cannot take part.
+        """
+        self._check()
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            if source is not None and not any(_is(source, *kind) for kind in ASYNCHRONOUS):
+                raise ConfigurationError(
+                    f"context.transaction() of a coroutine handler takes an AsyncEngine or an async_sessionmaker, not "
+                    f"{_name(source)}, which would block the event loop: make the handler a `def` function"
+                )
+            return LoopTransaction(source or self._engine(asynchronous=True))
+        if source is not None and not isinstance(source, str) and not any(_is(source, *kind) for kind in SYNCHRONOUS):
+            raise ConfigurationError(
+                f"context.transaction() of a function takes an Engine, a sessionmaker or an alias of Django's, not "
+                f"{_name(source)}: make the handler a coroutine function to use {SOURCES}"
+            )
+        return ThreadTransaction(source or self._engine(asynchronous=False))
+
+    def reaches(self, delivery: object, transaction: Transaction) -> bool:
+        """Return whether delayed messages are stored in the transaction, and not before it.
+
+        Raises ConfigurationError where the transaction mode does not allow them to be stored before it.
+        """
+        if getattr(delivery, "transaction_domain", None) == transaction.domain:
+            return True
+        if self._mode is TransactionMode.TRANSACTION_SCOPE:
+            raise ConfigurationError(
+                "a delayed message cannot be stored in context.transaction(), which does not reach the database of the "
+                "store: keep it in that of the queues, or use TransactionMode.SENDS_ATOMIC_WITH_RECEIVE"
+            )
+        return False
+
+    async def enlist(self, own: HandlerTransaction) -> Transaction:
+        """Return the open transaction as one of delayline's. Raises ConfigurationError for another database."""
+        transport = self._transport
+        assert isinstance(transport, SupportsExternalTransactions)  # noqa: S101 - `open` has checked it
+        return await transport.enlist(ExternalTransaction(own.connection, own.thread))
+
+    async def close(self) -> None:
+        """Close the connections of the Engines that were made here."""
+        engines, self._engines = self._engines, {}
+        for asynchronous, engine in engines.items():
+            if asynchronous:
+                await engine.dispose()
+            else:
+                await asyncio.to_thread(engine.dispose)
+
+    def _check(self) -> None:
+        if not isinstance(self._transport, SupportsExternalTransactions):
+            raise ConfigurationError(
+                f"context.transaction() needs queues in your database, and this endpoint's are in "
+                f"{type(self._transport).__name__}: use a SqlTransport on it, or make the handler idempotent"
+            )
+        if self._mode < TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+            raise ConfigurationError(
+                f"context.transaction() needs transaction_mode=TransactionMode.TRANSACTION_SCOPE or "
+                f"SENDS_ATOMIC_WITH_RECEIVE, not {self._mode.name}, in which a message ends outside of transactions"
+            )
+
+    def _engine(self, *, asynchronous: bool) -> Any:  # noqa: ANN401 - an Engine or an AsyncEngine
+        if asynchronous not in self._engines:
+            if not isinstance(self._transport, SupportsEngines):
+                raise ConfigurationError(f"context.transaction() needs a source here: {SOURCES}")
+            self._engines[asynchronous] = self._transport.new_engine(self._size, asynchronous=asynchronous)
+        return self._engines[asynchronous]
+
+
+class LoopTransaction:
+    """A transaction on an AsyncConnection or AsyncSession, opened by a coroutine handler."""
+
+    def __init__(self, source: Any) -> None:  # noqa: ANN401 - an AsyncEngine or an async_sessionmaker
+        self.source = source
+        self.connection: Any = None
+        self.owner: int | None = None
+
+    @property
+    def thread(self) -> None:
+        """None: statements run on the event loop."""
+        return None
+
+    async def begin(self) -> Any:  # noqa: ANN401 - the connection or session
+        """Open the connection, once, and return it."""
+        if self.connection is None:
+            connects = _is(self.source, *ASYNCHRONOUS[0])
+            self.connection = await self.source.connect() if connects else self.source()
+        return self.connection
+
+    async def commit(self) -> None:
+        """Commit, and close the connection."""
+        try:
+            await self.connection.commit()
+        finally:
+            await self.roll_back()
+
+    async def roll_back(self) -> None:
+        """Close the connection, which rolls back what is not committed."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            try:
+                await connection.close()
+            except Exception as error:
+                _log_unclosed(error)
+
+
+class ThreadTransaction:
+    """A transaction on a blocking connection or session: opened, used and ended on the thread of a handler.
+
+    The thread runs the work of the transaction's end, after the handler has returned, until `serve` returns.
+    """
+
+    def __init__(self, source: Any) -> None:  # noqa: ANN401 - an Engine, a sessionmaker, or an alias of Django's
+        self.source = source
+        self._thread = WaitingThread()
+        self.owner: int | None = threading.get_ident()
+        self._over: Future[None] = Future()
+        self._returned = False
+        self._atomic: Any = None
+        self.connection: Any = None
+
+    @property
+    def thread(self) -> WaitingThread:
+        """The handler's thread."""
+        return self._thread
+
+    def begin(self) -> Any:  # noqa: ANN401 - the connection or session
+        """Open the connection, once, and return it; on the handler's thread."""
+        if self.connection is None:
+            if isinstance(self.source, str):
+                self.connection = self._begin_in_django(self.source)
+            else:
+                connects = _is(self.source, *SYNCHRONOUS[0])
+                self.connection = self.source.connect() if connects else self.source()
+        return self.connection
+
+    def serve(self, *, given_up: bool) -> None:
+        """Run the work of the transaction's end; on the handler's thread, after the handler.
+
+        Args:
+            given_up: Whether the handler took too long or was cancelled: then the transaction is rolled back.
+        """
+        if given_up:
+            self._roll_back()
+            return
+        self._returned = True
+        self._thread.wait_for(self._over)
+
+    async def commit(self) -> None:
+        """Commit, and close the connection."""
+        try:
+            await self._thread.run(self._commit)
+        finally:
+            self._over.set_result(None)
+
+    async def roll_back(self) -> None:
+        """Roll back and close; a handler that has been given up does so when it returns."""
+        if self._over.done():
+            return
+        try:
+            if self._returned:
+                await self._thread.run(self._roll_back)
+            else:
+                self._thread.post(self._roll_back)
+        finally:
+            self._over.set_result(None)
+
+    def _commit(self) -> None:
+        try:
+            if self._atomic is not None:
+                atomic, self._atomic = self._atomic, None
+                atomic.__exit__(None, None, None)
+            else:
+                self.connection.commit()
+        finally:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        atomic, self._atomic = self._atomic, None
+        connection, self.connection = self.connection, None
+        try:
+            if atomic is not None:
+                atomic.__exit__(Undone, Undone(), None)
+            elif connection is not None and not isinstance(self.source, str):
+                connection.close()
+        except Exception as error:
+            _log_unclosed(error)
+
+    def _begin_in_django(self, alias: str) -> Any:  # noqa: ANN401
+        if "django.db" not in sys.modules:
+            raise ConfigurationError(
+                f"context.transaction({alias!r}) names an alias of Django's DATABASES, and Django is not used here"
+            )
+        from django.db import connections
+        from django.db.transaction import Atomic
+
+        if alias not in connections:
+            raise ConfigurationError(f"Django's DATABASES have no {alias!r}: they have {', '.join(connections)}")
+        atomic = Atomic(using=alias, savepoint=True, durable=False)
+        atomic.__enter__()
+        self._atomic = atomic
+        return connections[alias]
+
+
+class Undone(Exception):
+    """Makes Django roll back."""
+
+
+def _is(source: object, module: str, name: str) -> bool:
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(source, getattr(loaded, name))
+
+
+def _name(source: object) -> str:
+    return "a str" if isinstance(source, str) else f"a {type(source).__name__}"
+
+
+def _log_unclosed(error: Exception) -> None:
+    text = "The connection of a handler's transaction could not be closed: %r"
+    emit(logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, text, error)
