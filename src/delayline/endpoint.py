@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, cast, overload
 
 from delayline.checks import ForkGuard, whole_number
 from delayline.clock import SystemClock
@@ -22,13 +22,15 @@ from delayline.delayed.delivery import (
     SupportsDestinationCheck,
 )
 from delayline.delayed.host import DeliveryHost
-from delayline.delayed.store import SupportsRightsCheck, managed
+from delayline.delayed.store import StoreResult, SupportsRightsCheck, managed
 from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
     ConfigurationError,
     DelaylineError,
     DispatchFailed,
+    DuplicateMessage,
+    InvalidMessage,
     NotStarted,
 )
 from delayline.events import Event, emit
@@ -71,6 +73,8 @@ logger = logging.getLogger(__name__)
 #: How long handlers may take at a stop; container platforms kill a process after 30 s.
 GRACE: Final = timedelta(seconds=25)
 HandlerFunction = TypeVar("HandlerFunction", bound=Callable[..., Any])
+#: What to do about a pending message with the same id.
+OnConflict = Literal["keep", "replace", "raise"]
 CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
 
 #: Measured with `pg_handled`: twice as many handlers handle 20 % more messages a second, half as many a quarter less.
@@ -81,6 +85,21 @@ async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
     """Stop the endpoint: the default for critical errors, which are logged before this runs."""
     del text, error
     await endpoint.stop()
+
+
+class Sent(str):
+    """The id of a sent message."""
+
+    __slots__ = ("result",)
+
+    result: StoreResult | None
+    """What became of it, if it was sent with `on_conflict`."""
+
+    def __new__(cls, message_id: str, result: StoreResult | None = None) -> Self:
+        """Return the id."""
+        sent = super().__new__(cls, message_id)
+        sent.result = result
+        return sent
 
 
 class Endpoint:
@@ -343,7 +362,8 @@ class Endpoint:
         correlation_id: str | None = None,
         transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
         check_destination: bool = True,
-    ) -> str:
+        on_conflict: OnConflict | None = None,
+    ) -> Sent:
         """Send a message, due now, after `delay` or at `deliver_at`, and return its id once it is durable.
 
         If cancelled, it returns at once, and the message is usually sent all the same.
@@ -364,12 +384,17 @@ class Endpoint:
                 out instead.
             check_destination: Whether a delayed message for a queue that does not exist is refused, where the
                 transport can look queues up; each queue is looked up once.
+            on_conflict: For a delayed message with a `message_id`: whether a pending message with that id is kept
+                (`"keep"`) or replaced (`"replace"`), or DuplicateMessage is raised (`"raise"`). Left out, it is kept.
 
         Returns:
-            The message's id.
+            The message's id, a str; with `on_conflict` its `result` says whether the message was stored, kept or
+            replaced.
 
         Raises:
             InvalidMessage: The message cannot be sent on this transport.
+            DuplicateMessage: A message with the id is pending, and `on_conflict` is `"raise"`; or it is to be replaced
+                and is being dispatched.
             InvalidDueTime: The delay or due time is out of range.
             NotStarted: The endpoint is not started.
             QueueNotFound: The destination does not exist.
@@ -389,6 +414,8 @@ class Endpoint:
             expires=expires,
             correlation_id=correlation_id,
         )
+        if on_conflict is not None:
+            return await self._send_or_replace(outgoing, message_id, external, on_conflict, checked=check_destination)
         if external is not None and not isinstance(external, Transaction):
             given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
             outgoing, external = await self._enlist(given, outgoing)
@@ -400,7 +427,31 @@ class Endpoint:
             await work
         else:
             await self._deliver_shielded(work, outgoing)
-        return outgoing.operation.message.id
+        return Sent(outgoing.operation.message.id)
+
+    async def _send_or_replace(
+        self, outgoing: Outgoing, message_id: str | None, transaction: object, on_conflict: OnConflict, *, checked: bool
+    ) -> Sent:
+        if on_conflict not in ("keep", "replace", "raise"):
+            raise InvalidMessage(f"on_conflict must be 'keep', 'replace' or 'raise', not {on_conflict!r}")
+        if message_id is None or outgoing.due is None:
+            raise InvalidMessage("on_conflict is for delayed messages with an id: give message_id, and a delay or time")
+        if transaction is not None:
+            raise ConfigurationError("on_conflict and transaction= exclude each other: a repeated id is kept there")
+        if not isinstance(self.delayed_delivery, StoredDelivery):
+            kind = type(self.delayed_delivery).__name__
+            raise ConfigurationError(f"on_conflict needs a delayed message store, and this endpoint has {kind}")
+        if checked and self._destinations is not None:
+            await self._destinations.check(outgoing.operation.destination)
+        replace = on_conflict == "replace"
+        result = await self.delayed_delivery.defer_or_replace(outgoing.operation, outgoing.due, replace=replace)
+        if result is StoreResult.DISPATCHING:
+            text = "is being dispatched and cannot be replaced: give the new one an id of its own"
+            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
+        if result is StoreResult.KEPT and on_conflict == "raise":
+            text = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
+            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
+        return Sent(message_id, result)
 
     async def send_many(
         self,

@@ -59,11 +59,12 @@ class InvalidDueTime(InvalidMessage):
 
 
 class DuplicateMessage(InvalidMessage):
-    """A bulk job brings an id that waits already, or brings it twice; nothing of the job was stored."""
+    """The id of a message is that of a pending one, or comes twice in a bulk job; nothing was stored."""
 
-    def __init__(self, message_id: str) -> None:
+    def __init__(self, message_id: str, text: str | None = None) -> None:
         super().__init__(
-            f"message {message_id!r} waits already, or comes twice: nothing was stored. Use on_conflict='ignore' to "
+            text
+            or f"message {message_id!r} waits already, or comes twice: nothing was stored. Use on_conflict='ignore' to "
             "keep the pending message, or 'replace'"
         )
         self.message_id = message_id

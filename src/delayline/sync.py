@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.endpoint import Endpoint
+    from delayline.endpoint import Endpoint, OnConflict, Sent
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.outgoing import HeaderMap, Send
@@ -75,7 +75,8 @@ class SyncEndpoint:
         correlation_id: str | None = None,
         transaction: ExternalConnection | Unset = UNSET,
         check_destination: bool = True,
-    ) -> str:
+        on_conflict: OnConflict | None = None,
+    ) -> Sent:
         """Like `Endpoint.send`, blocking until the message is durable; a connection is used on the calling thread."""
         external, thread = checked_transaction(transaction), WaitingThread()
         work = self.endpoint.send(
@@ -89,6 +90,7 @@ class SyncEndpoint:
             correlation_id=correlation_id,
             transaction=UNSET if external is None else ExternalTransaction(external, thread),
             check_destination=check_destination,
+            on_conflict=on_conflict,
         )
         return thread.wait_for(self._start(work))
 

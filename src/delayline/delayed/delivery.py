@@ -22,6 +22,7 @@ from delayline.delayed.store import (
     SupportsClose,
     SupportsForwarding,
     SupportsNotifications,
+    SupportsReplacement,
     SupportsRightsCheck,
     SupportsSetup,
     SupportsTransactions,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.delayed.batch import BatchScope
     from delayline.delayed.host import DeliveryHost
-    from delayline.delayed.store import DelayedMessageStore
+    from delayline.delayed.store import DelayedMessageStore, StoreResult
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
@@ -256,6 +257,19 @@ class StoredDelivery:
         If the transport cannot take part in `transaction`, it is stored all the same, and the poller moves it at once.
         """
         await self.defer_many([(operation, due)], transaction)
+
+    async def defer_or_replace(self, operation: TransportOperation, due: datetime, *, replace: bool) -> StoreResult:
+        """Store the operation unless a message with its id is pending; see `SupportsReplacement`."""
+        if self._group is None:
+            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
+        if not isinstance(self.store, SupportsReplacement):
+            raise ConfigurationError(
+                f"{type(self.store).__name__} cannot replace pending messages, or report them: send without on_conflict"
+            )
+        message = DelayedMessage(operation.message, operation.destination, due)
+        result = await self.store.store_or_replace(message, replace=replace)
+        self._signal(due)
+        return result
 
     async def defer_many(
         self, operations: Sequence[tuple[TransportOperation, datetime]], transaction: Transaction | None = None

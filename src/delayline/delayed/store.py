@@ -263,6 +263,33 @@ class Outcome(StrEnum):
     """No such message is pending: it was dispatched or cancelled, or never existed."""
 
 
+class StoreResult(StrEnum):
+    """What became of a message that was sent with `on_conflict`."""
+
+    STORED = "stored"
+    """No message with its id was pending."""
+    KEPT = "kept"
+    """The pending message with its id was kept, and this one was not stored."""
+    REPLACED = "replaced"
+    """This message has replaced the pending one."""
+    DISPATCHING = "dispatching"
+    """The message with its id is being dispatched: it could not be replaced, and this one was not stored."""
+
+
+@runtime_checkable
+class SupportsReplacement(Protocol):
+    """Capability: replace pending messages, and report whether there was one."""
+
+    async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
+        """Store the message unless one with its id is pending, durably on return.
+
+        Args:
+            message: The message; if it replaces one, then with destination, due time, headers and body.
+            replace: Whether it replaces a pending one, unless the poller has it already; otherwise that one is kept.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DueCount:
     """The number of messages due for one destination in the bucket that starts at `start`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from delayline.checks import time_span
 from delayline.clock import EPOCH
-from delayline.delayed.store import DueCount, Outcome, SingleMessageVerbs
+from delayline.delayed.store import DueCount, Outcome, SingleMessageVerbs, StoreResult
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
 from delayline.message import in_utc
 
@@ -62,6 +62,20 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
             self._insert(messages)
         else:
             in_memory(transaction).on_commit(lambda: self._insert(messages))
+
+    async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
+        """Store the message unless one with its id is pending, which it may replace."""
+        outcome = self._outcome(message.id)
+        if outcome is Outcome.NOT_PENDING:
+            self._insert([message])
+            return StoreResult.STORED
+        if not replace:
+            return StoreResult.KEPT
+        if outcome is Outcome.DISPATCHING:
+            return StoreResult.DISPATCHING
+        self._delete([message.id])
+        self._insert([message])
+        return StoreResult.REPLACED
 
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None

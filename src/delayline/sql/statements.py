@@ -37,8 +37,12 @@ class StoreStatements:
         )
         unleased = {"leased_until": null()} if "leased_until" in columns else {}
         failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"), **unleased)
-        self.insert = Prepared(
-            dialect.insert_new(table, "id"), sql, ["id", "destination", "due", "headers", "body", "retry_count"]
+        self.insert = Prepared(dialect.insert_new(table, "id"), sql, INSERTED)
+        self.insert_strictly = Prepared(insert(table), sql, INSERTED)
+        """Fails for an id that there is already."""
+        replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in INSERTED[1:]}
+        self.replace = Prepared(
+            update(table).where(by_ids).values(**replaced), sql, [*(f"new_{name}" for name in replaced), "keys"]
         )
         due = self.waiting.where(is_due).order_by(*in_order(table)).limit(bindparam("number"))
         self.due = Prepared(due, sql, ["until", "number"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageVerbs
-from delayline.errors import ConfigurationError, NotStarted
+from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageVerbs, StoreResult
+from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction, TransactionMode
 
 MICROSECOND: Final = timedelta(microseconds=1)
+ATTEMPTS: Final = 10  # to replace a message that others store and remove meanwhile
 
 
 class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
@@ -164,6 +165,39 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         rows = [statements.row_of(message) for message in messages]
         await self._database.insert(statements.insert, rows, transaction)
         await self._notify(min(message.due for message in messages), transaction)
+
+    async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
+        """Store the message unless one with its id is pending, which it may replace."""
+        check_size(message.message, self._database.dialect)
+        statements, row = self._statements, self._statements.row_of(message)
+
+        def of_pending(connection: Connection) -> None:
+            if replace:
+                statements.replace.change(connection, *row[1:], [row[0]])
+
+        for _ in range(ATTEMPTS):
+            outcome = await self._locking.manage(message.id, of_pending)
+            if outcome is Outcome.DONE and not replace:
+                return StoreResult.KEPT
+            if outcome is Outcome.DISPATCHING:
+                return StoreResult.DISPATCHING if replace else StoreResult.KEPT
+            stored = outcome is Outcome.NOT_PENDING and await self._database.write(
+                partial(self._inserted, row), one_statement=True
+            )
+            if stored or outcome is Outcome.DONE:
+                await self._notify(message.due)
+                return StoreResult.STORED if stored else StoreResult.REPLACED
+        raise BackendUnavailable(
+            f"message {message.id!r} was stored and removed by others {ATTEMPTS} times while it was sent: send it again"
+        )
+
+    def _inserted(self, row: tuple[Any, ...], connection: Connection) -> bool:
+        """Insert the row; return False if its id has been inserted meanwhile."""
+        try:
+            self._statements.insert_strictly.change(connection, *row)
+        except self._database.dialect.sql.loaded_dbapi.IntegrityError:
+            return False
+        return True
 
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None

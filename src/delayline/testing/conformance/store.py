@@ -15,10 +15,12 @@ from delayline.delayed.store import (
     DelayedMessageStore,
     DueCount,
     Outcome,
+    StoreResult,
     SupportsBatches,
     SupportsClose,
     SupportsManagement,
     SupportsNotifications,
+    SupportsReplacement,
     SupportsSetup,
     SupportsTransactions,
 )
@@ -649,6 +651,33 @@ class StoreManagement(StoreFixtures):
         assert await managed.cancel("never") is Outcome.NOT_PENDING
         assert await managed.reschedule("never", LATER) is Outcome.NOT_PENDING
         assert await managed.next_due() is None
+
+    async def test_a_message_with_a_pending_id_is_kept_or_replaced(self, store: DelayedMessageStore) -> None:
+        """Stored, then kept with nothing changed, then replaced as a whole, then stored anew once it is gone."""
+        if not isinstance(store, SupportsReplacement):
+            pytest.skip("not claimed: SupportsReplacement")
+        new = Message("m", {"h": "1"}, b"new")
+        first, other = delayed(), replace(delayed(due=LATER), destination="other", message=new)
+        assert await store.store_or_replace(first, replace=True) is StoreResult.STORED
+        assert await store.store_or_replace(other, replace=False) is StoreResult.KEPT
+        assert await store.next_due() == first.due
+        assert await store.store_or_replace(other, replace=True) is StoreResult.REPLACED
+        assert await store.fetch_next_due(LATER - self.step) is None
+        fetched = await store.fetch_next_due(LATER)
+        same(fetched, other)
+        assert fetched is not None
+        async with asyncio.timeout(PATIENCE):
+            assert await store.store_or_replace(first, replace=True) is StoreResult.DISPATCHING
+            assert await store.store_or_replace(first, replace=False) is StoreResult.KEPT
+        assert await store.remove(fetched) is True
+        assert await store.store_or_replace(first, replace=False) is StoreResult.STORED
+
+    async def test_one_of_many_senders_stores_a_message(self, store: DelayedMessageStore) -> None:
+        """Concurrent senders of one id: one has stored it, the others have kept it."""
+        if not isinstance(store, SupportsReplacement):
+            pytest.skip("not claimed: SupportsReplacement")
+        results = await asyncio.gather(*(store.store_or_replace(delayed(), replace=False) for _ in range(20)))
+        assert sorted(results) == [StoreResult.KEPT] * 19 + [StoreResult.STORED]
 
     async def test_a_fetched_message_is_dispatching(self, managed: ManagedStore) -> None:
         """Too late: the answer says so, and the message is its holder's."""
