@@ -53,6 +53,7 @@ from delayline.transport import (
     SupportsQueueManagement,
     SupportsStopDeadline,
     SupportsTransportTransactions,
+    limited,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from delayline.message import Body
     from delayline.outgoing import Outgoing, Send
     from delayline.serialization import Serializer
-    from delayline.transport import Transport, TransportOperation
+    from delayline.transport import SupportsQueueLimits, Transport, TransportOperation
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +207,14 @@ class Endpoint:
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery, and so no pending messages")
         return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
+
+    @property
+    def queues(self) -> SupportsQueueLimits:
+        """The limits of queues: pause, resume, concurrency and rate, for all processes; changeable while they run.
+
+        Raises ConfigurationError if the transport does not support it.
+        """
+        return limited(self.transport)
 
     @overload
     def handler(

@@ -29,10 +29,12 @@ from delayline.external import ExternalTransaction, SupportsExternalTransactions
 from delayline.message import DelayedMessage
 from delayline.transaction import SupportsSavepoints, Transaction
 from delayline.transport import (
+    QueueLimits,
     ReceivedMessage,
     Receiver,
     SupportsPrefetch,
     SupportsQualifiedQueues,
+    SupportsQueueLimits,
     SupportsQueueLookup,
     SupportsQueueManagement,
     SupportsTransportTransactions,
@@ -52,6 +54,7 @@ __all__ = [
     "ExternalTransaction",
     "Forwarded",
     "Outcome",
+    "QueueLimits",
     "ReceivedMessage",
     "Receiver",
     "StoreResult",
@@ -65,6 +68,7 @@ __all__ = [
     "SupportsNotifications",
     "SupportsPrefetch",
     "SupportsQualifiedQueues",
+    "SupportsQueueLimits",
     "SupportsQueueLookup",
     "SupportsQueueManagement",
     "SupportsReplacement",

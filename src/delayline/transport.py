@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from delayline.errors import ConfigurationError
+from delayline.external import UNSET
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
+    from delayline.external import Unset
     from delayline.message import Message
     from delayline.transaction import Transaction, TransactionMode
 
@@ -173,6 +177,59 @@ class SupportsQueueManagement(Protocol):
     async def purge(self, queue: str) -> int:
         """Remove every message that is not being handled; return their number. Raises QueueNotFound."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """The limits of a queue, which hold over all processes that receive from it."""
+
+    queue: str
+    paused: bool = False
+    """Whether no messages are received."""
+    concurrency: int | None = None
+    """How many messages are handled at once."""
+    rate: float | None = None
+    """How many messages are received a second."""
+
+
+@runtime_checkable
+class SupportsQueueLimits(Protocol):
+    """Capability: pause queues and limit them, while endpoints run; every process follows within a second."""
+
+    async def limits(self, queue: str | None = None) -> Sequence[QueueLimits]:
+        """Return the limits of the queue, or those of every queue, by name. Raises QueueNotFound."""
+        ...
+
+    async def set_limits(
+        self,
+        queue: str,
+        *,
+        paused: bool | Unset = UNSET,
+        concurrency: int | Unset | None = UNSET,
+        rate: float | Unset | None = UNSET,
+    ) -> QueueLimits:
+        """Change the limits that are given, None for no limit, and return all of the queue.
+
+        Args:
+            queue: The queue.
+            paused: Whether to receive no messages; those that were received already are handled.
+            concurrency: How many messages are handled at once; 1 or more.
+            rate: How many messages are received a second; above 0.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+            ConfigurationError: A value is out of range.
+        """
+        ...
+
+
+def limited(transport: object) -> SupportsQueueLimits:
+    """Return the transport as one whose queues can be limited; raises ConfigurationError if they cannot."""
+    if not isinstance(transport, SupportsQueueLimits):
+        raise ConfigurationError(
+            f"{type(transport).__name__} has no limits of queues: they need queues in a SQL database"
+        )
+    return transport
 
 
 @runtime_checkable

@@ -50,7 +50,9 @@ def connection(file: Path) -> Iterator[sqlite3.Connection]:
             "INSERT INTO delayline_messages (queue, id, headers, body) VALUES (?, ?, ?, ?)",
             [(f"queue{number % 7}", f"m{number}", b"{}", b"") for number in range(3000)],
         )
-        connection.executemany("INSERT INTO delayline_queues VALUES (?)", [(f"queue{number}",) for number in range(7)])
+        connection.executemany(
+            "INSERT INTO delayline_queues (name) VALUES (?)", [(f"queue{number}",) for number in range(7)]
+        )
         yield connection
 
 

@@ -41,11 +41,11 @@ AT = datetime(2026, 1, 1)  # noqa: DTZ001 - as the column keeps it
 ASCII, CYRILLIC, BEYOND = "a-long-ascii-id", "Ключ", "🚚" * 3
 #: Values of every parameter that a statement of delayline's has, by its name there.
 TEXTS = ["id", "destination", "queue", "name", "key", "store", "this_store", "lock", "saga", "mark", "reader"]
-TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value", "new_id"]
+TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value", "new_id", "new_destination"]
 LISTS = ["keys", "names"]
 BYTES = ["headers", "body", "State", "marker", "expiry", "new_headers", "new_body"]
-NUMBERS = ["retry_count", "number", "after", "skip", "claim", "sequence"]
-TIMES = ["due", "until", "since", "at", "expires", "Time", "later"]
+NUMBERS = ["retry_count", "number", "after", "skip", "claim", "sequence", "new_retry_count"]
+TIMES = ["due", "until", "since", "at", "expires", "Time", "later", "new_due"]
 
 
 def value_of(name: str, text: str) -> Loose:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import MetaData, Table
 from sqlalchemy.engine import make_url
 
 from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims  # noqa: F401 - register tables
@@ -254,7 +255,7 @@ def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -
             *((one.feature, one.usable_from, one.revision) for one in groups if one is not QUEUES),
         ]
     ]
-    update = "UPDATE [dbo].delayline_schema SET version=1, revision=3 WHERE [dbo].delayline_schema.feature = N'queues'"
+    update = "UPDATE [dbo].delayline_schema SET version=1, revision=4 WHERE [dbo].delayline_schema.feature = N'queues'"
     assert sorted(statements[2:]) == sorted([*rows, update])
 
 
@@ -264,6 +265,9 @@ def test_the_upgraded_tables_match_the_current_ones() -> None:
     made = (Path(__file__).parents[1] / "integration" / "schema_2" / "sqlserver.sql").read_text(encoding="utf-8")
     for group in registered_groups():
         for table in group.tables(dialect, schema):
+            columns = [column for column in table.columns if table.name != "delayline_queues" or column.name == "name"]
+            if len(columns) < len(table.columns):  # they have come since, and are added by an upgrade
+                table = Table(table.name, MetaData(schema=schema), *(column._copy() for column in columns))
             for statement in setup.texts(setup._creation(table), dialect):
                 assert statement in made
 

@@ -13,6 +13,7 @@ from delayline.cli.errors import errors
 from delayline.cli.migrate import migrate
 from delayline.cli.options import Commands, examples
 from delayline.cli.pending import cancel, pending, reschedule
+from delayline.cli.queues import limit, pause, peek, purge, queues, resume
 from delayline.cli.rabbitmq import rabbitmq
 from delayline.cli.run import run
 from delayline.cli.send import send
@@ -40,5 +41,7 @@ def main() -> None:
     logging.getLogger(LOGGER_NAME).addHandler(QUIET)
 
 
-for command in (setup, run, send, pending, cancel, reschedule, errors, doctor, rabbitmq, spark, migrate):
+PENDING: Final = (pending, cancel, reschedule)
+QUEUES: Final = (queues, peek, pause, resume, limit, purge)
+for command in (setup, run, send, *PENDING, *QUEUES, errors, doctor, rabbitmq, spark, migrate):
     main.add_command(command)

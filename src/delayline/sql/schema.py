@@ -131,7 +131,14 @@ class QueueTables:
         metadata = MetaData(schema=schema)
         self.versions = versions_table(schema)
         self.queues = Table(
-            "delayline_queues", metadata, Column("name", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True)
+            "delayline_queues",
+            metadata,
+            Column("name", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
+            # Since revision 4: limits, NULL for none.
+            Column("paused", Integer),
+            Column("concurrency", Integer),
+            Column("period", BigInteger),  # microseconds from one message to the next
+            Column("next_at", BigInteger),  # when the next one may be received, in microseconds since 1970
         )
         self.queued = _queued_table(metadata)
         #: Which prepared transactions are to be committed, and, as `log`, the table's own name.
@@ -185,7 +192,7 @@ def _shared_tables(product: ProductTables, schema: str | None) -> list[Table]:
 
 
 #: The tables of every transport and store.
-QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=3))
+QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=4))
 DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 

@@ -16,12 +16,14 @@ from sqlalchemy import inspect, select
 from delayline.checks import time_span
 from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
+from delayline.external import UNSET
 from delayline.grouping import Grouping
 from delayline.message import Message
 from delayline.sql.backend import SqlBackend
 from delayline.sql.database import Database
 from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
+from delayline.sql.queue_limits import LIMITS_CHANGED, LimitStatements, QueueAdmission, checked_changes, limits_of
 from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, Executable, Table
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from delayline.external import ExternalTransaction
+    from delayline.external import ExternalTransaction, Unset
     from delayline.sql.database import Database
     from delayline.sql.dialect import Claims
     from delayline.sql.statements import QueueStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
-    from delayline.transport import TransportOperation
+    from delayline.transport import QueueLimits, TransportOperation
 
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class SqlTransport(SqlBackend):
         self._url = url if isinstance(url, str) and connect is None else None
         interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = QueueStatements(self._tables, self._database.dialect)
+        self._limits = LimitStatements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
         self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP)
@@ -192,7 +195,9 @@ class SqlTransport(SqlBackend):
         """Return a receiver on the queue. Raises BackendUnusable for tables of an older delayline."""
         await self._check_tables()
         await self._database.read(partial(self._statements.must_exist, queue=queue))
-        return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle)
+        slots = f"{self._tables.queued.fullname} handled of {queue}"
+        admission = QueueAdmission(self._database, self._limits, queue, slots)
+        return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle, admission)
 
     async def has_queue(self, queue: str) -> bool:
         """Return whether the queue is registered."""
@@ -202,6 +207,35 @@ class SqlTransport(SqlBackend):
         """Return the names of all queues, in order."""
         query = select(self._tables.queues.c.name).order_by(self._tables.queues.c.name)
         return await self._database.read(lambda connection: connection.execute(query).scalars().all())
+
+    async def limits(self, queue: str | None = None) -> Sequence[QueueLimits]:
+        """Return the limits of the queue, or those of every queue, by name. Raises QueueNotFound."""
+        await self._check_tables()
+        if queue is not None:
+            return [await self._database.read(partial(self._limits.limits, queue=queue))]
+        return [limits_of(row) for row in await self._database.read(self._limits.all.rows)]
+
+    async def set_limits(
+        self,
+        queue: str,
+        *,
+        paused: bool | Unset = UNSET,
+        concurrency: int | Unset | None = UNSET,
+        rate: float | Unset | None = UNSET,
+    ) -> QueueLimits:
+        """Change the limits that are given; see `SupportsQueueLimits`."""
+        changes = checked_changes(paused, concurrency, rate)
+        await self._check_tables()
+
+        def change(connection: Connection) -> QueueLimits:
+            self._limits.limits(connection, queue)
+            for name, value in changes.items():
+                self._limits.change[name].change(connection, value, queue)
+            return self._limits.limits(connection, queue)
+
+        limits = await self._database.write(change)
+        await self._database.notify_on_commit({queue_channel(queue): LIMITS_CHANGED})
+        return limits
 
     @long_work
     async def count(self, queue: str) -> int:
@@ -332,20 +366,27 @@ class SqlReceiver:
     """Takes messages from one queue; the claims of a process that ends are free again at once."""
 
     def __init__(
-        self, database: Database, statements: QueueStatements, claims: Claims, queue: str, idle: IdleQueues
+        self,
+        database: Database,
+        statements: QueueStatements,
+        claims: Claims,
+        queue: str,
+        idle: IdleQueues,
+        admission: QueueAdmission,
     ) -> None:
         self._database = database
         self._statements = statements
         self._queue = queue
         self._claims = claims
         self._idle = idle
+        self._admission = admission
         self._news = asyncio.Event()
         self._stopped = False
         self._after = 0
         """The number of the last message claimed."""
         self._full_at = -math.inf
         """When messages were last looked for from the first one on."""
-        self._unsubscribe = database.notifications.subscribe(queue_channel(queue), lambda _: self._news.set())
+        self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._on_news)
 
     @property
     def server_timeout(self) -> float:
@@ -358,14 +399,22 @@ class SqlReceiver:
             self._news.clear()
             batch: list[ReceivedMessage] = []
             expired: list[ReceivedMessage] = []
+            admitted = await self._admission.admit(limit)
+            if not admitted:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._admission.wait):
+                        await self._news.wait()
+                continue
             try:
-                await self._database.read(partial(self._claim, limit=limit, batch=batch, expired=expired))
+                await self._database.read(partial(self._claim, limit=admitted, batch=batch, expired=expired))
                 await self._discard(expired)
             except BaseException:
                 self._claims.release(
                     _number(received) for received in batch + expired
                 )  # the caller will never receive them
+                self._admission.received([])
                 raise
+            self._admission.received([_number(received) for received in batch])
             if batch:
                 return batch
             if not expired:
@@ -381,7 +430,7 @@ class SqlReceiver:
     ) -> Sequence[bool]:
         """Delete the messages, now or at the commit."""
         numbers = [_number(one) for one in received]
-        remove, forget = partial(self._statements.remove, numbers=numbers), partial(self._claims.forget, numbers)
+        remove, forget = partial(self._statements.remove, numbers=numbers), partial(self._forget, numbers)
         one_statement = self._statements.removes_at_once(len(numbers))
         removed = await self._database.write(remove, transaction, one_statement=one_statement)
         forget() if transaction is None else transaction.after_commit(forget)
@@ -393,10 +442,23 @@ class SqlReceiver:
 
     async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
         """Give up the claims and wake receivers."""
-        self._claims.release(_number(one) for one in received)
+        numbers = [_number(one) for one in received]
+        self._claims.release(numbers)
+        self._admission.ended(numbers)
         with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
             await self._database.read(lambda _: self._claims.flush())
         self._database.notifications.notify(queue_channel(self._queue))
+
+    def _on_news(self, at: int) -> None:
+        if at == LIMITS_CHANGED:
+            self._admission.expire()
+        self._news.set()
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Drop the claims on messages that were handled."""
+        self._claims.forget(numbers)
+        if self._admission.ended(numbers):
+            self._database.notifications.notify(queue_channel(self._queue))  # others may wait for their slots
 
     def holds(self, received: ReceivedMessage) -> bool:
         """Return whether this process still claims the message, as of its last request."""

@@ -1,0 +1,171 @@
+"""`delayline queues`, `pause`, `resume`, `limit`, `peek` and `purge`: look into queues and limit them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from delayline.cli.connection import managed_queues, open_transport
+from delayline.cli.due import local
+from delayline.cli.options import examples, json_option, settings_options
+from delayline.cli.screen import size
+from delayline.errors import CorruptHeaders
+from delayline.external import UNSET
+from delayline.message import Headers, from_wire_time
+from delayline.transport import QueueLimits, limited
+
+if TYPE_CHECKING:
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.message import Message
+
+PLACES: Final = ("url", "transport_url")
+NONE: Final = "none"
+
+
+@click.command(epilog=examples("delayline queues", "delayline queues --json"))
+@settings_options(*PLACES)
+@json_option
+def queues(settings: Settings, screen: Screen) -> None:
+    """List the queues: how many messages are in each, and its limits. Counts include messages that are handled now."""
+
+    async def work() -> list[tuple[QueueLimits, int]]:
+        async with open_transport(settings) as transport:
+            counted = managed_queues(transport)
+            return [(one, await counted.count(one.queue)) for one in await limited(transport).limits()]
+
+    found = asyncio.run(work())
+    rows = [(one.queue, str(number), *_cells(one)) for one, number in found]
+    screen.table(("queue", "messages", "received", "at once", "a second"), rows)
+    screen.document({"queues": [{**_document(one), "messages": number} for one, number in found]})
+
+
+@click.command(epilog=examples("delayline pause billing"))
+@click.argument("queue")
+@settings_options(*PLACES)
+@json_option
+def pause(settings: Settings, screen: Screen, queue: str) -> None:
+    """Receive no more messages from a queue, in any process, until `resume`. Messages at work are still handled."""
+    _change(settings, screen, queue, paused=True)
+
+
+@click.command(epilog=examples("delayline resume billing"))
+@click.argument("queue")
+@settings_options(*PLACES)
+@json_option
+def resume(settings: Settings, screen: Screen, queue: str) -> None:
+    """Receive messages from a paused queue again."""
+    _change(settings, screen, queue, paused=False)
+
+
+@click.command(
+    epilog=examples("delayline limit billing --concurrency 5 --rate 20", "delayline limit billing --rate none")
+)
+@click.argument("queue")
+@click.option("--concurrency", metavar="N", help="How many of its messages are handled at once, or none for no limit.")
+@click.option("--rate", metavar="N", help="How many of its messages are received a second, or none for no limit.")
+@settings_options(*PLACES)
+@json_option
+def limit(settings: Settings, screen: Screen, queue: str, concurrency: str | None, rate: str | None) -> None:
+    """Limit a queue over all processes that receive from it; they follow within a second."""
+    if concurrency is None and rate is None:
+        raise click.UsageError("Give --concurrency, --rate or both.")
+    changes: dict[str, Any] = {}
+    if concurrency is not None:
+        changes["concurrency"] = None if concurrency == NONE else _number("--concurrency", concurrency, int)
+    if rate is not None:
+        changes["rate"] = None if rate == NONE else _number("--rate", rate, float)
+    _change(settings, screen, queue, **changes)
+
+
+@click.command(epilog=examples("delayline peek billing", "delayline peek billing --limit 3 --json"))
+@click.argument("queue")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many at most.")
+@settings_options(*PLACES)
+@json_option
+def peek(settings: Settings, screen: Screen, queue: str, limit: int) -> None:
+    """Show the messages of a queue, oldest first, without receiving them."""
+
+    async def work() -> tuple[int, list[Message]]:
+        async with open_transport(settings) as transport:
+            found = managed_queues(transport)
+            return await found.count(queue), list(await found.browse(queue, limit))
+
+    total, messages = asyncio.run(work())
+    if messages:
+        screen.table(("id", "sent", "type", "size", "body"), [_row(message) for message in messages])
+    screen.echo(f"{total} in {queue}" + ("" if len(messages) == total else f", {len(messages)} shown"))
+    screen.document({"queue": queue, "total": total, "messages": [_summary(one) for one in messages]})
+
+
+@click.command(epilog=examples("delayline purge billing --yes"))
+@click.argument("queue")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@settings_options(*PLACES)
+@json_option
+def purge(settings: Settings, screen: Screen, queue: str, yes: bool) -> None:
+    """Delete the messages of a queue for ever, except those that are handled now."""
+
+    async def count() -> int:
+        async with open_transport(settings) as transport:
+            return await managed_queues(transport).count(queue)
+
+    async def work() -> int:
+        async with open_transport(settings) as transport:
+            return await managed_queues(transport).purge(queue)
+
+    if not yes:
+        click.confirm(f"Delete the {asyncio.run(count())} messages of {queue!r}?", abort=True, err=True)
+    number = asyncio.run(work())
+    screen.echo(f"✓ {queue}: {number} deleted", "green")
+    screen.document({"queue": queue, "deleted": number})
+
+
+def _change(settings: Settings, screen: Screen, queue: str, **changes: Any) -> None:  # noqa: ANN401
+    async def work() -> QueueLimits:
+        async with open_transport(settings) as transport:
+            given = {"paused": UNSET, "concurrency": UNSET, "rate": UNSET, **changes}
+            return await limited(transport).set_limits(queue, **given)
+
+    limits = asyncio.run(work())
+    received, at_once, rate = _cells(limits)
+    screen.echo(f"✓ {queue}: {received}, {at_once or 'any number'} at once, {rate or 'any number'} a second", "green")
+    screen.document(_document(limits))
+
+
+def _cells(limits: QueueLimits) -> tuple[str, str, str]:
+    rate = "" if limits.rate is None else f"{limits.rate:g}"
+    return "paused" if limits.paused else "received", str(limits.concurrency or ""), rate
+
+
+def _document(limits: QueueLimits) -> dict[str, object]:
+    return {"queue": limits.queue, "paused": limits.paused, "concurrency": limits.concurrency, "rate": limits.rate}
+
+
+def _number(option: str, text: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no number, and not {NONE!r}", param_hint=option) from error
+
+
+def _summary(message: Message) -> dict[str, object]:
+    try:
+        headers = dict(message.headers)
+    except CorruptHeaders:
+        headers = {}
+    return {"id": message.id, "headers": headers, "body": message.body.decode("utf-8", "replace")}
+
+
+def _row(message: Message) -> tuple[str, str, str, str, str]:
+    headers: Any = _summary(message)["headers"]
+    sent = headers.get(Headers.TIME_SENT, "")
+    try:
+        sent = local(from_wire_time(sent)) if sent else ""
+    except ValueError:
+        sent = repr(sent)
+    kind = headers.get(Headers.ENCLOSED_MESSAGE_TYPES, "").partition(";")[0]
+    body = message.body[:200].decode("utf-8", "replace").replace("\n", " ")
+    return message.id, sent, kind, size(len(message.body)), body[:60]

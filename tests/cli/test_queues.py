@@ -1,0 +1,73 @@
+"""`delayline queues`, `pause`, `resume`, `limit`, `peek` and `purge`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.cli.conftest import Result, messages_in, put
+
+from delayline import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def shop(ready: Callable[..., Result]) -> Callable[..., Result]:
+    """The command line where messages are in a queue."""
+    put("billing", [Message("a", {"tenant": "acme"}, b'{"order": 1}'), Message("b", {}, "<b>ü\n</b>\x00".encode())])
+    return ready
+
+
+def test_queues_are_listed_with_their_limits(shop: Callable[..., Result]) -> None:
+    """Given limits of a queue, when queues are listed, then messages and limits are shown."""
+    assert (
+        "✓ billing: received, 5 at once, 0.5 a second"
+        in shop("limit", "billing", "--concurrency", "5", "--rate", ".5").out
+    )
+    assert "✓ billing: paused, 5 at once" in shop("pause", "billing").out
+    listed = {one["queue"]: one for one in shop("queues", "--json").document["queues"]}
+    assert listed["billing"] == {"queue": "billing", "messages": 2, "paused": True, "concurrency": 5, "rate": 0.5}
+    assert listed["error"] == {"queue": "error", "messages": 0, "paused": False, "concurrency": None, "rate": None}
+    shown = next(line.split() for line in shop("queues").out.splitlines() if line.startswith("billing"))
+    assert shown == ["billing", "2", "paused", "5", "0.5"]
+
+
+def test_limits_are_taken_back(shop: Callable[..., Result]) -> None:
+    shop("limit", "billing", "--concurrency", "5", "--rate", "20")
+    shop("pause", "billing")
+    assert shop("resume", "billing", "--json").document["paused"] is False
+    cleared = shop("limit", "billing", "--concurrency", "none", "--rate", "none").out
+    assert "✓ billing: received, any number at once, any number a second" in cleared
+
+
+def test_messages_are_seen_without_receiving_them(shop: Callable[..., Result]) -> None:
+    """Given messages with hard bodies, when peeked at, then they stay."""
+    assert shop("peek", "billing", "--limit", "1").out.endswith("2 in billing, 1 shown\n")
+    document = shop("peek", "billing", "--json").document
+    assert [one["id"] for one in document["messages"]] == ["a", "b"]
+    assert document["messages"][0]["headers"]["tenant"] == "acme"
+    assert len(messages_in("billing")) == 2
+
+
+def test_a_queue_is_emptied(shop: Callable[..., Result]) -> None:
+    assert "✓ billing: 2 deleted" in shop("purge", "billing", "--yes").out
+    assert messages_in("billing") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "text"),
+    [
+        (["pause", "nowhere"], 1, "nowhere"),
+        (["peek", "nowhere"], 1, "nowhere"),
+        (["limit", "billing"], 2, "Give --concurrency, --rate or both"),
+        (["limit", "billing", "--rate", "fast"], 2, "'fast' is no number"),
+        (["limit", "billing", "--rate", "nan"], 2, "rate must be messages a second"),
+        (["limit", "billing", "--concurrency", "0"], 2, "concurrency"),
+    ],
+)
+def test_mistakes_are_explained(shop: Callable[..., Result], command: list[str], code: int, text: str) -> None:
+    result = shop(*command)
+    assert (result.code, text in result.err) == (code, True), result.err
+    assert "Traceback" not in result.err

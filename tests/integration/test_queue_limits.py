@@ -1,0 +1,143 @@
+"""Limits of queues: pauses, messages handled at once and a rate, over all processes that receive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.eventually import eventually_async
+
+from delayline import ConfigurationError, Endpoint, QueueNotFound
+from delayline.memory import MemoryTransport
+from delayline.sql import SqlTransport
+from delayline.transport import QueueLimits
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from delayline import Message, MessageContext
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/shop.db"
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+class Running:
+    """Counts what several workers handle together."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.handled = 0
+
+
+class Worker:
+    """An endpoint that counts the messages that it handles, each of them until it is released."""
+
+    def __init__(self, url: str, running: Running, *, blocks: bool = False, name: str = "shop") -> None:
+        self.endpoint = Endpoint(name, transport=SqlTransport(url), concurrency=20)
+        self.release = asyncio.Event()
+        if not blocks:
+            self.release.set()
+
+        @self.endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            running.now += 1
+            running.most = max(running.most, running.now)
+            await self.release.wait()
+            running.now -= 1
+            running.handled += 1
+
+
+@contextlib.asynccontextmanager
+async def limited_shop(url: str, **limits: Any) -> AsyncIterator[SqlTransport]:  # noqa: ANN401 - as of set_limits
+    """Set the limits of the queue `shop` before its receivers start, from a process of their own as it were."""
+    transport = SqlTransport(url)
+    await transport.setup_infrastructure(["shop", "error"])
+    await transport.start()
+    await transport.set_limits("shop", **limits)
+    yield transport
+    await transport.stop()
+
+
+async def test_a_paused_queue_keeps_its_messages_until_it_is_resumed(url: str) -> None:
+    """Given a paused queue, when messages come, then none is handled before the queue is resumed."""
+    paused, others = Running(), Running()
+    worker, other = Worker(url, paused).endpoint, Worker(url, others, name="other").endpoint
+    async with limited_shop(url, paused=True) as transport, worker, other:
+        for number in range(5):
+            await worker.send("shop", str(number))
+        await other.send("other", b"")
+        await eventually_async(lambda: others.handled == 1)
+        assert paused.handled == 0
+        assert await transport.set_limits("shop", paused=False) == QueueLimits("shop")
+        await eventually_async(lambda: paused.handled == 5)
+
+
+async def test_so_many_messages_are_handled_at_once_in_all_processes(url: str) -> None:
+    """Given a queue limited to 3 and two receivers, when 30 messages come, then never more than 3 run."""
+    running = Running()
+    first, second = Worker(url, running, blocks=True), Worker(url, running, blocks=True)
+    async with limited_shop(url, concurrency=3) as transport, first.endpoint, second.endpoint:
+        await asyncio.gather(*(first.endpoint.send("shop", b"") for _ in range(30)))
+        await eventually_async(lambda: running.now == 3)
+        first.release.set()
+        second.release.set()
+        await eventually_async(lambda: running.handled == 30)
+        assert running.most == 3
+        first.release.clear()
+        second.release.clear()
+        await transport.set_limits("shop", concurrency=None)
+        await asyncio.gather(*(first.endpoint.send("shop", b"") for _ in range(30)))
+        await eventually_async(lambda: running.now == 30)
+        first.release.set()
+        second.release.set()
+
+
+async def test_a_rate_is_kept_over_all_receivers(url: str) -> None:
+    """Given a queue limited to 20 a second and two receivers, when 25 messages wait, then they take over a second."""
+    running = Running()
+    first, second = Worker(url, running).endpoint, Worker(url, running).endpoint
+    async with limited_shop(url, paused=True, rate=20) as transport, first, second:
+        await asyncio.gather(*(first.send("shop", b"") for _ in range(25)))
+        began = time.monotonic()
+        assert (await transport.set_limits("shop", paused=False)).rate == 20
+        await eventually_async(lambda: running.handled == 25)
+        assert time.monotonic() - began > (25 - 3) / 20  # 0.1 s of messages come at once
+        await transport.set_limits("shop", rate=None)
+        await asyncio.gather(*(first.send("shop", b"") for _ in range(100)))
+        await eventually_async(lambda: running.handled == 125)
+
+
+async def test_slots_of_a_process_that_ends_are_free(postgresql_url: str) -> None:
+    """Given a receiver that holds the only slot, when it stops, then another one gets it."""
+    running = Running()
+    first, second = Worker(postgresql_url, running, blocks=True), Worker(postgresql_url, running)
+    async with limited_shop(postgresql_url, concurrency=1), second.endpoint:
+        async with first.endpoint:
+            await first.endpoint.send("shop", b"")
+            await eventually_async(lambda: running.now + running.handled == 1)
+            first.release.set()
+        await second.endpoint.send("shop", b"")
+        await eventually_async(lambda: running.handled == 2)
+
+
+async def test_limits_of_queues_that_cannot_have_them(tmp_path: Path) -> None:
+    """Given a queue that does not exist, a value out of range or another transport, then the error says so."""
+    shop = Worker(f"sqlite:///{tmp_path}/shop.db", Running()).endpoint
+    async with shop:
+        with pytest.raises(QueueNotFound):
+            await shop.queues.set_limits("never", paused=True)
+        for wrong in (0, -1, 2_000_000, True):
+            with pytest.raises(ConfigurationError, match="rate must be messages a second"):
+                await shop.queues.set_limits("shop", rate=wrong)
+        with pytest.raises(ConfigurationError, match="concurrency"):
+            await shop.queues.set_limits("shop", concurrency=0)
+        assert [one.queue for one in await shop.queues.limits()] == ["error", "shop"]
+    with pytest.raises(ConfigurationError, match="MemoryTransport has no limits of queues"):
+        _ = Endpoint("shop", transport=MemoryTransport()).queues
