@@ -33,6 +33,20 @@ def test_reminders_by_hand(
     assert [customers.stdout.readline().split(" (")[0] for _ in range(2)] == ["a: first", "b: second"]
 
 
+def test_the_typed_service(folder: Path) -> None:
+    """Given the example with five kinds of message, when it runs, then its README is true."""
+    example = Path(__file__).parents[2] / "examples/typed_service"
+    ran = subprocess.run(
+        [sys.executable, str(example / "typed_service.py")],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout in (example / "README.md").read_text()
+
+
 def test_the_generator_writes_the_shipped_rows(folder: Path) -> None:
     made = folder / "reminders.csv"
     command = [sys.executable, "-m", "examples.reminders.generate", "--to", str(made)]
