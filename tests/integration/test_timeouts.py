@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import uuid
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from delayline import (
 )
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.events import Event
-from delayline.message import from_wire_time
+from delayline.message import from_wire_time, to_wire_time
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.spi import DelayedDelivery, Outcome, Transport, TransportOperation
 from delayline.sql import SqlDelayedMessageStore
@@ -179,6 +180,40 @@ async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: p
             while len(left := run_sql(product, url, (query, ()))) < 2:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.05)
     assert any("\\u043a\\u043b\\u044e\\u0447" in row[0] or "ключ" in row[0] for row in left)
+
+
+async def test_rows_of_dotnet_whose_time_lost_its_fraction_are_not_early(mariadb_url: str) -> None:
+    """Given rows of .NET on MariaDB, whose column keeps whole seconds, then each is due at the time of its header."""
+    insert = "insert into `Sales_Eu_TimeoutData` values (%s, %s, %s, %s, %s, %s, %s)"
+    soon = datetime.now(UTC) + 2 * SECOND
+    dues = {f"m{number}": soon + timedelta(milliseconds=173 * number) for number in range(20)}
+    rows = []
+    for name, due in dues.items():
+        headers = {"NServiceBus.MessageId": name, TimeoutHeaders.EXPIRE: to_wire_time(due)}
+        cut = due.replace(tzinfo=None, microsecond=0)
+        rows.append((str(uuid.uuid4()), "Sales.Eu", None, b"", cut, json.dumps(headers), "6.2.0.0"))
+    bare = soon.replace(microsecond=0)
+    dues["bare"] = bare + SECOND  # without the header a whole second may be lost
+    without = '{"NServiceBus.MessageId":"bare"}'
+    rows.append((str(uuid.uuid4()), "Sales.Eu", None, b"", bare.replace(tzinfo=None), without, "6.2.0.0"))
+    run_sql("mariadb", mariadb_url, *((text, ()) for text in DDL["mariadb"]), *((insert, row) for row in rows))
+    endpoint = Endpoint(
+        "Sales.Eu",
+        transport=SqlTransport(mariadb_url),
+        delayed_delivery=TimeoutManagerDelivery(SqlTimeoutPersister(mariadb_url)),
+    )
+    arrived: dict[str, datetime] = {}
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        arrived[message.id] = datetime.now(UTC)
+
+    async with endpoint:
+        assert [one.due for one in await endpoint.delayed.pending(limit=1)] == [min(dues.values())]
+        async with asyncio.timeout(PATIENCE):
+            while len(arrived) < len(dues):  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+    assert {name: arrived[name] - due for name, due in dues.items() if arrived[name] < due} == {}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
@@ -11,7 +12,7 @@ from delayline.sql.schema import ProductTables
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from datetime import datetime, timedelta
+    from datetime import datetime
 
     import pyarrow as pa
     import sqlalchemy
@@ -259,6 +260,8 @@ class TimeoutShape:
     headers: TypeEngine[Any]
     round_time: Callable[[datetime], datetime] | None = None
     """Rounds a time in UTC up to what the column keeps; None if the column keeps times as a store's does."""
+    time_lost: timedelta = timedelta(0)
+    """How much earlier a time that .NET has stored may be than the exact time."""
     nullable: bool = False
     """Whether Headers and PersistenceVersion may be NULL."""
     named_by_table: bool = False

@@ -5,12 +5,15 @@ See https://docs.particular.net/persistence/sql/.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Column, Index, MetaData, String, Table
 from sqlalchemy.sql import quoted_name
 
+from delayline.message import TimeoutHeaders, from_wire_time
 from delayline.sql.schema import CONTENT
 
 if TYPE_CHECKING:
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
 
 ONE_SECOND: Final = timedelta(seconds=1)
 MAXIMUM_VERSION_LENGTH: Final = 23
+#: The value of the column PersistenceVersion; .NET writes the version of its persistence.
+PERSISTENCE_VERSION: Final = "delayline"
+SAME_TIME: Final = timedelta(seconds=2)
+#: The exact due time, in headers as .NET writes them in JSON.
+EXPIRE: Final = re.compile(rf'"{re.escape(TimeoutHeaders.EXPIRE)}"\s*:\s*"([^"]*)"')
 
 
 def table_prefix(endpoint_name: str) -> str:
@@ -56,6 +64,7 @@ class TimeoutTimes:
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._rounded = dialect.timeout_shape.round_time
+        self._lost = dialect.timeout_shape.time_lost
 
     def kept(self, due: datetime) -> Any:  # noqa: ANN401 - a value of the driver
         """Return the column's value for `due`, rounded up to its precision."""
@@ -64,6 +73,32 @@ class TimeoutTimes:
     def until(self, at: datetime) -> Any:  # noqa: ANN401 - a value of the driver
         """Return the value to compare due times with: no timeout due after `at` compares as due."""
         return self._dialect.to_until(at) if self._rounded is None else at.astimezone(UTC).replace(tzinfo=None)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the column keeps what .NET stores without loss."""
+        return not self._lost
+
+    def exact(self, kept: Any, headers: str | bytes | None, version: str | None = None) -> datetime:  # noqa: ANN401
+        """Return the due time of a row: that of its headers where the column may have lost a part of it.
+
+        Rows of delayline's own, by their version, have lost nothing: their times are rounded up.
+
+        .NET writes the exact time into a header too. A header with a time that is two seconds or more from the
+        column's is not about the same time, as after a reschedule; without a header the most that may be lost is added.
+        """
+        time = self.read(kept)
+        if not self._lost or version == PERSISTENCE_VERSION:
+            return time
+        text = headers.decode("utf-8", "replace") if isinstance(headers, bytes) else headers or ""
+        found = EXPIRE.search(text)
+        if found is None:
+            return time + self._lost
+        with contextlib.suppress(ValueError):
+            expire = from_wire_time(found[1])
+            if abs(expire - time) < SAME_TIME:
+                return max(time, expire)
+        return time
 
     def read(self, kept: Any) -> datetime:  # noqa: ANN401 - a value of the driver
         """Return the due time of a column's value."""

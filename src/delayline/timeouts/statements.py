@@ -12,7 +12,7 @@ from sqlalchemy import bindparam, delete, func, insert, literal_column, select, 
 from delayline.clock import EPOCH
 from delayline.message import Message, to_wire_time
 from delayline.sql.prepared import Prepared
-from delayline.timeouts.nservicebus import TimeoutTimes
+from delayline.timeouts.nservicebus import PERSISTENCE_VERSION, TimeoutTimes
 from delayline.timeouts.persister import (
     NO_SAGA,
     DueTimeout,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect, Moved
     from delayline.sql.schema import QueueTables
 
-#: The value of the column PersistenceVersion; .NET writes the version of its persistence.
-PERSISTENCE_VERSION: Final = "delayline"
 #: The most timeouts requested from the dispatcher at a time: the poller reads past leased rows at each look.
 MAXIMUM_REQUESTED: Final = 1000
 #: A lease that ends later than this belongs to a failed request and does not count towards MAXIMUM_REQUESTED.
@@ -54,6 +52,7 @@ class TimeoutStatements:
         ours, of_id = leases.c.store == bindparam("store"), columns.Id == bindparam("key")
         of_ids = delete(leases).where(ours, dialect.one_of(leases.c.id, "keys"))
         content = select(columns.Id, columns.Destination, columns.SagaId, columns.State, columns.Time, columns.Headers)
+        content = content.add_columns(columns.PersistenceVersion)
         look, of_keys = content.where(of_id), dialect.one_of(columns.Id, "keys")
         self._asks_first = not dialect.timeout_shape.inserts_new
         new = insert(table) if self._asks_first else dialect.insert_new(table, "Id")
@@ -64,6 +63,8 @@ class TimeoutStatements:
         self._delete = Prepared(delete(table).where(of_id), sql, ["key"])
         self._of_saga = Prepared(delete(table).where(columns.SagaId == bindparam("saga")), sql, ["saga"])
         in_order = select(columns.Id, columns.Time).where(columns.Time.is_not(None)).order_by(columns.Time)
+        if not self.times.is_exact:
+            in_order = in_order.add_columns(columns.Headers, columns.PersistenceVersion)
         size = func.coalesce(func.length(columns.State), literal_column("0")) + func.length(columns.Headers)
         due = select(columns.Id, columns.Time, size).where(columns.Time <= bindparam("until")).order_by(columns.Time)
         due = due.limit(bindparam("number")).with_for_update(skip_locked=True)
@@ -142,10 +143,18 @@ class TimeoutStatements:
         requested = sum(until <= at + ACTIVE_LEASE for until in leases.values())
         number = max(0, min(limit, MAXIMUM_REQUESTED - requested))
         rows = self._first.rows(connection, number + len(leases) + 1)
-        free = [DueTimeout(one, self.times.read(time)) for key, time in rows if (one := _text(key)) not in leases]
-        due = [one for one in free[:number] if one.due <= at]
-        times = [*leases.values(), *(one.due for one in free[len(due) : len(due) + 1])]
+        free = [DueTimeout(one, self._due(at, *times)) for key, *times in rows if (one := _text(key)) not in leases]
+        due = [one for one in free if one.due <= at][:number]
+        times = [*leases.values(), *(one.due for one in free if one not in due)]
         return TimeoutsChunk(due, min(times, default=None)), ended
+
+    def _due(self, at: datetime, time: Any, headers: str | None = None, version: str | None = None) -> datetime:  # noqa: ANN401
+        """Return the exact due time of a row whose time has come; that of the column for others.
+
+        A row behind it may have an earlier exact time, and the same one in the column.
+        """
+        kept = self.times.read(time)
+        return kept if kept > at else self.times.exact(time, headers, version)
 
     def take(self, connection: Connection, at: datetime, limit: int, lease_until: datetime) -> TimeoutsChunk:
         """Lease due timeouts; one poller at a time."""
@@ -167,10 +176,12 @@ class TimeoutStatements:
             [(key, size) for id_, _, size in rows if (key := _text(id_)) not in leases][:limit], max_bytes
         )
         found = self.read(connection, chosen)
-        taken = leases.keys() | {timeout.id for timeout in found}
-        ahead = self._first.rows(connection, len(taken) + 1)
-        times = [*leases.values(), *(self.times.read(time) for id_, time in ahead if _text(id_) not in taken)]
-        return LockedTimeouts(found, min(times, default=None))
+        seen = leases.keys() | {timeout.id for timeout in found}
+        ahead = self._first.rows(connection, len(seen) + 1)
+        others = (self._due(at, *times) for id_, *times in ahead if _text(id_) not in seen)
+        early = [timeout.due for timeout in found if timeout.due > at]
+        times = [*leases.values(), *early, *others]
+        return LockedTimeouts([timeout for timeout in found if timeout.due <= at], min(times, default=None))
 
     @property
     def forwards(self) -> bool:
@@ -217,11 +228,11 @@ class TimeoutStatements:
         return leases, ended
 
     def _timeout(self, row: Sequence[Any]) -> Timeout:
-        key, destination, saga, state, time, headers = row
+        key, destination, saga, state, time, headers, version = row
         timeout_id, encoded = _text(key), (headers or "").encode("utf-8", "surrogatepass")
         message = Message.from_encoded(timeout_id, encoded, bytes(state or b""))
         saga_id = NO_SAGA if saga is None else uuid.UUID(str(saga))
-        return Timeout(timeout_id, message, destination, self.times.read(time), saga_id)
+        return Timeout(timeout_id, message, destination, self.times.exact(time, headers, version), saga_id)
 
 
 def _fitting(sized: Sequence[tuple[str, int | None]], max_bytes: int) -> list[str]:

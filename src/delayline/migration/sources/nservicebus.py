@@ -71,10 +71,15 @@ class NServiceBusSql(TableSource):
         """Return the messages, under the ids of their timeouts."""
         keys, destinations, dues, headers, bodies = zip(*rows, strict=True) if rows else [()] * len(MESSAGE)
         ids = [str(key).lower() for key in keys]
-        if not all(
+        times = TimeoutTimes(self.dialect)
+        if not times.is_exact:
+            dues = tuple(
+                None if due is None else times.exact(due, text) for due, text in zip(dues, headers, strict=True)
+            )
+        elif not all(
             isinstance(due, datetime) for due in dues
         ):  # Arrow reads times without a zone as UTC, which they are
-            dues = tuple(map(TimeoutTimes(self.dialect).read, dues))
+            dues = tuple(map(times.read, dues))
         return from_columns([ids, destinations, dues, headers, bodies])
 
     def table_options(self) -> Mapping[str, Any]:

@@ -350,7 +350,13 @@ class Mariadb(ServerDialect):
         destination = mysql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH)
         headers = MariadbJson() if self.sql.name == "mariadb" else mysql.JSON()
         return TimeoutShape(
-            mysql.VARCHAR(38), destination, mysql.DATETIME(), headers, round_time=_whole_seconds, json_headers=True
+            mysql.VARCHAR(38),
+            destination,
+            mysql.DATETIME(),
+            headers,
+            round_time=_whole_seconds,
+            time_lost=timedelta(seconds=1),  # MariaDB cuts the fraction off, MySQL rounds it
+            json_headers=True,
         )
 
     def stage(self, store: Table, name: str) -> Stage:

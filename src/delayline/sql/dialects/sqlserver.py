@@ -369,7 +369,8 @@ class SqlServer(ServerDialect):
     def timeout_shape(self) -> TimeoutShape:
         """The columns that NServiceBus' script for SQL Server creates."""
         key, destination = untyped.UNIQUEIDENTIFIER(), mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH)
-        return TimeoutShape(key, destination, DueTime(), untyped.NVARCHAR("max"), inserts_new=False)
+        lost = timedelta(milliseconds=2)  # datetime is rounded to a 300th of a second
+        return TimeoutShape(key, destination, DueTime(), untyped.NVARCHAR("max"), time_lost=lost, inserts_new=False)
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
