@@ -21,6 +21,7 @@ from delayline import (
     Message,
     MessageContext,
     QueueNotFound,
+    Recoverability,
     TransactionMode,
     UnsupportedTransactionMode,
 )
@@ -189,6 +190,26 @@ async def test_a_message_without_an_id_goes_to_the_error_queue_as_it_is(
     await connection.close()
     await receiver.stop()
     await counted(transport, "billing", 0)
+
+
+async def test_a_failed_message_that_was_not_durable_survives_in_the_error_queue(
+    rabbitmq_url: str, transport: RabbitMQTransport
+) -> None:
+    """Given messages that are not durable, one of them unreadable, when they have failed, then both are durable."""
+    endpoint = Endpoint("billing", transport=transport, recoverability=Recoverability(immediate_retries=0))
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        raise ValueError(message.id)
+
+    await publish_raw(transport, commands.Basic.Properties(message_id="express", delivery_mode=1))
+    await publish_raw(transport, commands.Basic.Properties(delivery_mode=1))
+    async with endpoint:
+        await counted(transport, "error", 2)
+    connection = await aio_pika.connect(rabbitmq_url)
+    queue = await (await connection.channel()).get_queue("error")
+    assert [(await queue.get(timeout=5, no_ack=True)).delivery_mode for _ in range(2)] == [2, 2]
+    await connection.close()
 
 
 async def test_a_message_without_an_id_stays_where_there_is_no_error_queue(rabbitmq_url: str) -> None:

@@ -14,7 +14,6 @@ from delayline.rabbitmq.amqp.wire import DAMAGED_HEADERS, Publication, PublishFr
 CONTENT_TYPE, HEADERS, MODE, CORRELATION, REPLY_TO, ID, TYPE = (1 << bit for bit in (15, 13, 12, 10, 9, 7, 5))
 EXPIRATION, USER_ID = 1 << 8, 1 << 4
 DELAY = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
-NON_PERSISTENT = "NServiceBus.Transport.RabbitMQ.UseNonPersistentDelivery"
 TYPES = "NServiceBus.EnclosedMessageTypes"
 NUL = b"\0\0\0\0"
 
@@ -136,9 +135,12 @@ def test_a_callback_queue_wins_over_the_reply_address() -> None:
     assert message.headers[Headers.REPLY_TO] == "callbacks"
 
 
-def test_a_message_that_is_not_persistent_is_reported() -> None:
-    """Given delivery mode 1, when read, then the header is back that the sender's transport took off."""
-    assert message_from(delivered(MODE | ID, b"\x01" + short("id"))).headers == {NON_PERSISTENT: "True"}
+@pytest.mark.parametrize("own", [b"", b"\x01", b"\x02"])
+def test_copies_of_a_message_that_is_not_durable_are(own: bytes) -> None:
+    """Given a message of any delivery mode, when it is sent on, as it came or composed anew, then it is durable."""
+    came = delivered((MODE if own else 0) | ID, own + short("id"))
+    assert sent_on(came.encoded_properties) == struct.pack(">H", MODE | ID) + b"\x02" + short("id")
+    assert message_from(came).headers == {}
 
 
 def test_the_id_may_be_in_the_header_only() -> None:
@@ -194,6 +196,6 @@ def test_a_message_that_goes_on_unchanged_keeps_its_properties() -> None:
     assert taken_apart(table_there) == expected
 
 
-def test_no_properties_go_on_as_none() -> None:
-    """Given a message without any property, when it goes on, then it has none."""
-    assert sent_on(delivered(0, b"").encoded_properties) == b"\0\0"
+def test_no_properties_go_on_as_durable_alone() -> None:
+    """Given a message without any property, when it goes on, then it has the one that makes it durable."""
+    assert sent_on(delivered(0, b"").encoded_properties) == struct.pack(">H", MODE) + b"\x02"

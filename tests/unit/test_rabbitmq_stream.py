@@ -163,7 +163,8 @@ def test_undecodable_messages_are_forwarded_unchanged() -> None:
     )
     with pytest.raises(Undecodable):
         decode_properties(came)
-    assert sent_on(came) == struct.pack(">H", HEADERS | ID) + table_of(fields) + short("id")
+    durable = 1 << 12
+    assert sent_on(came) == struct.pack(">H", HEADERS | durable | ID) + table_of(fields) + b"\x02" + short("id")
 
 
 def test_marks_are_added_and_older_ones_replaced() -> None:

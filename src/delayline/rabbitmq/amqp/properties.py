@@ -22,7 +22,6 @@ from delayline.rabbitmq.amqp.wire import (
     HEADERS_FLAG,
     HEADERS_IN_BODY,
     LONGEST_SHORT_STRING,
-    NON_PERSISTENT,
     NOT_FOR_ERROR_QUEUE,
     NOT_SENT,
     goes_on,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_CONTENT_TYPE: Final = "application/octet-stream"
 """The content type of messages that have none."""
 CALLBACK_QUEUE: Final = "NServiceBus.RabbitMQ.CallbackQueue"
-NOT_PERSISTENT_MODE: Final = 1
+PERSISTENT: Final = b"\x02"
 NO_MESSAGE_ID: Final = (
     "A non-empty 'message-id' property is required when running NServiceBus on top of RabbitMQ: "
     "the sender of this message set none"
@@ -97,7 +96,6 @@ class Properties(NamedTuple):
 
     content_type: str = ""
     headers: Mapping[str, Any] = NO_HEADERS
-    delivery_mode: int = 0
     correlation_id: str = ""
     reply_to: str = ""
     message_id: str = ""
@@ -185,8 +183,6 @@ def _add_properties(headers: dict[str, str], properties: Properties) -> None:
         headers[Headers.CONTENT_TYPE] = properties.content_type
     if properties.message_type:
         headers.setdefault(ENCLOSED_TYPES, properties.message_type)
-    if properties.delivery_mode == NOT_PERSISTENT_MODE:
-        headers[NON_PERSISTENT] = "True"
 
 
 def as_text(value: Any) -> str:  # noqa: ANN401 - whatever AMQP has
@@ -224,11 +220,9 @@ def decode_properties(encoded: bytes) -> Properties:
         for flag, start, end in _walk(encoded):
             if flag == HEADERS_FLAG:
                 found["headers"] = _decode_table(encoded, start + 4, end, 0)
-            elif flag == DELIVERY_MODE:
-                found["delivery_mode"] = encoded[start]
             elif flag == TIMESTAMP:
                 _check_time(encoded[start:end])
-            elif flag != PRIORITY:
+            elif flag not in (DELIVERY_MODE, PRIORITY):
                 text = encoded[start + 1 : end].decode()
                 if flag in NAMES:
                     found[NAMES[flag]] = text
@@ -251,8 +245,8 @@ def message_id_in(encoded: bytes) -> str | None:
 def sent_on(encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}), *, without: str = "") -> bytes:
     """Return the property flags and list of a message that is sent on as it came, for Publication.properties.
 
-    An expiration would end its way, and brokers refuse messages that name another user: both are left out, and so are
-    headers that a broker interprets, such as x-death or CC.
+    It is durable, also if it came as one that is not. An expiration would end its way, and brokers refuse messages that
+    name another user: both are left out, and so are headers that a broker interprets, such as x-death or CC.
 
     Args:
         encoded: The message's property flags and list.
@@ -262,23 +256,20 @@ def sent_on(encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}
     Raises:
         InvalidMessage: The properties cannot be told apart.
     """
-    flags = 0
-    parts: list[bytes] = []
+    parts: dict[int, bytes] = {}
     added = b"".join(_encoded_mark(name, value) for name, value in marks.items())
     try:
         for flag, start, end in _walk(encoded):
             if flag in NOT_FOR_ERROR_QUEUE:
                 continue
-            flags |= flag
             table = flag == HEADERS_FLAG
-            parts.append(_fields_that_go_on(encoded, start + 4, end, added, without) if table else encoded[start:end])
+            parts[flag] = _fields_that_go_on(encoded, start + 4, end, added, without) if table else encoded[start:end]
     except (ValueError, IndexError, struct.error) as error:
         raise InvalidMessage(f"the properties of a message cannot be sent on: {error}") from error
-    if added and not flags & HEADERS_FLAG:
-        before = sum(bool(flags & flag) for flag in (1 << 15, 1 << 14))
-        parts.insert(before, _length.pack(len(added)) + added)
-        flags |= HEADERS_FLAG
-    return struct.pack(">H", flags) + b"".join(parts)
+    if added:
+        parts.setdefault(HEADERS_FLAG, _length.pack(len(added)) + added)
+    parts[DELIVERY_MODE] = PERSISTENT
+    return struct.pack(">H", sum(parts)) + b"".join(parts[flag] for flag in sorted(parts, reverse=True))
 
 
 def _walk(encoded: bytes) -> Iterator[tuple[int, int, int]]:
