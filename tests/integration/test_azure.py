@@ -414,3 +414,19 @@ async def test_an_endpoint_whose_name_has_dots_is_addressed_as_dotnet_addresses_
     name = "delaysc020b82bdef476d113b9a5987918421f23755656"
     async with TableClient.from_connection_string(connection(azure_url), name) as table:
         assert [row async for row in table.list_entities() if row["PartitionKey"].isdigit()] == []
+
+
+async def test_requests_are_logged_on_request_only(azure_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Given an application that logs at INFO, when messages are handled, then Azure's client logs no request."""
+    caplog.set_level("INFO")
+    handled = HandledMessages()
+    endpoint = endpoint_at(azure_url, noted=handled)
+    async with endpoint:
+        await endpoint.send("sales", b"", message_id="m")
+        await handled.until(1)
+        assert [record.name for record in caplog.records if record.name.startswith("azure")] == []
+        assert [record for record in caplog.records if record.name == "delayline.azure.http"] == []
+        # When it sets the level, then there are some
+        caplog.set_level("INFO", logger="delayline.azure.http")
+        await endpoint.send("sales", b"", message_id="n")
+        assert any("queue" in record.getMessage() for record in caplog.records if record.name == "delayline.azure.http")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import os
 import re
 from contextlib import AsyncExitStack
@@ -62,6 +63,11 @@ class Retries(AsyncRetryPolicy[Any, Any]):
         response = await super().send(request)
         vars(response.http_response)["location_mode"] = "primary"
         return response
+
+
+#: Logs requests at INFO, and is at WARNING: `logging.getLogger("delayline.azure.http").setLevel("INFO")` shows them.
+HTTP_LOGGER: Final = logging.getLogger("delayline.azure.http")
+HTTP_LOGGER.setLevel(logging.WARNING)
 
 
 @dataclass(slots=True)
