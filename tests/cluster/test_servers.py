@@ -152,7 +152,7 @@ def test_connections_ended_at_random(
             found = administrator.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'delayline' "
                 "AND datname = current_database() AND random() < %s",
-                [chance.choice([0.1, 0.3, 1.0])],
+                [chance.choice([0.2, 0.6, 1.0])],
             )
             ended += len(found.fetchall())
     assert sender.ended(PATIENCE)

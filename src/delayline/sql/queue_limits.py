@@ -120,10 +120,12 @@ class QueueAdmission:
         self._read_at = -math.inf
 
     async def admit(self, number: int) -> int:
-        """Return how many messages may be received now, at most `number`; `received` has to follow."""
-        if time.monotonic() - self._read_at >= READ_EVERY:
-            self._limits = await self._database.read(partial(self._statements.limits, queue=self._queue))
-            self._read_at = time.monotonic()
+        """Return how many messages may be received now, at most `number`; `received` has to follow.
+
+        A queue that had no limits is taken to have none; `confirm` has to follow too.
+        """
+        if self._is_limited:
+            await self._read()
         if self._limits.paused:
             return 0
         if self._limits.concurrency is not None:
@@ -135,6 +137,25 @@ class QueueAdmission:
                 self._credit += await self._database.write(reserve)
             number = min(number, self._credit)
         return number
+
+    async def confirm(self) -> bool:
+        """Return whether the messages that were found may be received; False if the queue has had limits for a while.
+
+        An empty queue is not asked for its limits: an endpoint at rest asks for little.
+        """
+        if self._is_limited:
+            return True
+        await self._read()
+        return not self._is_limited
+
+    async def _read(self) -> None:
+        if time.monotonic() - self._read_at >= READ_EVERY:
+            self._limits = await self._database.read(partial(self._statements.limits, queue=self._queue))
+            self._read_at = time.monotonic()
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._limits != QueueLimits(self._queue)
 
     def received(self, messages: Sequence[int]) -> None:
         """Count messages that were received; by their row numbers."""

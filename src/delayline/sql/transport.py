@@ -408,12 +408,16 @@ class SqlReceiver:
             try:
                 await self._database.read(partial(self._claim, limit=admitted, batch=batch, expired=expired))
                 await self._discard(expired)
+                confirmed = not batch or await self._admission.confirm()
             except BaseException:
                 self._claims.release(
                     _number(received) for received in batch + expired
                 )  # the caller will never receive them
                 self._admission.received([])
                 raise
+            if not confirmed:
+                await self.release_many(batch)
+                continue
             self._admission.received([_number(received) for received in batch])
             if batch:
                 return batch
