@@ -46,6 +46,8 @@ class Event(StrEnum):
     BACKED_OFF = "delayed.backed_off"
     NOTIFY_FAILED = "delayed.notify_failed"
     BACKGROUND_TASK_FAILED = "delayed.background_task_failed"
+    RETRY_UNACKNOWLEDGED = "delayed.retry_unacknowledged"
+    QUEUE_DIFFERS = "delayed.queue_differs"
     BINDINGS_OVERLAP = "delayed.bindings_overlap"
     UNDELIVERABLE_CAUGHT = "delayed.undeliverable_caught"
     LISTENING_LOST = "delayed.listening_lost"

@@ -66,6 +66,10 @@ class Headers:
     TIME_OF_FAILURE: Final = "NServiceBus.TimeOfFailure"
     PROCESSING_MACHINE: Final = "NServiceBus.ProcessingMachine"
     PROCESSING_ENDPOINT: Final = "NServiceBus.ProcessingEndpoint"
+    RETRY_ID: Final = "ServiceControl.Retry.UniqueMessageId"
+    RETRY_ACKNOWLEDGEMENT_QUEUE: Final = "ServiceControl.Retry.AcknowledgementQueue"
+    RETRY_SUCCESSFUL: Final = "ServiceControl.Retry.Successful"
+    HOST_ID: Final = "$.diagnostics.hostid"
     HOST_DISPLAY_NAME: Final = "$.diagnostics.hostdisplayname"
     #: Properties that a .NET sender left for the dispatch only: they never reach a receiver.
     DISPATCH_PROPERTIES: Final = "NServiceBus.Timeouts.Properties."

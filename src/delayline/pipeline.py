@@ -29,8 +29,8 @@ from delayline.errors import (
 from delayline.events import Event, emit
 from delayline.grouping import Grouping
 from delayline.handlers import Handlers, MessageContext
-from delayline.message import Message
-from delayline.outgoing import Composer, Outgoing
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, Message, to_wire_time
+from delayline.outgoing import Composer, Outgoing, check_name, control_message
 from delayline.recoverability import (
     DELAYED_DELIVERIES,
     Decision,
@@ -49,6 +49,7 @@ from delayline.recoverability import (
 from delayline.transaction import TransactionMode
 from delayline.transport import (
     SupportsPrefetch,
+    SupportsQueueLookup,
     SupportsServerTimeout,
     SupportsTransportTransactions,
     TransportOperation,
@@ -396,6 +397,8 @@ class Pipeline:
             try:
                 context = await self._run_handlers(received, attempt, calls, running)
                 handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
+                if Headers.RETRY_ID in message.headers and self.transactions is not None:  # a satellite's is only moved
+                    context.outgoing += await self._acknowledged_retry(message)
                 await self._complete(received, context.outgoing, context.own)
             except _AlreadyHandled:
                 raise
@@ -409,6 +412,30 @@ class Pipeline:
                 if logger.isEnabledFor(logging.DEBUG):
                     emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
                 return
+
+    async def _acknowledged_retry(self, message: Message) -> list[Outgoing]:
+        """Return the notice to ServicePulse that a message that it has sent to be retried was handled.
+
+        See https://docs.particular.net/servicepulse/intro-failed-message-retries.
+        """
+        retry = message.headers[Headers.RETRY_ID]
+        queue = message.headers.get(Headers.RETRY_ACKNOWLEDGEMENT_QUEUE, "")
+        transport, now = self.host.transport, self.host.clock.now()
+        problem = ""
+        try:
+            check_name(Headers.RETRY_ACKNOWLEDGEMENT_QUEUE, queue, MAXIMUM_DESTINATION_LENGTH)
+            if queue == self.queue:
+                problem = "it is the queue that the message came from"
+            elif isinstance(transport, SupportsQueueLookup) and not await transport.has_queue(queue):
+                problem = "it does not exist"
+        except (InvalidMessage, BackendUnavailable) as error:
+            problem = str(error)
+        if problem:
+            text = "The retry of message %s is not acknowledged to queue %r: %s"
+            emit(logger, logging.WARNING, Event.RETRY_UNACKNOWLEDGED, text, message.id, queue, problem, message=message)
+            return []
+        notice = control_message(now, {Headers.RETRY_SUCCESSFUL: to_wire_time(now), Headers.RETRY_ID: retry})
+        return [Outgoing(TransportOperation(notice, queue), None)]
 
     async def _run_handlers(
         self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]

@@ -7,9 +7,11 @@ import platform
 import random
 import socket
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span, whole_number
@@ -23,13 +25,12 @@ from delayline.errors import (
     NotStarted,
     QueueNotFound,
 )
-from delayline.message import Headers, from_wire_time, to_wire_time, usable_id
+from delayline.message import Headers, Message, from_wire_time, to_wire_time, usable_id
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from delayline.message import Message
 
 MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # bytes of UTF-8; bounds the error headers
 MAXIMUM_STACK_TRACE: Final = 16_384  # bytes of UTF-8
@@ -55,6 +56,7 @@ FAILURE_HEADERS: Final = (
     Headers.TIME_OF_FAILURE,
     Headers.PROCESSING_MACHINE,
     Headers.PROCESSING_ENDPOINT,
+    Headers.HOST_ID,
     Headers.HOST_DISPLAY_NAME,
     Headers.RETRIES,
     Headers.ATTEMPTS,
@@ -270,7 +272,8 @@ def error_operations(
     else:
         for size in EXCEPTION_TEXT_LIMITS:
             headers = failure_headers(error, failed_queue, endpoint_name, now, size=size)
-            yield TransportOperation(named.with_headers(headers), error_queue)
+            own = {name: value for name, value in named.headers.items() if name != Headers.RETRIES}
+            yield TransportOperation(Message(named.id, own | headers, named.body), error_queue)
     yield TransportOperation(named.under(usable_id(named.id)), error_queue)
 
 
@@ -331,11 +334,18 @@ def failure_headers(
         Headers.FAILED_QUEUE: failed_queue,
         Headers.PROCESSING_MACHINE: MACHINE,
         Headers.PROCESSING_ENDPOINT: endpoint_name,
+        Headers.HOST_ID: host_id(endpoint_name),
         Headers.HOST_DISPLAY_NAME: f"{MACHINE} ({platform.python_implementation()})",
     }
     if inner is not None:
         headers[Headers.INNER_EXCEPTION_TYPE] = _type_name(inner)
     return headers
+
+
+@lru_cache(maxsize=64)
+def host_id(endpoint_name: str) -> str:
+    """Return an id of this machine and the endpoint, the same at each start, as NServiceBus' tools group hosts by."""
+    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{endpoint_name}@{MACHINE}").hex
 
 
 def brief(error: BaseException) -> str:

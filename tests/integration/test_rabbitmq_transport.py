@@ -267,9 +267,31 @@ async def test_a_stop_finishes_messages_in_flight(rabbitmq_url: str) -> None:
     await transport.stop()
 
 
-async def test_a_queue_of_the_other_type_is_reported(rabbitmq_url: str, transport: RabbitMQTransport) -> None:
-    with pytest.raises(BackendUnusable, match=r"queue 'billing' is there already, but not as a classic.*queue_type="):
-        await RabbitMQTransport(rabbitmq_url, queue_type="classic").setup_infrastructure(["billing"])
+async def test_a_queue_of_the_other_type_is_used_as_it_is(rabbitmq_url: str, transport: RabbitMQTransport) -> None:
+    """Given queues of another type, as .NET 7 makes them, when an endpoint sets up and runs, then it uses them."""
+    endpoint = Endpoint("billing", transport=RabbitMQTransport(rabbitmq_url, queue_type="classic"))
+    handled = asyncio.Event()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled.set()
+
+    with Signals() as signals:
+        async with endpoint:
+            await transport.dispatch([operation("billing")])
+            await asyncio.wait_for(handled.wait(), PATIENCE)
+    texts = [record.getMessage() for record in signals.records(Event.QUEUE_DIFFERS)]
+    assert len(texts) == 2
+    assert "'billing' exists and is no classic queue as this endpoint would create it: using it as it is" in texts[0]
+
+
+async def test_an_exchange_of_another_kind_is_refused(rabbitmq_url: str, transport: RabbitMQTransport) -> None:
+    """Given an exchange of a queue's name that leads elsewhere, when the queue is set up, then that is refused."""
+    connection = await aio_pika.connect(rabbitmq_url)
+    await (await connection.channel()).declare_exchange("odd", aio_pika.ExchangeType.TOPIC, durable=True)
+    await connection.close()
+    with pytest.raises(BackendUnusable, match=r"queue 'odd' and its exchange are there already, but not as"):
+        await transport.setup_infrastructure(["odd"])
 
 
 @pytest.mark.parametrize("refused", ["configure", "write", "read"])

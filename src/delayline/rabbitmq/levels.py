@@ -107,8 +107,8 @@ def checked_delay(delay: timedelta) -> int:
     seconds = seconds_of(delay)
     if seconds > MAXIMUM_DELAY:
         raise InvalidDueTime(
-            f"Message cannot be delayed by {to_time_span(delay)!r} because the delay specified via DelayDeliveryWith "
-            f"exceeds the maximum delay value '3106.21:24:15'. {_LONGER}"
+            f"a message cannot be delayed by {to_time_span(delay)!r} (delay=): delay levels hold at most "
+            f"'3106.21:24:15'. {_LONGER}"
         )
     return seconds
 
@@ -118,8 +118,8 @@ def checked_until(due: datetime, now: datetime) -> int:
     seconds = seconds_until(due, now)
     if seconds > MAXIMUM_DELAY:
         raise InvalidDueTime(
-            f"Message cannot set to be delivered at {due.isoformat()!r} because the delay specified via "
-            f"DoNotDeliverBefore exceeds the maximum delay value '3106.21:24:15'. {_LONGER}"
+            f"a message cannot be delivered at {due.isoformat()!r} (deliver_at= or delay=): delay levels hold at most "
+            f"'3106.21:24:15'. {_LONGER}"
         )
     return seconds
 

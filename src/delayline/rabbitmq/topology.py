@@ -30,8 +30,14 @@ class Topology(Protocol):
         """Return the exchange and the routing key that lead to the destination's queue."""
         ...
 
-    async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
-        """Create the queue with its exchange and bindings. Idempotent."""
+    async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
+        """Create the queue with its exchange and bindings. Idempotent.
+
+        Args:
+            channel: An open channel.
+            queue: The queue's name.
+            queue_type: `quorum` or `classic`; None for a queue that exists, whatever its type.
+        """
         ...
 
     async def check(self, channel: Channel, destination: str) -> None:
@@ -51,9 +57,9 @@ class ConventionalTopology:
         """Return the exchange of the destination's name."""
         return destination, ""
 
-    async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
+    async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
         """Create the queue, its exchange and their binding."""
-        await channel.call(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+        await channel.call(_declaration(queue, queue_type))
         await channel.call(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
         await channel.call(QueueBind(queue=queue, exchange=queue))
 
@@ -76,9 +82,9 @@ class DirectTopology:
         """Return the default exchange, and the destination as key."""
         return "", destination
 
-    async def declare(self, channel: Channel, queue: str, queue_type: str) -> None:
+    async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
         """Create the queue."""
-        await channel.call(QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type])))
+        await channel.call(_declaration(queue, queue_type))
 
     async def check(self, channel: Channel, destination: str) -> None:
         """No-op: the broker returns messages without a queue."""
@@ -86,6 +92,12 @@ class DirectTopology:
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
         """Bind the queue."""
         await channel.call(QueueBind(queue=destination, exchange=delivery_exchange, routing_key=f"#.{destination}"))
+
+
+def _declaration(queue: str, queue_type: str | None) -> QueueDeclare:
+    if queue_type is None:
+        return QueueDeclare(queue=queue, passive=True)
+    return QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type]))
 
 
 TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}

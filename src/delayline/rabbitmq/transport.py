@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -11,6 +12,7 @@ from weakref import WeakSet
 
 from delayline.checks import positive_seconds
 from delayline.errors import BackendUnusable, ConfigurationError, DispatchFailed, InvalidMessage, QueueNotFound
+from delayline.events import Event, emit
 from delayline.message import Message
 from delayline.rabbitmq import browsing
 from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -235,14 +239,19 @@ class RabbitMQTransport:
             raise QueueNotFound(queue) from error
 
     async def _declare(self, queue: str) -> None:
-        declare = partial(self.topology.declare, queue=queue, queue_type=self.address.queue_type)
+        declare = partial(self.topology.declare, queue=queue)
         try:
-            await self.connection.run(declare)
-        except PreconditionFailed as error:
-            raise BackendUnusable(
-                f"queue {queue!r} is there already, but not as a {self.address.queue_type} queue: {error}. Give "
-                "RabbitMQTransport the queue_type= and topology= it has, or delete it"
-            ) from error
+            await self.connection.run(partial(declare, queue_type=self.address.queue_type))
+        except PreconditionFailed as different:
+            try:
+                await self.connection.run(partial(declare, queue_type=None))
+            except (PreconditionFailed, NotFound) as error:
+                raise BackendUnusable(
+                    f"queue {queue!r} and its exchange are there already, but not as this topology has them: {error}. "
+                    "Give RabbitMQTransport the topology= they have, or delete them"
+                ) from error
+            text = "Queue %r exists and is no %s queue as this endpoint would create it: using it as it is (%s)"
+            emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, text, queue, self.address.queue_type, different)
 
     async def _restore(self, queue: str) -> bool:
         """Declare a queue of this process again, with its bindings; False for other queues."""

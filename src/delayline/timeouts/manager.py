@@ -30,8 +30,9 @@ from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFai
 from delayline.events import Event
 from delayline.external import SupportsExternalTransactions
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders, to_wire_time
+from delayline.outgoing import control_message
 from delayline.timeouts.persister import SupportsOpen, SupportsTimeoutLocks
-from delayline.timeouts.poll import DirectTimeoutStore, TimeoutRequestStore, control_message
+from delayline.timeouts.poll import DirectTimeoutStore, TimeoutRequestStore
 from delayline.timeouts.satellites import DispatchingSatellite, StoringSatellite
 from delayline.transaction import strongest_mode
 from delayline.transport import TransportOperation

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.delayed.store import SupportsForwarding
 from delayline.errors import CorruptHeaders
-from delayline.message import DelayedMessage, Headers, Message, TimeoutHeaders, new_message_id, to_wire_time
+from delayline.message import DelayedMessage, Headers, Message, TimeoutHeaders, to_wire_time
+from delayline.outgoing import control_message
 from delayline.timeouts.persister import SupportsTimeoutLocks, TimeoutPersister
 
 if TYPE_CHECKING:
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 DISPATCH_LEASE: Final = timedelta(minutes=1)
 #: How long the poller leases a timeout to send its request, where no transaction locks it meanwhile.
 REQUEST_LEASE: Final = timedelta(seconds=5)
-
-
-def control_message(now: datetime, headers: dict[str, str]) -> Message:
-    """Return a message without a body whose headers instruct a satellite."""
-    message_id = new_message_id(now)
-    fixed = {
-        Headers.MESSAGE_ID: message_id,
-        Headers.INTENT: "Send",
-        Headers.TIME_SENT: to_wire_time(now),
-        TimeoutHeaders.CONTROL_MESSAGE: TimeoutHeaders.TRUE,
-    }
-    return Message(message_id, fixed | headers, b"")
 
 
 def request_for(timeout_id: str, now: datetime) -> Message:
