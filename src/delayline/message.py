@@ -381,6 +381,18 @@ def from_wire_time(text: str) -> datetime:
         raise ValueError(f"String was not recognized as a valid DateTime: {text!r}") from error
 
 
+def control_message(now: datetime, headers: dict[str, str]) -> Message:
+    """Return a message without a body whose headers are an instruction."""
+    message_id = new_message_id(now)
+    fixed = {
+        Headers.MESSAGE_ID: message_id,
+        Headers.INTENT: "Send",
+        Headers.TIME_SENT: to_wire_time(now),
+        TimeoutHeaders.CONTROL_MESSAGE: TimeoutHeaders.TRUE,
+    }
+    return Message(message_id, fixed | headers, b"")
+
+
 def to_time_span(span: timedelta) -> str:
     """Return the length as .NET writes it: `[d.]hh:mm:ss[.ffffff]`."""
     hours, rest = divmod(span.seconds, 3600)

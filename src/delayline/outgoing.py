@@ -24,7 +24,6 @@ from delayline.message import (
     Headers,
     HeaderTemplate,
     Message,
-    TimeoutHeaders,
     encode_body,
     from_time_span,
     id_from,
@@ -274,18 +273,6 @@ def fixed_headers(endpoint_name: str, reply_to: str | None) -> dict[str, str]:
         Headers.ORIGINATING_MACHINE: MACHINE,
     }
     return fixed if reply_to is None else fixed | {Headers.REPLY_TO: reply_to}
-
-
-def control_message(now: datetime, headers: dict[str, str]) -> Message:
-    """Return a message without a body whose headers are an instruction."""
-    message_id = new_message_id(now)
-    fixed = {
-        Headers.MESSAGE_ID: message_id,
-        Headers.INTENT: "Send",
-        Headers.TIME_SENT: to_wire_time(now),
-        TimeoutHeaders.CONTROL_MESSAGE: TimeoutHeaders.TRUE,
-    }
-    return Message(message_id, fixed | headers, b"")
 
 
 def completed(sent: dict[str, str], headers: HeaderMap | None, related_to: Message | None = None) -> dict[str, str]:

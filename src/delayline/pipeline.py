@@ -29,8 +29,8 @@ from delayline.errors import (
 from delayline.events import Event, emit
 from delayline.grouping import Grouping
 from delayline.handlers import Handlers, MessageContext
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, Message, to_wire_time
-from delayline.outgoing import Composer, Outgoing, check_name, control_message
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, Message, control_message, to_wire_time
+from delayline.outgoing import Composer, Outgoing, check_name
 from delayline.recoverability import (
     DELAYED_DELIVERIES,
     Decision,

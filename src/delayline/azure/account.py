@@ -180,9 +180,9 @@ class AzureAccount:
 
     def _made(self) -> Clients:
         retries: dict[str, Any] = {**RETRIES, "timeout": self.server_timeout}
-        queues: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries)}
-        tables: dict[str, Any] = {"transport": self._http(), **retries}
-        blobs: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries)}
+        queues: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries), "logger": HTTP_LOGGER}
+        tables: dict[str, Any] = {"transport": self._http(), **retries, "logger": HTTP_LOGGER}
+        blobs: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries), "logger": HTTP_LOGGER}
         if self._connection:
             return Clients(
                 QueueServiceClient.from_connection_string(self._connection, **queues),

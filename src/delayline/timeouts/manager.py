@@ -29,8 +29,7 @@ from delayline.delayed.store import (
 from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
 from delayline.events import Event
 from delayline.external import SupportsExternalTransactions
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders, to_wire_time
-from delayline.outgoing import control_message
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders, control_message, to_wire_time
 from delayline.timeouts.persister import SupportsOpen, SupportsTimeoutLocks
 from delayline.timeouts.poll import DirectTimeoutStore, TimeoutRequestStore
 from delayline.timeouts.satellites import DispatchingSatellite, StoringSatellite

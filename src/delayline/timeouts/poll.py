@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.delayed.store import SupportsForwarding
 from delayline.errors import CorruptHeaders
-from delayline.message import DelayedMessage, Headers, Message, TimeoutHeaders, to_wire_time
-from delayline.outgoing import control_message
+from delayline.message import DelayedMessage, Headers, Message, TimeoutHeaders, control_message, to_wire_time
 from delayline.timeouts.persister import SupportsTimeoutLocks, TimeoutPersister
 
 if TYPE_CHECKING:
