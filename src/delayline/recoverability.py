@@ -315,7 +315,7 @@ def failure_headers(
         endpoint_name: Whose handler it was.
         now: When it failed.
         size: How many bytes of UTF-8 the exception's text, and again its stack trace, may have: 0 to 16384. Longer
-            ones are cut in the middle; with 0 there are neither.
+            ones are cut in the middle; with 0 there are neither, and no id of the host.
 
     Returns:
         Names and values, all of them valid Unicode.
@@ -328,13 +328,13 @@ def failure_headers(
             Headers.EXCEPTION_MESSAGE: cut(_text_of(error), min(size, MAXIMUM_EXCEPTION_MESSAGE)),
             Headers.EXCEPTION_SOURCE: cut(str(type(error).__module__), MAXIMUM_TYPE_NAME),
             Headers.EXCEPTION_STACK_TRACE: cut(_stack_trace(error), min(size, MAXIMUM_STACK_TRACE)),
+            Headers.HOST_ID: host_id(endpoint_name),
         }
     headers |= {
         Headers.TIME_OF_FAILURE: to_wire_time(now),
         Headers.FAILED_QUEUE: failed_queue,
         Headers.PROCESSING_MACHINE: MACHINE,
         Headers.PROCESSING_ENDPOINT: endpoint_name,
-        Headers.HOST_ID: host_id(endpoint_name),
         Headers.HOST_DISPLAY_NAME: f"{MACHINE} ({platform.python_implementation()})",
     }
     if inner is not None:

@@ -27,7 +27,8 @@ BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 DISPENSABLE: Final = (
     (Headers.EXCEPTION_STACK_TRACE,),
     (Headers.EXCEPTION_MESSAGE,),
-    (Headers.EXCEPTION_PREFIX, Headers.HOST_DISPLAY_NAME, Headers.PROCESSING_MACHINE, Headers.PROCESSING_ENDPOINT),
+    (Headers.EXCEPTION_PREFIX, Headers.HOST_ID, Headers.HOST_DISPLAY_NAME),
+    (Headers.PROCESSING_MACHINE, Headers.PROCESSING_ENDPOINT),
     (Headers.TIME_OF_FAILURE,),
     (Headers.FAILED_QUEUE,),
 )
