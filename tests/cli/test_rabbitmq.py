@@ -321,3 +321,25 @@ def test_without_the_management_plugin_verify_says_what_to_enable(run: Callable[
     ran = run("rabbitmq", "verify", "--url", "amqp://localhost/", "--management-url", "http://127.0.0.1:1")
     assert ran.code == 1
     assert "rabbitmq-plugins enable rabbitmq_management" in ran.err
+
+
+def test_events_are_subscribed_to_and_no_more(on_broker: Callable[..., Result], rabbitmq_url: str) -> None:
+    """Given a queue, when it subscribes to a type of .NET's, then its exchange is bound to the type's, until undone."""
+    missing = on_broker("subscribe", "Contoso.Messages.OrderPlaced", "--endpoint", "billing")
+    assert (missing.code, "billing" in missing.err) == (1, True)
+    with_channel(rabbitmq_url, lambda channel: channel.queue_declare("billing", durable=True))
+    with_channel(
+        rabbitmq_url, lambda channel: channel.exchange_declare("billing", exchange_type="fanout", durable=True)
+    )
+    done = on_broker("subscribe", "Contoso.Messages.OrderPlaced", "--endpoint", "billing")
+    assert done.out == "✓ billing receives the events of Contoso.Messages.OrderPlaced\n"
+    with_channel(rabbitmq_url, lambda channel: channel.exchange_declare("Contoso.Messages:OrderPlaced", passive=True))
+    undone = on_broker("unsubscribe", "Contoso.Messages.OrderPlaced", "--endpoint", "billing", "--json")
+    assert undone.document == {"endpoint": "billing", "type": "Contoso.Messages.OrderPlaced", "subscribed": False}
+
+
+@pytest.mark.parametrize("name", ["", ".", "x" * 20_000])
+def test_names_that_are_no_types_are_refused(on_broker: Callable[..., Result], name: str) -> None:
+    refused = on_broker("subscribe", name, "--endpoint", "billing")
+    assert (refused.code, "the full name of a .NET type" in refused.err) == (2, True)
+    assert len(refused.err) < 1000

@@ -106,6 +106,43 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) 
         click.get_current_context().exit(FAILED)
 
 
+@rabbitmq.command(
+    epilog=examples(
+        "delayline rabbitmq subscribe Contoso.Messages.OrderPlaced --endpoint billing",
+        "delayline rabbitmq subscribe Contoso.Messages.OrderPlaced --endpoint billing --url amqp://localhost?topology=direct",
+    )
+)
+@click.argument("event_type", metavar="TYPE")
+@settings_options("url", "transport_url", "endpoint")
+@json_option
+def subscribe(settings: Settings, screen: Screen, event_type: str) -> None:
+    """Have an endpoint receive the events that .NET endpoints publish as TYPE, the full name with its namespace.
+
+    Creates the binding that a .NET subscriber would create, in the topology of the URL. Idempotent. The endpoint's
+    queue has to exist.
+    """
+    _subscribe(settings, screen, event_type, undo=False)
+
+
+@rabbitmq.command(epilog=examples("delayline rabbitmq unsubscribe Contoso.Messages.OrderPlaced --endpoint billing"))
+@click.argument("event_type", metavar="TYPE")
+@settings_options("url", "transport_url", "endpoint")
+@json_option
+def unsubscribe(settings: Settings, screen: Screen, event_type: str) -> None:
+    """Undo `subscribe`: the endpoint receives no more events of that type. Those in its queue stay."""
+    _subscribe(settings, screen, event_type, undo=True)
+
+
+def _subscribe(settings: Settings, screen: Screen, event_type: str, *, undo: bool) -> None:
+    from delayline.rabbitmq.admin import operations
+
+    endpoint = settings.named_endpoint
+    asyncio.run(operations.subscribe(broker(settings.resolved_transport_url), endpoint, event_type, undo=undo))
+    what = "receives no more events" if undo else "receives the events"
+    screen.echo(f"✓ {endpoint} {what} of {event_type}", "green")
+    screen.document({"endpoint": endpoint, "type": event_type, "subscribed": not undo})
+
+
 def _marked(check: Check) -> tuple[str, str]:
     mark, style = ("✓", "green") if check.ok else ("✗", "red")
     return f"{mark} {check.what}: {check.text}", style

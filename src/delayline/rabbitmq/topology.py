@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.rabbitmq.amqp.errors import NotFound
-from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare
+from delayline.rabbitmq.amqp.methods import (
+    ExchangeBind,
+    ExchangeDeclare,
+    ExchangeUnbind,
+    QueueBind,
+    QueueDeclare,
+    QueueUnbind,
+)
 from delayline.rabbitmq.browsing import count
 
 if TYPE_CHECKING:
@@ -19,6 +26,8 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.connection import BrokerConnection
 
 
+#: The exchange that the direct topology publishes events to.
+EVENTS: Final = "amq.topic"
 #: Arguments of a queue declaration; classic is the default and has none.
 QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {}}
 
@@ -48,6 +57,14 @@ class Topology(Protocol):
         """Have delayed messages for the destination get there: bind `#.<destination>`. Idempotent."""
         ...
 
+    async def subscribe(self, channel: Channel, queue: str, event_type: str) -> None:
+        """Have events of the type, by its full name, get into the queue, as .NET publishes them. Idempotent."""
+        ...
+
+    async def unsubscribe(self, channel: Channel, queue: str, event_type: str) -> None:
+        """Undo `subscribe`. Idempotent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ConventionalTopology:
@@ -73,6 +90,16 @@ class ConventionalTopology:
             ExchangeBind(destination=destination, source=delivery_exchange, routing_key=f"#.{destination}")
         )
 
+    async def subscribe(self, channel: Channel, queue: str, event_type: str) -> None:
+        """Bind the queue's exchange to that of the type, which publishers and subscribers create."""
+        events = _event_exchange(event_type)
+        await channel.call(ExchangeDeclare(exchange=events, exchange_type="fanout", durable=True))
+        await channel.call(ExchangeBind(destination=queue, source=events))
+
+    async def unsubscribe(self, channel: Channel, queue: str, event_type: str) -> None:
+        """Undo the binding; the exchange stays, as others may use it."""
+        await channel.call(ExchangeUnbind(destination=queue, source=_event_exchange(event_type)))
+
 
 @dataclass(frozen=True, slots=True)
 class DirectTopology:
@@ -92,6 +119,25 @@ class DirectTopology:
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
         """Bind the queue."""
         await channel.call(QueueBind(queue=destination, exchange=delivery_exchange, routing_key=f"#.{destination}"))
+
+    async def subscribe(self, channel: Channel, queue: str, event_type: str) -> None:
+        """Bind the queue to the broker's topic exchange, by the type's name."""
+        await channel.call(QueueBind(queue=queue, exchange=EVENTS, routing_key=_event_key(event_type)))
+
+    async def unsubscribe(self, channel: Channel, queue: str, event_type: str) -> None:
+        """Undo the binding."""
+        await channel.call(QueueUnbind(queue=queue, exchange=EVENTS, routing_key=_event_key(event_type)))
+
+
+def _event_exchange(event_type: str) -> str:
+    """Return the exchange of a .NET type: `Namespace:Type`."""
+    namespace, _, name = event_type.rpartition(".")
+    return event_type if ":" in event_type else f"{namespace}:{name}"
+
+
+def _event_key(event_type: str) -> str:
+    """Return the binding key for a .NET type and for types derived from it, whose keys contain its own."""
+    return f"#.{event_type.replace(':', '.').replace('.', '-')}.#"
 
 
 def _declaration(queue: str, queue_type: str | None) -> QueueDeclare:

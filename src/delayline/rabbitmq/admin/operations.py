@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective
 from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, blocked, catch_all_name
-from delayline.rabbitmq.amqp.errors import NotFound
+from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare, QueueBind, QueueDeclare
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
+from delayline.rabbitmq.topology import TOPOLOGIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,6 +137,34 @@ def _share(seconds: int, length: int) -> float:
     if part >= 2 or seconds >= 2 * length - 1:
         return 1.0
     return part * part / 2 if part <= 1 else 1 - (2 - part) ** 2 / 2
+
+
+LONGEST_TYPE: Final = 240  # bytes of UTF-8: names of exchanges and keys have 255
+
+
+async def subscribe(address: BrokerAddress, endpoint: str, event_type: str, *, undo: bool = False) -> None:
+    """Have an endpoint receive the events of a .NET type, or no more; its queue exists.
+
+    Raises QueueNotFound for an endpoint that has no queue, and BackendUnusable for an exchange of another kind.
+    """
+    if not event_type.strip(".:") or len(event_type.encode("utf-8", "replace")) > LONGEST_TYPE:
+        raise ConfigurationError(
+            "the type is the full name of a .NET type, such as Contoso.Messages.OrderPlaced, of at most "
+            f"{LONGEST_TYPE} bytes: not {event_type[:100]!r}"
+        )
+    topology, connection = TOPOLOGIES[address.topology], BrokerConnection(address, "delayline subscribe")
+    work = topology.unsubscribe if undo else topology.subscribe
+    try:
+        await connection.run(partial(count, queue=endpoint))
+        await connection.run(partial(work, queue=endpoint, event_type=event_type))
+    except NotFound as error:
+        raise QueueNotFound(endpoint) from error
+    except PreconditionFailed as error:
+        raise BackendUnusable(
+            f"the exchange of {event_type!r} is there already, and not as .NET has it: {error}"
+        ) from error
+    finally:
+        await connection.close()
 
 
 async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructure, api: ManagementApi) -> str:

@@ -28,6 +28,14 @@ class QueueBind(AnyName, commands.Queue.Bind):
     """Let an exchange put messages into a queue."""
 
 
+class ExchangeUnbind(AnyName, commands.Exchange.Unbind):
+    """Undo a binding of one exchange to another."""
+
+
+class QueueUnbind(AnyName, commands.Queue.Unbind):
+    """Undo a binding of a queue to an exchange."""
+
+
 class ExchangeDelete(AnyName, commands.Exchange.Delete):
     """Delete an exchange."""
 
