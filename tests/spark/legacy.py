@@ -13,6 +13,7 @@ import psycopg
 from sqlalchemy import select, text
 
 from delayline.bulk.writer import blocking
+from delayline.message import TimeoutHeaders, to_wire_time
 from delayline.migration import source_at
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Timeout:
         if self.headers != "":
             return self.headers
         named = {"NServiceBus.MessageId": f"message-{self.number}", **HEADERS}
+        if self.time is not None:
+            named[TimeoutHeaders.EXPIRE] = to_wire_time(self.time)
         return json.dumps(named, indent=2, ensure_ascii=False)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -48,10 +49,11 @@ def test_endpoints_that_share_a_table_move_one_by_one(
     # When one of them is moved
     outcome = Migration(Plan(source, target_at(store.url), [ENDPOINT])).run(spark)
 
-    # Then the other one's stay
+    # Then the other one's stay, and rows without the exact time are due when their column's second is over
     assert outcome.complete
+    due = LATER if product == "postgresql" else LATER + timedelta(seconds=1)
     assert [(one.destination, one.due, one.message.headers) for one in store.messages()] == 2 * [
-        ("billing", LATER, {"Größe": "🚀"})
+        ("billing", due, {"Größe": "🚀"})
     ]
     left = blocking(source.database.look(source.partitions))
     assert [partition.endpoint for partition in left] == ["crm"]
