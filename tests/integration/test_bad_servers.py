@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -319,12 +320,14 @@ async def test_a_server_without_room_for_a_connection(guarded: PostgresqlServer,
             transport = SqlTransport(f"postgresql://{USER}:{SECRET}@{database}")
             await transport.setup_infrastructure(["billing"])
             await transport.start()
-            # When more are needed than there are
+            # When more are needed than there are, in every second round
             failed = sent = 0
             for number in range(40):
                 try:
-                    async with transport.transaction() as transaction:
-                        await transport.dispatch([operation("billing", str(number))], transaction)
+                    async with contextlib.AsyncExitStack() as stack:
+                        for _ in range(1 + number % 2):
+                            transaction = await stack.enter_async_context(transport.transaction())
+                            await transport.dispatch([operation("billing", str(number))], transaction)
                         await transport.dispatch([operation("billing", f"alone {number}")])
                     sent += 2
                 except BackendUnavailable as error:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
+from tests.eventually import eventually
 
 from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDelayedMessageStore, SqlTransport
 from delayline.delayed.delivery import StoredDelivery
@@ -65,13 +66,18 @@ class Frozen:
         self._stopped: list[int] = []
 
     def stop(self) -> None:
-        """Stop the server, then its child processes."""
+        """Stop the server, then its child processes; return when every thread of the server has stopped."""
         os.kill(self._pid, signal.SIGSTOP)
+        eventually(self._has_stopped)
         children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
         self._stopped = [self._pid, *map(int, children)]
         for pid in self._stopped[1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
+
+    def _has_stopped(self) -> bool:
+        threads = Path(f"/proc/{self._pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads)
 
     def go_on(self) -> None:
         """Let them go on. Idempotent."""
