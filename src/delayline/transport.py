@@ -213,7 +213,7 @@ class SupportsQueueLimits(Protocol):
         Args:
             queue: The queue.
             paused: Whether to receive no messages; those that were received already are handled.
-            concurrency: How many messages are handled at once; 1 or more.
+            concurrency: How many messages are handled at once; 1 to 10 000.
             rate: How many messages are received a second; above 0.
 
         Raises:

@@ -136,8 +136,9 @@ async def test_limits_of_queues_that_cannot_have_them(tmp_path: Path) -> None:
         for wrong in (0, -1, 2_000_000, True):
             with pytest.raises(ConfigurationError, match="rate must be messages a second"):
                 await shop.queues.set_limits("shop", rate=wrong)
-        with pytest.raises(ConfigurationError, match="concurrency"):
-            await shop.queues.set_limits("shop", concurrency=0)
+        for wrong in (0, 10_001, 2**40):
+            with pytest.raises(ConfigurationError, match="concurrency"):
+                await shop.queues.set_limits("shop", concurrency=wrong)
         assert [one.queue for one in await shop.queues.limits()] == ["error", "shop"]
     with pytest.raises(ConfigurationError, match="MemoryTransport has no limits of queues"):
         _ = Endpoint("shop", transport=MemoryTransport()).queues

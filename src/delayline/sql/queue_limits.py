@@ -31,6 +31,7 @@ READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits aga
 LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
 WAIT: Final = 0.5  # seconds that it waits where they admit nothing
 SECOND: Final = 1_000_000  # microseconds
+MOST_SLOTS: Final = 10_000
 HIGHEST_RATE: Final = 1_000_000
 BURST: Final = SECOND // 10  # microseconds at rest for which messages may follow at once
 ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
@@ -78,10 +79,19 @@ def checked_changes(
     if paused is not UNSET:
         changes["paused"] = 1 if paused else None
     if concurrency is not UNSET:
-        changes["concurrency"] = None if concurrency is None else whole_number("concurrency", concurrency, at_least=1)
+        changes["concurrency"] = None if concurrency is None else _slots(concurrency)
     if rate is not UNSET:
         changes["period"] = None if rate is None else _period(rate)
     return changes
+
+
+def _slots(concurrency: int) -> int:
+    number = whole_number("concurrency", concurrency, at_least=1)
+    if number > MOST_SLOTS:
+        raise ConfigurationError(
+            f"concurrency must be at most {MOST_SLOTS:,}, not {number:,}: leave it out for no limit"
+        )
+    return number
 
 
 def _period(rate: object) -> int:
@@ -176,7 +186,7 @@ class QueueAdmission:
 
     def _take_slots(self, number: int) -> None:
         slots = range(1, (self._limits.concurrency or 0) + 1)
-        self._free += self._claims.take(slots, number - len(self._free))
+        self._free += self._claims.take(slots, max(0, number - len(self._free)))
 
     def _give_back(self, slots: list[int]) -> None:
         if slots:

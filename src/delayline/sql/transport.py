@@ -401,6 +401,7 @@ class SqlReceiver:
             expired: list[ReceivedMessage] = []
             admitted = await self._admission.admit(limit)
             if not admitted:
+                self._admission.received([])
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._admission.wait):
                         await self._news.wait()
