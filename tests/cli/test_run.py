@@ -68,6 +68,21 @@ def test_a_signal_stops_it_after_messages_in_flight(
     assert messages_in("billing") == []
 
 
+def test_logs_are_json_on_request(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:
+    """Given --log-format json, when a message is handled, then each line of the log is a document."""
+    shop("send", "billing", "x", "--id", "order-17")
+    process = delayline_process("run", "shop:billing", "--log-format", "json", "--log-level", "debug")
+    processes.append(process)
+    eventually(Path("handled").exists)
+    eventually(lambda: messages_in("billing") == [])
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    documents = [json.loads(line) for line in err.splitlines()]
+    handled = next(one for one in documents if one.get("message_id") == "order-17")
+    assert (handled["event"], handled["level"]) == ("receive.handled", "debug")
+    assert documents[-1]["text"] == "endpoint billing stopped"
+
+
 def test_a_critical_error_exits_with_1(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:
     shop("send", "broken", "x")
     process = delayline_process("run", "shop:broken")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import difflib
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -18,12 +17,12 @@ import click
 
 from delayline.cli.connection import refuse_memory
 from delayline.cli.due import delay_given
+from delayline.cli.log_format import FORMATS, LEVELS, log_to_stderr
 from delayline.cli.options import FAILED, examples, json_option, settings_options
 from delayline.cli.screen import Screen
 from delayline.config import endpoint_from
 from delayline.endpoint import GRACE, Endpoint
 from delayline.errors import ConfigurationError
-from delayline.events import LOGGER_NAME
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
@@ -36,12 +35,20 @@ if TYPE_CHECKING:
 @click.command(
     epilog=examples(
         "delayline run shop.billing:endpoint",
-        "delayline run shop.billing:endpoint --grace 2m",
+        "delayline run shop.billing:endpoint --grace 2m --log-format json",
         "delayline run --endpoint sales   (dispatches due messages, handles none)",
     )
 )
 @click.argument("target", required=False, metavar="[MODULE:ENDPOINT]")
-@click.option("--verbose", "-v", is_flag=True, help="Log every step, not only warnings and milestones.")
+@click.option("--verbose", "-v", is_flag=True, help="Log every step: the same as --log-level debug.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="What to log.")
+@click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    help="Lines for people, or a JSON document a line.",
+)
 @click.option(
     "--grace",
     callback=delay_given,
@@ -51,14 +58,22 @@ if TYPE_CHECKING:
 )
 @settings_options()
 @json_option
-def run(settings: Settings, screen: Screen, target: str | None, verbose: bool, grace: timedelta) -> None:
+def run(
+    settings: Settings,
+    screen: Screen,
+    target: str | None,
+    verbose: bool,
+    grace: timedelta,
+    log_level: str,
+    log_format: str,
+) -> None:
     """Run the Endpoint object of a module, found from the current directory, until SIGINT or SIGTERM.
 
     It then finishes messages in flight within the grace period; the messages of handlers that take longer are handled
     again. A second signal ends it at once. Without a module it runs the endpoint of the settings, which only dispatches
     due messages. Exit code 1 when a critical error stopped it.
     """
-    _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    log_to_stderr("debug" if verbose else log_level, log_format)
     if target is None:
         refuse_memory(settings)
         endpoint = endpoint_from(settings)
@@ -173,11 +188,3 @@ def _endpoints_of(names: dict[str, object], wanted: str) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"Its endpoints are: {', '.join(endpoints)}" if endpoints else "It holds no Endpoint object"
-
-
-def _log_to_stderr(level: int) -> None:
-    logger = logging.getLogger(LOGGER_NAME)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(level)

@@ -1,0 +1,73 @@
+"""Logs of `delayline run`: lines for people, or a JSON document a line for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from delayline.errors import CorruptHeaders
+from delayline.events import LOGGER_NAME
+from delayline.message import DelayedMessage, Message
+
+FORMATS: Final = ("text", "json")
+LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+TRACE: Final = "traceparent"
+MOST_IDS: Final = 10
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON: time, level, logger, event, text, and the message that it is about."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; anything that JSON has no type for becomes its text."""
+        document: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "text": record.getMessage(),
+        }
+        if (event := getattr(record, "event", None)) is not None:
+            document["event"] = str(event)
+        facts = getattr(record, "facts", {})
+        for name, value in facts.items() if isinstance(facts, Mapping) else ():
+            document |= _facts_of(name, value)
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()
+
+
+def _facts_of(name: str, value: object) -> dict[str, Any]:
+    match value:
+        case DelayedMessage():
+            return {**_facts_of(name, value.message), "destination": value.destination, "due": value.due}
+        case Message():
+            return {"message_id": value.id, **_trace_of(value)}
+        case str() | int() | float() | None:
+            return {name: value}
+        case Sequence():
+            ids = [one.id for one in value if isinstance(one, Message | DelayedMessage)]
+            return {"message_ids": ids[:MOST_IDS], "messages": len(value)} if ids else {name: str(value)}
+        case _:
+            return {name: str(value)}
+
+
+def _trace_of(message: Message) -> dict[str, str]:
+    """Return the trace id of a W3C traceparent, `version-trace-span-flags`."""
+    try:
+        parts = message.headers.get(TRACE, "").split("-")
+    except CorruptHeaders:
+        return {}
+    return {"trace_id": parts[1]} if len(parts) == 4 else {}
+
+
+def log_to_stderr(level: str, log_format: str) -> None:
+    """Log delayline's records to standard error."""
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
