@@ -8,10 +8,10 @@ from contextvars import ContextVar
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
 
-from delayline.errors import UnsupportedTransactionMode
+from delayline.errors import BackendUnavailable, UnsupportedTransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import AsyncIterator, Callable, Hashable, Iterator
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
@@ -113,6 +113,43 @@ class SupportsSavepoints(Protocol):
         raised inside means that the part may not be undone: roll the whole transaction back.
         """
         ...
+
+
+class SavepointLost(Exception):
+    """A savepoint could not be set, rolled back or released: the state of its transaction is unknown."""
+
+
+def savepoint(transaction: Transaction | None) -> AbstractAsyncContextManager[None]:
+    """Return a savepoint of the transaction if it supports them, else a context that does nothing.
+
+    Raises SavepointLost.
+    """
+    return _checked_savepoint(transaction) if isinstance(transaction, SupportsSavepoints) else contextlib.nullcontext()
+
+
+@contextlib.asynccontextmanager
+async def _checked_savepoint(transaction: SupportsSavepoints) -> AsyncIterator[None]:
+    """Raise SavepointLost for an error of the savepoint itself; errors raised inside it pass through."""
+    inside: list[Exception] = []
+    try:
+        async with transaction.savepoint():
+            try:
+                yield
+            except Exception as error:
+                inside.append(error)
+                raise
+    except Exception as error:
+        if error in inside or isinstance(error, BackendUnavailable):
+            raise
+        outage = next((one for one in inside if isinstance(one, BackendUnavailable)), None)
+        raise outage or SavepointLost(f"a part of the transaction could not be undone: {error}") from error
+
+
+def is_unusable(transaction: Transaction | None, error: Exception) -> bool:
+    """Return whether the transaction has to be rolled back after `error` left one of its savepoints."""
+    if transaction is None:
+        return False
+    return isinstance(error, BackendUnavailable | SavepointLost) or not isinstance(transaction, SupportsSavepoints)
 
 
 class TransactionParticipant(Protocol):

@@ -13,11 +13,11 @@ from delayline.delayed.store import SupportsBatches, SupportsTransactions
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed
 from delayline.events import Event, emit
 from delayline.message import Headers
-from delayline.transaction import SupportsSavepoints, share_transactions
+from delayline.transaction import is_unusable, savepoint, share_transactions
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from datetime import datetime
     from types import TracebackType
@@ -70,43 +70,6 @@ def scope_of(storage: object, transport: Transport) -> BatchScope:
         if storage.locks_rows:
             return BatchScope(storage.transaction, shared=False)
     return BatchScope(None, shared=False)
-
-
-class SavepointLost(Exception):
-    """A savepoint could not be set, rolled back or released: the state of its transaction is unknown."""
-
-
-def savepoint(transaction: Transaction | None) -> AbstractAsyncContextManager[None]:
-    """Return a savepoint of the transaction if it supports them, else a context that does nothing.
-
-    Raises SavepointLost.
-    """
-    return _checked(transaction) if isinstance(transaction, SupportsSavepoints) else contextlib.nullcontext()
-
-
-@contextlib.asynccontextmanager
-async def _checked(transaction: SupportsSavepoints) -> AsyncIterator[None]:
-    """Raise SavepointLost for an error of the savepoint itself; errors raised inside it pass through."""
-    inside: list[Exception] = []
-    try:
-        async with transaction.savepoint():
-            try:
-                yield
-            except Exception as error:
-                inside.append(error)
-                raise
-    except Exception as error:
-        if error in inside or isinstance(error, BackendUnavailable):
-            raise
-        outage = next((one for one in inside if isinstance(one, BackendUnavailable)), None)
-        raise outage or SavepointLost(f"a part of the transaction could not be undone: {error}") from error
-
-
-def is_unusable(transaction: Transaction | None, error: Exception) -> bool:
-    """Return whether the transaction has to be rolled back after `error` left one of its savepoints."""
-    if transaction is None:
-        return False
-    return isinstance(error, BackendUnavailable | SavepointLost) or not isinstance(transaction, SupportsSavepoints)
 
 
 @dataclass(slots=True)

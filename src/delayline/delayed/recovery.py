@@ -6,11 +6,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from delayline.delayed.batch import is_unusable, savepoint
 from delayline.delayed.store import SupportsJournal
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
 from delayline.recoverability import back_off, brief, error_operations, may_fit_smaller
+from delayline.transaction import is_unusable, savepoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
