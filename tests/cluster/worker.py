@@ -136,7 +136,7 @@ class Dispatched(logging.Handler):
 
 
 def note_dispatches(journal: Journal) -> None:
-    batches = logging.getLogger("delayline.delayed.batch")
+    batches = logging.getLogger("delayline.delayed.poller")
     batches.setLevel(logging.DEBUG)
     batches.propagate = False
     batches.addHandler(Dispatched(journal))

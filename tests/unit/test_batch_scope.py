@@ -10,7 +10,7 @@ import pytest
 from tests.unit.conftest import START, MemoryStore, Scenario, build, delayed, sent_to
 
 from delayline import BackendUnavailable, DispatchFailed, MemoryTransport
-from delayline.delayed.batch import scope_between
+from delayline.delayed.poller import scope_between
 from delayline.memory.transaction import MemoryTransaction
 from delayline.testing import Fault, FaultyStore
 from delayline.testing.clock import settle

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
-from delayline.delayed.batch import Mover, scope_between
 from delayline.delayed.one_at_a_time import batches_of
-from delayline.delayed.poller import Poller
+from delayline.delayed.poller import Mover, Poller, scope_between
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.store import (
     SupportsBatches,
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.clock import Clock
-    from delayline.delayed.batch import BatchScope
     from delayline.delayed.host import DeliveryHost
+    from delayline.delayed.poller import BatchScope
     from delayline.delayed.store import DelayedMessageStore, StoreResult
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.circuit_breaker import FailureRate
-    from delayline.delayed.batch import Batch, BatchScope
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
+    from delayline.delayed.poller import Batch, BatchScope
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation

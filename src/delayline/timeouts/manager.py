@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
-from delayline.delayed.batch import Mover, scope_of
 from delayline.delayed.host import Satellite, satellite_queues
-from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
+from delayline.delayed.poller import MAXIMUM_SLEEP, Mover, Poller, scope_of
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.store import (
     SupportsClock,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
-    from delayline.delayed.batch import BatchScope
     from delayline.delayed.host import DeliveryHost
+    from delayline.delayed.poller import BatchScope
     from delayline.message import Message
     from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction

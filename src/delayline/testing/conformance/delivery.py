@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import pytest
 import pytest_asyncio
 
-from delayline.delayed.batch import scope_between
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.poller import scope_between
 from delayline.delayed.store import (
     DelayedMessageStore,
     SupportsForwarding,
