@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import math
-import time
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -14,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
-from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, QueueNotFound
-from delayline.events import Event, emit
+from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.external import UNSET
 from delayline.grouping import Grouping
 from delayline.message import Message
@@ -23,12 +17,19 @@ from delayline.sql.backend import SqlBackend
 from delayline.sql.database import Database
 from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
-from delayline.sql.queue_limits import LIMITS_CHANGED, LimitStatements, QueueAdmission, checked_changes, limits_of
+from delayline.sql.receiver import (
+    LIMITS_CHANGED,
+    IdleQueues,
+    LimitStatements,
+    QueueAdmission,
+    SqlReceiver,
+    checked_changes,
+    limits_of,
+)
 from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import QueueStatements, check_size, queue_channel
 from delayline.transaction import TransactionMode
-from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,11 +47,7 @@ if TYPE_CHECKING:
     from delayline.transport import QueueLimits, TransportOperation
 
 
-logger = logging.getLogger(__name__)
-
 ONE_SECOND: Final = timedelta(seconds=1)
-#: Seconds at most until messages before those received last are found, while others come in.
-FULL_LOOK_EVERY: Final = 0.5
 #: Concurrent sends that share a transaction.
 MAXIMUM_GROUP: Final = 500
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
@@ -360,235 +357,3 @@ class SqlTransport(SqlBackend):
         now = dialect.from_due(self._statements.now.one(connection))
         latest = datetime.max.replace(tzinfo=UTC) - now
         return [None if span is None or span > latest else dialect.to_due(now + span) for span in spans]
-
-
-class SqlReceiver:
-    """Takes messages from one queue; the claims of a process that ends are free again at once."""
-
-    def __init__(
-        self,
-        database: Database,
-        statements: QueueStatements,
-        claims: Claims,
-        queue: str,
-        idle: IdleQueues,
-        admission: QueueAdmission,
-    ) -> None:
-        self._database = database
-        self._statements = statements
-        self._queue = queue
-        self._claims = claims
-        self._idle = idle
-        self._admission = admission
-        self._news = asyncio.Event()
-        self._stopped = False
-        self._after = 0
-        """The number of the last message claimed."""
-        self._full_at = -math.inf
-        """When messages were last looked for from the first one on."""
-        self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._on_news)
-
-    @property
-    def server_timeout(self) -> float:
-        """Seconds that an answer may take."""
-        return self._database.dialect.server_timeout
-
-    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
-        """Wait for messages and claim up to `limit` of them."""
-        while not self._stopped:
-            self._news.clear()
-            batch: list[ReceivedMessage] = []
-            expired: list[ReceivedMessage] = []
-            admitted = await self._admission.admit(limit)
-            if not admitted:
-                self._admission.received([])
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._admission.wait):
-                        await self._news.wait()
-                continue
-            try:
-                await self._database.read(partial(self._claim, limit=admitted, batch=batch, expired=expired))
-                await self._discard(expired)
-                confirmed = not batch or await self._admission.confirm()
-            except BaseException:
-                self._claims.release(
-                    _number(received) for received in batch + expired
-                )  # the caller will never receive them
-                self._admission.received([])
-                raise
-            if not confirmed:
-                await self.release_many(batch)
-                continue
-            self._admission.received([_number(received) for received in batch])
-            if batch:
-                return batch
-            if not expired:
-                await self._idle.wait(self._queue, self._news)
-        return []
-
-    async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
-        """Delete the message, now or at the commit."""
-        return (await self.acknowledge_many([received], transaction))[0]
-
-    async def acknowledge_many(
-        self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
-    ) -> Sequence[bool]:
-        """Delete the messages, now or at the commit."""
-        numbers = [_number(one) for one in received]
-        remove, forget = partial(self._statements.remove, numbers=numbers), partial(self._forget, numbers)
-        one_statement = self._statements.removes_at_once(len(numbers))
-        removed = await self._database.write(remove, transaction, one_statement=one_statement)
-        forget() if transaction is None else transaction.after_commit(forget)
-        return [number in removed for number in numbers]
-
-    async def release(self, received: ReceivedMessage) -> None:
-        """Give up the claim and wake receivers."""
-        await self.release_many([received])
-
-    async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
-        """Give up the claims and wake receivers."""
-        numbers = [_number(one) for one in received]
-        self._claims.release(numbers)
-        self._admission.ended(numbers)
-        with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
-            await self._database.read(lambda _: self._claims.flush())
-        self._database.notifications.notify(queue_channel(self._queue))
-
-    def _on_news(self, at: int) -> None:
-        if at == LIMITS_CHANGED:
-            self._admission.expire()
-        self._news.set()
-
-    def _forget(self, numbers: Sequence[int]) -> None:
-        """Drop the claims on messages that were handled."""
-        self._claims.forget(numbers)
-        if self._admission.ended(numbers):
-            self._database.notifications.notify(queue_channel(self._queue))  # others may wait for their slots
-
-    def holds(self, received: ReceivedMessage) -> bool:
-        """Return whether this process still claims the message, as of its last request."""
-        return self._claims.holds(_number(received))
-
-    async def stop(self) -> None:
-        """End a waiting receive."""
-        self._stopped = True
-        self._unsubscribe()
-        self._news.set()
-
-    def _claim(
-        self, connection: Connection, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
-    ) -> None:
-        """Claim rows from the last one claimed before on; at intervals, and if there are none, from the first one on.
-
-        Rows before the last one are those of transactions that took longer, and those that other processes gave back.
-        """
-        if time.monotonic() - self._full_at < FULL_LOOK_EVERY:
-            self._claim_after(self._after, connection, limit, batch, expired)
-        if not batch and not expired:
-            self._full_at = time.monotonic()
-            self._claim_after(0, connection, limit, batch, expired)
-
-    def _claim_after(
-        self,
-        after: int,
-        connection: Connection,
-        limit: int,
-        batch: list[ReceivedMessage],
-        expired: list[ReceivedMessage],
-    ) -> None:
-        """Claim rows page by page until there are enough; read those that are still there."""
-        size = limit if after else limit + self._claims.number_held
-        while len(batch) + len(expired) < limit:
-            page = [number for (number,) in self._statements.numbers.rows(connection, self._queue, after, size)]
-            wanted = limit - len(batch) - len(expired)
-            taken = self._claims.take(page, wanted)
-            for received, is_expired in self._read(connection, taken):
-                (expired if is_expired else batch).append(received)
-            if taken:
-                self._after = max(self._after, taken[-1])
-            if len(page) < size:
-                return
-            after = page[-1]
-
-    def _read(self, connection: Connection, numbers: list[int]) -> list[tuple[ReceivedMessage, bool]]:
-        if not numbers:
-            return []
-        try:
-            rows = self._statements.claimed.rows(connection, numbers)
-        except BaseException:
-            self._claims.release(numbers)
-            raise
-        self._claims.forget(set(numbers) - {row[0] for row in rows})
-        return [(ReceivedMessage(Message.from_encoded(*row[1:4]), row[0]), bool(row[4])) for row in rows]
-
-    async def _discard(self, expired: list[ReceivedMessage]) -> None:
-        """Delete expired messages."""
-        if expired:
-            numbers = [_number(received) for received in expired]
-            await self._database.write(partial(self._statements.delete.change_each, keys=numbers), one_statement=True)
-            self._claims.forget(numbers)
-            for received in expired:
-                text = "Deleted expired message %s"
-                emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)
-
-
-def _number(received: ReceivedMessage) -> int:
-    if not isinstance(received.receipt, int):
-        raise TypeError(f"receipt {received.receipt!r} was not given by this receiver")
-    return received.receipt
-
-
-class IdleQueues:
-    """Wakes receivers of one transport whose queues are not empty. Belongs to one event loop.
-
-    Args:
-        interval: how often it looks, in seconds.
-    """
-
-    def __init__(self, database: Database, statements: QueueStatements, interval: float) -> None:
-        self._database = database
-        self._statements = statements
-        self._interval = interval
-        self._waiting: dict[asyncio.Event, str] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._looking: asyncio.Task[None] | None = None
-
-    async def wait(self, queue: str, news: asyncio.Event) -> None:
-        """Return when the event is set: by others, or because it is time to look into the queue."""
-        self._waiting[news] = queue
-        self._set_timer()
-        try:
-            await news.wait()
-        finally:
-            self._waiting.pop(news, None)
-            if not self._waiting and self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-    def _set_timer(self) -> None:
-        if self._timer is None and self._looking is None and self._waiting:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._time_has_come)
-
-    def _time_has_come(self) -> None:
-        self._timer = None
-        if len(self._waiting) == 1:
-            self._wake(set(self._waiting.values()))  # whose own look is the one
-        else:
-            self._looking = asyncio.create_task(self._look(), name="delayline idle queues")
-
-    async def _look(self) -> None:
-        names = set(self._waiting.values())
-        try:
-            rows = await self._database.read(partial(self._statements.filled.rows_each, keys=list(names)))
-            names = {name for (name,) in rows}
-        except Exception:  # noqa: S110 - each looks for itself, and reports what it sees
-            pass
-        finally:
-            self._looking = None
-        self._wake(names)
-        self._set_timer()
-
-    def _wake(self, names: set[str]) -> None:
-        for news, queue in self._waiting.items():
-            if queue in names:
-                news.set()

@@ -1,0 +1,456 @@
+"""Receivers of the queues, and the limits of queues within which they receive: pauses, concurrency and rate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import bindparam, func, select, update
+
+from delayline.checks import whole_number
+from delayline.clock import to_microseconds
+from delayline.errors import BackendUnavailable, ConfigurationError, QueueNotFound
+from delayline.events import Event, emit
+from delayline.external import UNSET
+from delayline.message import Message
+from delayline.sql.prepared import Prepared
+from delayline.sql.statements import queue_channel
+from delayline.transport import QueueLimits, ReceivedMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sqlalchemy import Connection
+
+    from delayline.external import Unset
+    from delayline.sql.database import Database
+    from delayline.sql.dialect import Claims, Dialect
+    from delayline.sql.schema import QueueTables
+    from delayline.sql.statements import QueueStatements
+    from delayline.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+#: Seconds at most until messages before those received last are found, while others come in.
+FULL_LOOK_EVERY: Final = 0.5
+READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
+LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
+WAIT: Final = 0.5  # seconds that it waits where they admit nothing
+SECOND: Final = 1_000_000  # microseconds
+MOST_SLOTS: Final = 10_000
+HIGHEST_RATE: Final = 1_000_000
+BURST: Final = SECOND // 10  # microseconds at rest for which messages may follow at once
+ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
+
+
+class SqlReceiver:
+    """Takes messages from one queue; the claims of a process that ends are free again at once."""
+
+    def __init__(
+        self,
+        database: Database,
+        statements: QueueStatements,
+        claims: Claims,
+        queue: str,
+        idle: IdleQueues,
+        admission: QueueAdmission,
+    ) -> None:
+        self._database = database
+        self._statements = statements
+        self._queue = queue
+        self._claims = claims
+        self._idle = idle
+        self._admission = admission
+        self._news = asyncio.Event()
+        self._stopped = False
+        self._after = 0
+        """The number of the last message claimed."""
+        self._full_at = -math.inf
+        """When messages were last looked for from the first one on."""
+        self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._on_news)
+
+    @property
+    def server_timeout(self) -> float:
+        """Seconds that an answer may take."""
+        return self._database.dialect.server_timeout
+
+    async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Wait for messages and claim up to `limit` of them."""
+        while not self._stopped:
+            self._news.clear()
+            batch: list[ReceivedMessage] = []
+            expired: list[ReceivedMessage] = []
+            admitted = await self._admission.admit(limit)
+            if not admitted:
+                self._admission.received([])
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._admission.wait):
+                        await self._news.wait()
+                continue
+            try:
+                await self._database.read(partial(self._claim, limit=admitted, batch=batch, expired=expired))
+                await self._discard(expired)
+                confirmed = not batch or await self._admission.confirm()
+            except BaseException:
+                self._claims.release(
+                    _number(received) for received in batch + expired
+                )  # the caller will never receive them
+                self._admission.received([])
+                raise
+            if not confirmed:
+                await self.release_many(batch)
+                continue
+            self._admission.received([_number(received) for received in batch])
+            if batch:
+                return batch
+            if not expired:
+                await self._idle.wait(self._queue, self._news)
+        return []
+
+    async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
+        """Delete the message, now or at the commit."""
+        return (await self.acknowledge_many([received], transaction))[0]
+
+    async def acknowledge_many(
+        self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
+    ) -> Sequence[bool]:
+        """Delete the messages, now or at the commit."""
+        numbers = [_number(one) for one in received]
+        remove, forget = partial(self._statements.remove, numbers=numbers), partial(self._forget, numbers)
+        one_statement = self._statements.removes_at_once(len(numbers))
+        removed = await self._database.write(remove, transaction, one_statement=one_statement)
+        forget() if transaction is None else transaction.after_commit(forget)
+        return [number in removed for number in numbers]
+
+    async def release(self, received: ReceivedMessage) -> None:
+        """Give up the claim and wake receivers."""
+        await self.release_many([received])
+
+    async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
+        """Give up the claims and wake receivers."""
+        numbers = [_number(one) for one in received]
+        self._claims.release(numbers)
+        self._admission.ended(numbers)
+        with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
+            await self._database.read(lambda _: self._claims.flush())
+        self._database.notifications.notify(queue_channel(self._queue))
+
+    def _on_news(self, at: int) -> None:
+        if at == LIMITS_CHANGED:
+            self._admission.expire()
+        self._news.set()
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Drop the claims on messages that were handled."""
+        self._claims.forget(numbers)
+        if self._admission.ended(numbers):
+            self._database.notifications.notify(queue_channel(self._queue))  # others may wait for their slots
+
+    def holds(self, received: ReceivedMessage) -> bool:
+        """Return whether this process still claims the message, as of its last request."""
+        return self._claims.holds(_number(received))
+
+    async def stop(self) -> None:
+        """End a waiting receive."""
+        self._stopped = True
+        self._unsubscribe()
+        self._news.set()
+
+    def _claim(
+        self, connection: Connection, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
+    ) -> None:
+        """Claim rows from the last one claimed before on; at intervals, and if there are none, from the first one on.
+
+        Rows before the last one are those of transactions that took longer, and those that other processes gave back.
+        """
+        if time.monotonic() - self._full_at < FULL_LOOK_EVERY:
+            self._claim_after(self._after, connection, limit, batch, expired)
+        if not batch and not expired:
+            self._full_at = time.monotonic()
+            self._claim_after(0, connection, limit, batch, expired)
+
+    def _claim_after(
+        self,
+        after: int,
+        connection: Connection,
+        limit: int,
+        batch: list[ReceivedMessage],
+        expired: list[ReceivedMessage],
+    ) -> None:
+        """Claim rows page by page until there are enough; read those that are still there."""
+        size = limit if after else limit + self._claims.number_held
+        while len(batch) + len(expired) < limit:
+            page = [number for (number,) in self._statements.numbers.rows(connection, self._queue, after, size)]
+            wanted = limit - len(batch) - len(expired)
+            taken = self._claims.take(page, wanted)
+            for received, is_expired in self._read(connection, taken):
+                (expired if is_expired else batch).append(received)
+            if taken:
+                self._after = max(self._after, taken[-1])
+            if len(page) < size:
+                return
+            after = page[-1]
+
+    def _read(self, connection: Connection, numbers: list[int]) -> list[tuple[ReceivedMessage, bool]]:
+        if not numbers:
+            return []
+        try:
+            rows = self._statements.claimed.rows(connection, numbers)
+        except BaseException:
+            self._claims.release(numbers)
+            raise
+        self._claims.forget(set(numbers) - {row[0] for row in rows})
+        return [(ReceivedMessage(Message.from_encoded(*row[1:4]), row[0]), bool(row[4])) for row in rows]
+
+    async def _discard(self, expired: list[ReceivedMessage]) -> None:
+        """Delete expired messages."""
+        if expired:
+            numbers = [_number(received) for received in expired]
+            await self._database.write(partial(self._statements.delete.change_each, keys=numbers), one_statement=True)
+            self._claims.forget(numbers)
+            for received in expired:
+                text = "Deleted expired message %s"
+                emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)
+
+
+def _number(received: ReceivedMessage) -> int:
+    if not isinstance(received.receipt, int):
+        raise TypeError(f"receipt {received.receipt!r} was not given by this receiver")
+    return received.receipt
+
+
+class IdleQueues:
+    """Wakes receivers of one transport whose queues are not empty. Belongs to one event loop.
+
+    Args:
+        interval: how often it looks, in seconds.
+    """
+
+    def __init__(self, database: Database, statements: QueueStatements, interval: float) -> None:
+        self._database = database
+        self._statements = statements
+        self._interval = interval
+        self._waiting: dict[asyncio.Event, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def wait(self, queue: str, news: asyncio.Event) -> None:
+        """Return when the event is set: by others, or because it is time to look into the queue."""
+        self._waiting[news] = queue
+        self._set_timer()
+        try:
+            await news.wait()
+        finally:
+            self._waiting.pop(news, None)
+            if not self._waiting and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._looking is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(self._interval, self._time_has_come)
+
+    def _time_has_come(self) -> None:
+        self._timer = None
+        if len(self._waiting) == 1:
+            self._wake(set(self._waiting.values()))  # whose own look is the one
+        else:
+            self._looking = asyncio.create_task(self._look(), name="delayline idle queues")
+
+    async def _look(self) -> None:
+        names = set(self._waiting.values())
+        try:
+            rows = await self._database.read(partial(self._statements.filled.rows_each, keys=list(names)))
+            names = {name for (name,) in rows}
+        except Exception:  # noqa: S110 - each looks for itself, and reports what it sees
+            pass
+        finally:
+            self._looking = None
+        self._wake(names)
+        self._set_timer()
+
+    def _wake(self, names: set[str]) -> None:
+        for news, queue in self._waiting.items():
+            if queue in names:
+                news.set()
+
+
+class LimitStatements:
+    """The statements on the limits in the registry of queues."""
+
+    def __init__(self, tables: QueueTables, dialect: Dialect) -> None:
+        columns, sql, named = tables.queues.c, dialect.sql, tables.queues.c.name == bindparam("queue")
+        kept = select(columns.name, columns.paused, columns.concurrency, columns.period)
+        self.all = Prepared(kept.order_by(columns.name), sql, [])
+        self.one = Prepared(kept.where(named), sql, ["queue"])
+        self.next_at = Prepared(select(func.coalesce(columns.next_at, 0)).where(named), sql, ["queue"])
+        unchanged = func.coalesce(columns.next_at, 0) == bindparam("before")
+        advance = update(tables.queues).where(named, unchanged).values(next_at=bindparam("after"))
+        self.advance = Prepared(advance, sql, ["after", "queue", "before"])
+        self.change = {
+            name: Prepared(
+                update(tables.queues).where(named).values({name: bindparam("value")}), sql, ["value", "queue"]
+            )
+            for name in ("paused", "concurrency", "period")
+        }
+
+    def limits(self, connection: Connection, queue: str) -> QueueLimits:
+        """Return the limits of the queue. Raises QueueNotFound."""
+        rows = self.one.rows(connection, queue)
+        if not rows:
+            raise QueueNotFound(queue)
+        return limits_of(rows[0])
+
+
+def limits_of(row: Sequence[object]) -> QueueLimits:
+    """Return the limits in a row of the registry."""
+    name, paused, concurrency, period = row
+    rate = SECOND / period if isinstance(period, int) and period else None
+    return QueueLimits(str(name), paused=bool(paused), concurrency=concurrency or None, rate=rate)  # type: ignore[arg-type]
+
+
+def checked_changes(
+    paused: bool | Unset, concurrency: int | Unset | None, rate: float | Unset | None
+) -> dict[str, int | None]:
+    """Return the columns that change, by name. Raises ConfigurationError for a value out of range."""
+    changes: dict[str, int | None] = {}
+    if paused is not UNSET:
+        changes["paused"] = 1 if paused else None
+    if concurrency is not UNSET:
+        changes["concurrency"] = None if concurrency is None else _slots(concurrency)
+    if rate is not UNSET:
+        changes["period"] = None if rate is None else _period(rate)
+    return changes
+
+
+def _slots(concurrency: int) -> int:
+    number = whole_number("concurrency", concurrency, at_least=1)
+    if number > MOST_SLOTS:
+        raise ConfigurationError(
+            f"concurrency must be at most {MOST_SLOTS:,}, not {number:,}: leave it out for no limit"
+        )
+    return number
+
+
+def _period(rate: object) -> int:
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 1e-6 <= rate <= HIGHEST_RATE:
+        raise ConfigurationError(f"rate must be messages a second, above 0 and up to {HIGHEST_RATE:,}, not {rate!r}")
+    return round(SECOND / rate)
+
+
+class QueueAdmission:
+    """Admits messages of one queue to one receiver, within the queue's limits. Belongs to one event loop."""
+
+    def __init__(self, database: Database, statements: LimitStatements, queue: str, slots: str) -> None:
+        self._database = database
+        self._statements = statements
+        self._queue = queue
+        self._slots_name = slots
+        self._limits = QueueLimits(queue)
+        self._read_at = -math.inf
+        self._free: list[int] = []
+        """Slots that this receiver holds for messages that it is about to receive."""
+        self._slots: dict[int, int] = {}
+        """The slot of each message that is handled."""
+        self._credit = 0
+        """Messages that the rate has admitted and that were not there."""
+
+    @property
+    def wait(self) -> float | None:
+        """Seconds to wait after nothing was admitted; None where the queue has no limits."""
+        limits = self._limits
+        if limits.rate is not None and not limits.paused:
+            return min(WAIT, 1 / limits.rate)
+        return WAIT if limits.paused or limits.concurrency is not None else None
+
+    def expire(self) -> None:
+        """Read the limits again before the next message."""
+        self._read_at = -math.inf
+
+    async def admit(self, number: int) -> int:
+        """Return how many messages may be received now, at most `number`; `received` has to follow.
+
+        A queue that had no limits is taken to have none; `confirm` has to follow too.
+        """
+        if self._is_limited:
+            await self._read()
+        if self._limits.paused:
+            return 0
+        if self._limits.concurrency is not None:
+            await self._database.read(lambda _: self._take_slots(number))
+            number = len(self._free)
+        if self._limits.rate is not None and number:
+            if self._credit < number:
+                reserve = partial(self._reserve, wanted=number - self._credit)
+                self._credit += await self._database.write(reserve)
+            number = min(number, self._credit)
+        return number
+
+    async def confirm(self) -> bool:
+        """Return whether the messages that were found may be received; False if the queue has had limits for a while.
+
+        An empty queue is not asked for its limits: an endpoint at rest asks for little.
+        """
+        if self._is_limited:
+            return True
+        await self._read()
+        return not self._is_limited
+
+    async def _read(self) -> None:
+        if time.monotonic() - self._read_at >= READ_EVERY:
+            self._limits = await self._database.read(partial(self._statements.limits, queue=self._queue))
+            self._read_at = time.monotonic()
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._limits != QueueLimits(self._queue)
+
+    def received(self, messages: Sequence[int]) -> None:
+        """Count messages that were received; by their row numbers."""
+        self._credit = max(0, self._credit - len(messages))
+        for message in messages:
+            if self._free:
+                self._slots[message] = self._free.pop()
+        self._give_back(self._free)
+        self._free = []
+
+    def ended(self, messages: Iterable[int]) -> bool:
+        """Give back the slots of messages that are not handled any more; return whether there were any."""
+        if not self._slots:
+            return False
+        slots = [slot for message in messages if (slot := self._slots.pop(message, None)) is not None]
+        self._give_back(slots)
+        return bool(slots)
+
+    def _take_slots(self, number: int) -> None:
+        slots = range(1, (self._limits.concurrency or 0) + 1)
+        self._free += self._claims.take(slots, max(0, number - len(self._free)))
+
+    def _give_back(self, slots: list[int]) -> None:
+        if slots:
+            self._claims.release(slots)
+
+    @property
+    def _claims(self) -> Claims:
+        return self._database.claims(self._slots_name)
+
+    def _reserve(self, connection: Connection, wanted: int) -> int:
+        """Return how many messages the rate admits now, and advance it by as many."""
+        period = SECOND / (self._limits.rate or HIGHEST_RATE)
+        for _ in range(ATTEMPTS):
+            now = to_microseconds(self._database.clock.now())
+            before = int(self._statements.next_at.one(connection, self._queue) or 0)
+            start = max(before, now - BURST)
+            number = min(wanted, int((now - start) / period) + 1) if start <= now else 0
+            if not number:
+                return 0
+            after = round(start + number * period)
+            if self._statements.advance.change(connection, after, self._queue, before):
+                return number
+        return 0
