@@ -302,6 +302,7 @@ EVENT_MEANING: Final = {
     Event.UNDELIVERABLE_CAUGHT: "Whether a set-up of RabbitMQ's levels has due messages without a destination caught.",
     Event.LEASE_LOST: "Another process may have the lease on the delayed messages: what is in flight may be doubled.",
     Event.INDEX_MISSING: "A table of timeouts that .NET made lacks an index; the text has the SQL that creates it.",
+    Event.OBSERVER_FAILED: "A method of an observer has raised; delivery goes on. After the first time: DEBUG.",
     Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and holds up nobody.",
     Event.GENERATION_FAILED: "A job of a Spark dispatcher failed; it is begun again after a pause.",
     Event.LISTENING_LOST: "The server's notifications do not come; until they do, the poller looks every second.",

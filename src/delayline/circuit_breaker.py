@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum, auto
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from delayline.events import Event, emit
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
+    from delayline.observer import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ LONGEST_INTERVAL: Final = timedelta(seconds=60)
 class BreakerState(Enum):
     """Where a breaker stands."""
 
-    DISARMED = auto()
-    ARMED = auto()
-    TRIGGERED = auto()
+    DISARMED = 0
+    ARMED = 1
+    TRIGGERED = 2
 
 
 @dataclass
@@ -115,10 +116,12 @@ class RepeatedFailuresOverTime(FailureLog):
         clock: Clock,
         arm: Callable[[], None] = lambda: None,
         disarm: Callable[[], None] = lambda: None,
+        observer: Observer | None = None,
     ) -> None:
         super().__init__(clock)
         self.name = name
-        self.state = BreakerState.DISARMED
+        self._observer = observer
+        self._change(BreakerState.DISARMED)
         self._time_to_trigger = time_to_trigger
         self._trigger = trigger
         self._arm = arm
@@ -132,7 +135,7 @@ class RepeatedFailuresOverTime(FailureLog):
         """Disarm. Nearly free when disarmed already. An error of the disarm action is logged and raised."""
         if self.state is BreakerState.DISARMED:
             return
-        self.state = BreakerState.DISARMED
+        self._change(BreakerState.DISARMED)
         self._stop_timer()
         self.over()
         seconds = (self._clock.now() - self._armed_at).total_seconds()
@@ -162,8 +165,13 @@ class RepeatedFailuresOverTime(FailureLog):
         self._closed = True
         self._stop_timer()
 
+    def _change(self, state: BreakerState) -> None:
+        self.state = state
+        if self._observer is not None:
+            self._observer.breaker_changed(self.name, state.value)
+
     def _arm_for(self, error: Exception) -> None:
-        self.state = BreakerState.ARMED
+        self._change(BreakerState.ARMED)
         self._run(self._arm, "arm")
         lasting = self._clock.sleep(self._time_to_trigger.total_seconds())
         self._timer = asyncio.get_running_loop().create_task(lasting, name=f"breaker {self.name}")
@@ -179,7 +187,7 @@ class RepeatedFailuresOverTime(FailureLog):
         )
 
     def _trigger_for(self, error: Exception) -> None:
-        self.state = BreakerState.TRIGGERED
+        self._change(BreakerState.TRIGGERED)
         emit(
             logger,
             logging.WARNING,
@@ -212,9 +220,17 @@ class FailureRate:
     """
 
     def __init__(
-        self, name: str, *, maximum_per_second: int, trigger: Callable[[Exception], None], clock: Clock
+        self,
+        name: str,
+        *,
+        maximum_per_second: int,
+        trigger: Callable[[Exception], None],
+        clock: Clock,
+        observer: Observer | None = None,
     ) -> None:
         self.name = name
+        self._observer = observer
+        self._report(BreakerState.DISARMED)
         self._limit = maximum_per_second * int(FAILURE_RATE_WINDOW.total_seconds())
         self._trigger = trigger
         self._clock = clock
@@ -226,10 +242,12 @@ class FailureRate:
         """Count a failure; beyond the limit run the trigger action, whose own errors are logged."""
         self._count += 1
         if self._count == 1:
+            self._report(BreakerState.ARMED)
             emit(logger, logging.WARNING, Event.BREAKER_ARMED, "The circuit breaker for '%s' is now armed.", self.name)
             self._timer = asyncio.get_running_loop().create_task(self._reset_later(), name=f"breaker {self.name}")
         if self._count <= self._limit:
             return
+        self._report(BreakerState.TRIGGERED)
         emit(
             logger,
             logging.WARNING,
@@ -246,10 +264,15 @@ class FailureRate:
             self._timer.cancel()
             self._timer = None
 
+    def _report(self, state: BreakerState) -> None:
+        if self._observer is not None:
+            self._observer.breaker_changed(self.name, state.value)
+
     async def _reset_later(self) -> None:
         into_window = (self._clock.now() - self._started) % FAILURE_RATE_WINDOW
         await self._clock.sleep((FAILURE_RATE_WINDOW - into_window).total_seconds())
         self._count = 0
+        self._report(BreakerState.DISARMED)
         emit(logger, logging.INFO, Event.BREAKER_DISARMED, "The circuit breaker for '%s' is now disarmed.", self.name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
@@ -37,7 +38,8 @@ from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
 from delayline.handler_transactions import HandlerTransactions
 from delayline.handlers import Handlers, name_of
-from delayline.outgoing import Composer, Destinations, HeaderMap, check_endpoint_name
+from delayline.observer import Observers, SupportsMeasures
+from delayline.outgoing import Composer, Destinations, HeaderMap, check_endpoint_name, report_sent
 from delayline.pipeline import Pipeline, open_satellite
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
 from delayline.transaction import (
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
+    from delayline.observer import Observer
     from delayline.outgoing import Outgoing, Send
     from delayline.serialization import Serializer
     from delayline.transport import SupportsQueueLimits, Transport, TransportOperation
@@ -73,6 +76,7 @@ logger = logging.getLogger(__name__)
 
 #: How long handlers may take at a stop; container platforms kill a process after 30 s.
 GRACE: Final = timedelta(seconds=25)
+Sending = TypeVar("Sending")
 HandlerFunction = TypeVar("HandlerFunction", bound=Callable[..., Any])
 #: What to do about a pending message with the same id.
 OnConflict = Literal["keep", "replace", "raise"]
@@ -123,6 +127,7 @@ class Endpoint:
         clock: Clock for delays and retries; by default the delayed delivery's, or the machine's.
         draining: The delayed delivery used before: its messages are still delivered, new ones go elsewhere.
         serializer: Writes and reads the bodies of messages that are neither bytes nor text; JSON by default.
+        observers: Objects that are called with what the endpoint has done, such as `delayline.telemetry.Measurements`.
         disable_timeout_manager: Do not start the `draining` delivery; `delayline doctor` shows when it is empty.
 
     Raises:
@@ -154,6 +159,7 @@ class Endpoint:
         draining: DelayedDelivery | DelayedMessageStore | None = None,
         disable_timeout_manager: bool = False,
         serializer: Serializer | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.name = check_endpoint_name(name)
         self.transport = transport
@@ -175,14 +181,23 @@ class Endpoint:
         self._composer = Composer(
             name, self._clock, reply_to=None if send_only else self._queue, serializer=self._handlers.serializer
         )
+        self._observers = Observers(observers)
         self._host = DeliveryHost(
-            name, transport, self.transaction_mode, self.error_queue, self._clock, self._critical_error, open_satellite
+            name,
+            transport,
+            self.transaction_mode,
+            self.error_queue,
+            self._clock,
+            self._critical_error,
+            open_satellite,
+            self._observers,
         )
         self.draining = draining
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
         self._reset()
 
     def _reset(self) -> None:
+        self._observer: Observer | None = None
         self._pipeline: Pipeline | None = None
         self._running = contextlib.AsyncExitStack()
         self._starting: asyncio.Task[None] | None = None
@@ -192,6 +207,12 @@ class Endpoint:
         self._actions: set[asyncio.Task[None]] = set()
         self._process = ForkGuard()
         self._sending: set[asyncio.Task[None]] = set()
+
+    @property
+    def running_handlers(self) -> int:
+        """How many messages are being handled."""
+        pipeline = self._pipeline
+        return 0 if pipeline is None else pipeline.running
 
     @property
     def handlers(self) -> tuple[Callable[..., Any], ...]:
@@ -215,6 +236,22 @@ class Endpoint:
         Raises ConfigurationError if the transport does not support it.
         """
         return limited(self.transport)
+
+    def measures(self) -> dict[str, float]:
+        """Return the present values of the transport and the stores, such as `lease.held`, for metrics."""
+        parts = [self.transport, *(getattr(one, "store", one) for one in self._deliveries)]
+        found: dict[str, float] = {}
+        for part in parts:
+            if isinstance(part, SupportsMeasures):
+                for name, value in part.measures().items():
+                    found[name] = found.get(name, 0) + value
+        return found
+
+    def observe(self, observer: Observer) -> None:
+        """Add an observer, which is called with what the endpoint has done. Raises ConfigurationError once started."""
+        if self._stopped is not None:
+            raise ConfigurationError(f"endpoint {self.name!r} is started already: add observers before start()")
+        self._observers.add(observer)
 
     @overload
     def handler(
@@ -453,7 +490,8 @@ class Endpoint:
         if checked and self._destinations is not None:
             await self._destinations.check(outgoing.operation.destination)
         replace = on_conflict == "replace"
-        result = await self.delayed_delivery.defer_or_replace(outgoing.operation, outgoing.due, replace=replace)
+        work = self.delayed_delivery.defer_or_replace(outgoing.operation, outgoing.due, replace=replace)
+        result = await (work if self._observer is None else self._reported(work, [outgoing], self._observer))
         if result is StoreResult.DISPATCHING:
             text = "is being dispatched and cannot be replaced: give the new one an id of its own"
             raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
@@ -546,6 +584,10 @@ class Endpoint:
 
     async def _deliver(self, outgoing: Outgoing, transaction: Transaction | None) -> None:
         """Hand the message to the transport, or, when it is due later, to delayed delivery."""
+        work = self._hand_over(outgoing, transaction)
+        await (work if self._observer is None else self._reported(work, [outgoing], self._observer))
+
+    async def _hand_over(self, outgoing: Outgoing, transaction: Transaction | None) -> None:
         try:
             if outgoing.due is None:
                 await self.transport.dispatch([outgoing.operation], transaction)
@@ -556,7 +598,23 @@ class Endpoint:
         except DispatchFailed as failed:
             raise failed.failures[0] from failed
 
+    async def _reported(self, work: Awaitable[Sending], sends: Sequence[Outgoing], observer: Observer) -> Sending:
+        """Await the sending of these messages, and report it."""
+        failed: Exception | None = None
+        began = time.perf_counter()
+        try:
+            return await work
+        except Exception as error:
+            failed = error
+            raise
+        finally:
+            report_sent(observer, sends, time.perf_counter() - began, failed)
+
     async def _deliver_many(self, composed: Sequence[Outgoing]) -> None:
+        work = self._hand_over_many(composed)
+        await (work if self._observer is None else self._reported(work, composed, self._observer))
+
+    async def _hand_over_many(self, composed: Sequence[Outgoing]) -> None:
         """Deliver all messages, in one transaction if transport and delayed delivery can share one."""
         now = [one.operation for one in composed if one.due is None]
         later = [(one.operation, one.due) for one in composed if one.due is not None]
@@ -647,6 +705,8 @@ class Endpoint:
                 done.set_result(None)
 
     async def _start_parts(self) -> None:
+        self._observers.attach(self)
+        self._observer = self._observers.all
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
         if self._setup:

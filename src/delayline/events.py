@@ -53,6 +53,7 @@ class Event(StrEnum):
     LISTENING_LOST = "delayed.listening_lost"
     LISTENING_RESUMED = "delayed.listening_resumed"
     LEASE_LOST = "delayed.lease_lost"
+    OBSERVER_FAILED = "observer.failed"
     FOREIGN_ROW = "delayed.foreign_row"
     INDEX_MISSING = "delayed.index_missing"
     GENERATION_FAILED = "dispatcher.generation_failed"

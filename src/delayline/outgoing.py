@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
+    from delayline.observer import Observer
     from delayline.serialization import Serializer
     from delayline.transport import Transport
 
@@ -72,6 +73,13 @@ class Outgoing(NamedTuple):
     due: datetime | None
     check: bool = False
     """Whether its destination is looked for before it is deferred."""
+
+
+def report_sent(observer: Observer, sends: Sequence[Outgoing], seconds: float, error: Exception | None) -> None:
+    """Report messages that were sent, or failed to be, to an observer."""
+    for operation, delayed in (("send", False), ("schedule", True)):
+        if destinations := [one.operation.destination for one in sends if (one.due is not None) is delayed]:
+            observer.sent(operation, destinations, seconds, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from delayline.events import Event, emit
 from delayline.grouping import Grouping
 from delayline.handlers import Handlers, MessageContext
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, Message, control_message, to_wire_time
-from delayline.outgoing import Composer, Outgoing, check_name
+from delayline.observer import Action
+from delayline.outgoing import Composer, Outgoing, check_name, report_sent
 from delayline.recoverability import (
     DELAYED_DELIVERIES,
     Decision,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
     from delayline.handler_transactions import HandlerTransaction, HandlerTransactions
     from delayline.handlers import Call
+    from delayline.observer import Observer
     from delayline.outgoing import Destinations
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage, Receiver
@@ -207,9 +209,11 @@ class Pipeline:
     _breaker: RepeatedFailuresOverTime = field(init=False)
     _prefetch: Prefetch = field(default_factory=lambda: Prefetch())
     _prefetches: SupportsPrefetch | None = field(init=False)
+    _observer: Observer | None = field(init=False)
     _completions: Grouping[_Completion, bool] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._observer = self.host.observers.all
         self._prefetches = self.receiver if isinstance(self.receiver, SupportsPrefetch) else None
         together = self.completes_together and self._prefetches is not None
         self._completions = Grouping(
@@ -222,6 +226,7 @@ class Pipeline:
             time_to_trigger=TIME_TO_TRIGGER_RECEIVE,
             trigger=lambda error: self.host.critical_error(f"Failed to receive from {self.queue}", error),
             clock=self.host.clock,
+            observer=self._observer,
         )
 
     def start(self) -> None:
@@ -281,6 +286,8 @@ class Pipeline:
             try:
                 batch = await (self._next_batch(wanted) if self._free > 0 else self._next_batch_ahead(wanted))
             except Exception as error:
+                if self._observer is not None:
+                    self._observer.received(self.queue, 0, error)
                 text = "Failed to receive from %s: %s"
                 self._breaker.log_failure(
                     logger, logging.ERROR, Event.RECEIVE_FAILED, text, self.queue, error, exception=error
@@ -288,10 +295,17 @@ class Pipeline:
                 await self._pause(error)
                 continue
             self._breaker.success()
+            if self._observer is not None:
+                self._observer.received(self.queue, len(batch), None)
             self._prefetch.add(batch, waited=time.monotonic() - asked)
             self._start_handlers()
             if self._prefetch and (self._returning is None or self._returning.done()):
                 self._returning = asyncio.create_task(self._return_unhandled(), name="delayline prefetch")
+
+    @property
+    def running(self) -> int:
+        """How many messages are being handled."""
+        return len(self._tasks) - len(self._apart)
 
     @property
     def _free(self) -> int:
@@ -347,6 +361,8 @@ class Pipeline:
             await first_of(asyncio.wait([receiving]), self.host.clock.sleep(quiet))
             if not receiving.done():
                 self._breaker.success()
+                if self._observer is not None:
+                    self._observer.received(self.queue, 0, None)
             return await receiving
         finally:
             receiving.cancel()
@@ -377,41 +393,45 @@ class Pipeline:
     async def _handle(self, received: ReceivedMessage) -> None:
         """Run attempts until one succeeds or the message has gone elsewhere."""
         message = received.message
-        try:
-            _ = message.headers
-        except CorruptHeaders as error:
-            text = "Message %r is classified as a poison message: %s"
-            emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, brief(error), message=message)
-            await self._move_to_error(received, error)
-            return
         for attempt in count(1):
             handled = False
             try:
+                _ = message.headers
                 calls = self.handlers.calls(message.logical)
-            except (UnknownMessageType, InvalidPayload) as error:
+            except (CorruptHeaders, UnknownMessageType, InvalidPayload) as error:
                 text = "Message %r is classified as a poison message: %s"
                 emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, brief(error), message=message)
                 await self._move_to_error(received, error)
                 return
             running: list[Call] = []
+            began = ended = time.perf_counter()
             try:
                 context = await self._run_handlers(received, attempt, calls, running)
+                ended = time.perf_counter()
                 handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
-                if Headers.RETRY_ID in message.headers and self.transactions is not None:  # a satellite's is only moved
-                    context.outgoing += await self._acknowledged_retry(message)
                 await self._complete(received, context.outgoing, context.own)
             except _AlreadyHandled:
                 raise
             except Exception as error:
                 own = running[-1].recoverability if running else None
+                if self._observer is not None:
+                    ended = ended if handled else time.perf_counter()
+                    self._observer.handled(self.queue, message, ended - began, error)
                 if not await self._recover(received, error, attempt, own or self.recoverability, handled=handled):
                     return
             else:
-                self._unmoved.pop(message.id, None)
-                seen = message.logical
-                if logger.isEnabledFor(logging.DEBUG):
-                    emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
+                self._succeeded(message, context.outgoing, began, ended)
                 return
+
+    def _succeeded(self, message: Message, outgoing: Sequence[Outgoing], began: float, ended: float) -> None:
+        self._unmoved.pop(message.id, None)
+        if self._observer is not None:
+            self._observer.handled(self.queue, message, ended - began, None)
+            if outgoing and self.transactions is not None:  # a satellite's is only moved
+                report_sent(self._observer, outgoing, time.perf_counter() - ended, None)
+        if logger.isEnabledFor(logging.DEBUG):
+            seen = message.logical
+            emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
 
     async def _acknowledged_retry(self, message: Message) -> list[Outgoing]:
         """Return the notice to ServicePulse that a message that it has sent to be retried was handled.
@@ -446,6 +466,8 @@ class Pipeline:
             for call in calls:
                 running.append(call)
                 await call(context)
+            if Headers.RETRY_ID in context.message.headers and self.transactions is not None:  # no satellite's
+                context.outgoing += await self._acknowledged_retry(received.message)
         except BaseException:
             context.end()
             if context.own is not None:
@@ -485,6 +507,7 @@ class Pipeline:
         if isinstance(decision, GiveBack):
             text = "Message %s stays in %s for now: %s"
             emit(logger, logging.WARNING, Event.RECEIVE_FAILED, text, message.id, self.queue, error, message=message)
+            self._report(Action.RETURNED, message, error)
             await self._wait()
             await self.receiver.release(received)
             return False
@@ -507,6 +530,7 @@ class Pipeline:
                 if self._stopping.is_set():
                     await self.receiver.release(received)
                     return False
+                self._report(Action.RETRIED, message, error)
                 return True
             case RetryLater(delay, headers):
                 await self._retry_later(received, error, delay, headers)
@@ -516,7 +540,12 @@ class Pipeline:
                 await self._complete(received, [])
                 text = "Discarded message %s: %s"
                 emit(logger, logging.WARNING, Event.DISCARDED, text, message.id, brief(error), message=message)
+                self._report(Action.DISCARDED, message, error)
         return False
+
+    def _report(self, action: Action, message: Message, error: Exception) -> None:
+        if self._observer is not None:
+            self._observer.recovered(action, self.queue, message, error)
 
     async def _retry_later(
         self, received: ReceivedMessage, error: Exception, delay: timedelta, headers: Mapping[str, str]
@@ -531,6 +560,7 @@ class Pipeline:
             return
         text, seen = "Message %s is handled again in %s", message.logical
         emit(logger, logging.WARNING, Event.RETRIED_LATER, text, seen.id, delay, message=seen)
+        self._report(Action.DELAYED, seen, error)
 
     async def _move_to_error(self, received: ReceivedMessage, error: Exception) -> None:
         message, host = received.message, self.host
@@ -567,6 +597,7 @@ class Pipeline:
             exception=error,
             message=message,
         )
+        self._report(Action.MOVED, message, error)
 
     async def _complete(
         self,

@@ -11,6 +11,7 @@ import pytest
 
 import delayline
 import delayline.spi
+import delayline.telemetry
 import delayline.timeouts
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Reached like the others, and imported on first use: they need an extra.
 WITH_AN_EXTRA = {"AzureStorageQueueTransport", "DelayLevelDelivery", "DelayedTableDelivery", "RabbitMQTransport"}
-MODULES = [delayline, delayline.spi, delayline.timeouts]
+MODULES = [delayline, delayline.spi, delayline.telemetry, delayline.timeouts]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.__name__))

@@ -16,6 +16,7 @@ from delayline.delayed.one_at_a_time import batches_of
 from delayline.delayed.poller import Mover, Poller, scope_between
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.store import (
+    StoreResult,
     SupportsBatches,
     SupportsClock,
     SupportsClose,
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.poller import BatchScope
-    from delayline.delayed.store import DelayedMessageStore, StoreResult
+    from delayline.delayed.store import DelayedMessageStore
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
+    from delayline.observer import Observer
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -220,7 +222,7 @@ class StoredDelivery:
         host = self.host
         await self.store.initialize(host.endpoint_name, host.mode)
         breaker = self._breaker("DelayedDeliveryStore", "Failed to store delayed message")
-        self._group = StoreGroup(self.store, breaker, self._signal)
+        self._group = StoreGroup(self.store, breaker, self._signal, host.observers.all)
         if self.polling:
             self._poller = self._new_poller()
             if isinstance(self.store, SupportsNotifications):
@@ -267,6 +269,8 @@ class StoredDelivery:
             )
         message = DelayedMessage(operation.message, operation.destination, due)
         result = await self.store.store_or_replace(message, replace=replace)
+        if result in (StoreResult.STORED, StoreResult.REPLACED):
+            self._group.report([message])
         self._signal(due)
         return result
 
@@ -300,7 +304,12 @@ class StoredDelivery:
             for message in messages:
                 await self.store.store(message, transaction)
         first = min(message.due for message in messages)
-        transaction.after_commit(lambda: self._signal(first))
+        transaction.after_commit(lambda: self._stored_in(messages, first))
+
+    def _stored_in(self, messages: Sequence[DelayedMessage], first: datetime) -> None:
+        self._signal(first)
+        if self._group is not None:
+            self._group.report(messages)
 
     def _reaches_transport(self, transaction: Transaction | None) -> bool:
         return transaction is None or transaction.domain == self.host.transport.transaction_domain
@@ -358,6 +367,7 @@ class StoredDelivery:
             time_to_trigger=times[name],
             trigger=lambda error: host.critical_error(text, error),
             clock=host.clock,
+            observer=host.observers.all,
         )
         self._closers.append(breaker.close)
         return breaker
@@ -371,6 +381,7 @@ class StoredDelivery:
                 "Failed to execute error handling for delayed message forwarding", error
             ),
             clock=host.clock,
+            observer=host.observers.all,
         )
         self._closers.append(rate.close)
         return rate
@@ -391,6 +402,7 @@ class StoreGroup:
         store: Stores the messages, in batches if it can.
         breaker: Counts failures.
         stored: Called with the due time of each stored message.
+        observer: Called with the messages of each group that is stored.
     """
 
     def __init__(
@@ -398,8 +410,10 @@ class StoreGroup:
         store: DelayedMessageStore,
         breaker: RepeatedFailuresOverTime,
         stored: Callable[[datetime], None],
+        observer: Observer | None = None,
     ) -> None:
         self._store = store
+        self._observer = observer
         self._stored = stored
         self._breaker = breaker
         self._group: Grouping[DelayedMessage, None] = (
@@ -440,6 +454,11 @@ class StoreGroup:
         await cast("SupportsBatches", self._store).store_many(messages)
         return self._notify(messages)
 
+    def report(self, messages: Sequence[DelayedMessage]) -> None:
+        """Report stored messages to the observer."""
+        if self._observer is not None:
+            self._observer.stored(messages)
+
     async def _store_each(self, messages: Sequence[DelayedMessage]) -> Sequence[None]:
         for message in messages:
             await self._store.store(message)
@@ -448,6 +467,7 @@ class StoreGroup:
     def _notify(self, messages: Sequence[DelayedMessage]) -> Sequence[None]:
         for message in messages:
             self._stored(message.due)
+        self.report(messages)
         return [None] * len(messages)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
+from delayline.observer import Observers
 from delayline.transport import SupportsQualifiedQueues
 
 if TYPE_CHECKING:
@@ -78,3 +79,5 @@ class DeliveryHost:
     """Reports a fault that lasted too long; returns at once."""
     satellite: Callable[[DeliveryHost, Satellite], Awaitable[RunningSatellite]]
     """Returns the receiver of a satellite's queue, not started yet. Raises QueueNotFound."""
+    observers: Observers = field(default_factory=Observers)
+    """What is called with the work of the endpoint and of its delayed delivery."""

@@ -28,6 +28,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Self
@@ -37,6 +39,7 @@ from delayline.delayed.store import SupportsBatches, SupportsTransactions
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, StorageFull
 from delayline.events import Event, emit
 from delayline.message import Headers
+from delayline.observer import UNKNOWN
 from delayline.transaction import is_unusable, savepoint, share_transactions
 from delayline.transport import TransportOperation
 
@@ -91,6 +94,7 @@ class Poller:
         self._store = store
         self._host = host
         self._clock = host.clock
+        self._observer = host.observers.all
         self._mover = mover
         self._forwarding = forwarding
         self._fetch_breaker = fetch_breaker
@@ -153,6 +157,8 @@ class Poller:
         else:
             self._singles_left = 0
             self._fetch_breaker.success()
+            if self._observer is not None:
+                self._observer.polled(0, None)
             latest = now + self._maximum_sleep
             await self._sleep_until(latest if due is None else min(due, latest))
 
@@ -168,11 +174,16 @@ class Poller:
         except Exception as error:
             if not batch.messages:
                 raise
+            if self._mover.unremoved:
+                self._report_dispatched(batch)
             batch = Batch(batch.messages, kept=batch.kept)
             await self._batch_failed(batch, error)
         self._fetch_breaker.success()
         if batch.sent:
             self._dispatch_breaker.success()
+            self._report_dispatched(batch)
+        if self._observer is not None:
+            self._observer.polled(len(batch.messages), batch.backend_error)
         if batch.kept or batch.backend_error is not None or self._singles_left:
             await self._return_prefetched()
         await self._release(batch.kept)
@@ -187,6 +198,8 @@ class Poller:
         try:
             forwarded = await self._forwarding.forward_due(now, self._batch_size, max_bytes=self._batch_bytes)
         except BackendUnavailable as error:
+            if self._observer is not None:
+                self._observer.polled(0, error)
             self._outage(error, self._batch_size)
             await self._pause(self._dispatch_breaker.failure(error))
             return 1
@@ -200,10 +213,20 @@ class Poller:
             self._bypass_forwarding = forwarded.left > 0
             self._fetch_breaker.success()
             self._dispatch_breaker.success()
+            if self._observer is not None:
+                numbers = forwarded.moved or {(UNKNOWN, None): forwarded.number}
+                self._observer.dispatched(numbers, self._clock.now())
+                self._observer.polled(forwarded.number, None)
             if logger.isEnabledFor(logging.DEBUG):
                 text = "moved %d messages inside the store"
                 emit(logger, logging.DEBUG, Event.DISPATCHED, text, forwarded.number, count=forwarded.number)
         return forwarded.number
+
+    def _report_dispatched(self, batch: Batch) -> None:
+        if self._observer is not None and batch.dispatched:
+            numbers: Counter[tuple[str, datetime | None]]
+            numbers = Counter((message.destination, message.due) for message in batch.sent[: batch.dispatched])
+            self._observer.dispatched(numbers, self._clock.now())
 
     async def _batch_failed(self, batch: Batch, error: Exception) -> None:
         """Blame the back end, the only message, or, for a batch of several, find the message by moving them singly."""
@@ -266,6 +289,8 @@ class Poller:
             await self._fetch_failed(error)
 
     async def _fetch_failed(self, error: Exception) -> None:
+        if self._observer is not None:
+            self._observer.polled(0, error)
         self._fetch_breaker.log_failure(
             logger,
             logging.ERROR,
@@ -282,7 +307,10 @@ class Poller:
         if seconds > 0 and not self._woken.is_set():
             if logger.isEnabledFor(logging.DEBUG):
                 emit(logger, logging.DEBUG, Event.SLEEPS, "sleeps until %s", wake_at, until=wake_at)
+            asleep = time.monotonic()
             await first_of(self._woken.wait(), self._clock.sleep(seconds))
+            if self._observer is not None:
+                self._observer.slept(time.monotonic() - asleep, notified=self._woken.is_set())
             if logger.isEnabledFor(logging.DEBUG):
                 emit(logger, logging.DEBUG, Event.WOKE, "woke")
 
@@ -338,6 +366,8 @@ class Batch:
     messages: Sequence[DelayedMessage] = ()
     sent: list[DelayedMessage] = field(default_factory=list)
     """Messages dispatched to their destination or to the error queue; they leave the store."""
+    dispatched: int = 0
+    """How many of `sent`, the first ones, were dispatched to their destination."""
     kept: list[DelayedMessage] = field(default_factory=list)
     """Messages that stay in the store unchanged."""
     backend_error: Exception | None = None
@@ -501,6 +531,7 @@ class Mover:
         unsent = await self._dispatch(operations, self._scope.of_dispatch(transaction))
         failures = [(batch.messages[position], error) for position, error in unsent.items()]
         batch.sent += [message for position, message in enumerate(batch.messages) if position not in unsent]
+        batch.dispatched = len(batch.sent)
         if sent := tuple(batch.sent):
             text = "dispatched %d messages"
             emit(logger, logging.DEBUG, Event.DISPATCHED, text, len(sent), messages=sent, count=len(sent))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from delayline.delayed.store import SupportsJournal
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
+from delayline.observer import Action
 from delayline.recoverability import back_off, brief, error_operations, may_fit_smaller
 from delayline.transaction import is_unusable, savepoint
 
@@ -46,6 +47,7 @@ class Recovery:
         self._number_of_retries = number_of_retries
         self._scope = scope
         self._failure_rate = failure_rate
+        self._observer = host.observers.all
 
     async def recover(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
         """Count each failed attempt, or move its message to the error queue and add it to `batch.sent`.
@@ -66,7 +68,7 @@ class Recovery:
                 if last:
                     given_up.append((message, error))
                 else:
-                    await self._back_off(batch, message, transaction)
+                    await self._back_off(batch, message, error, transaction)
         if given_up:
             await self._give_up(batch, given_up, transaction)
 
@@ -83,9 +85,11 @@ class Recovery:
             message=message,
             failure=failure,
         )
-        await self._back_off(batch, message, transaction)
+        await self._back_off(batch, message, failure, transaction)
 
-    async def _back_off(self, batch: Batch, message: DelayedMessage, transaction: Transaction | None) -> None:
+    async def _back_off(
+        self, batch: Batch, message: DelayedMessage, error: Exception, transaction: Transaction | None
+    ) -> None:
         until = self._host.clock.now() + back_off(message.number_of_retries + 1)
         try:
             async with savepoint(transaction):
@@ -99,6 +103,7 @@ class Recovery:
             batch.backend_error = failure
             return
         _after_commit(transaction, partial(self._log_backed_off, message, until))
+        self._report(Action.BACKED_OFF, message, error, transaction)
 
     async def _give_up(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
         """Move messages to the error queue in one dispatch; those that are too large alone, in ever smaller forms."""
@@ -121,6 +126,7 @@ class Recovery:
                 if isinstance(self._store, SupportsJournal):
                     self._store.gave_up([message])
                 _after_commit(sending, partial(self._log_moved, message, error))
+                self._report(Action.MOVED, message, error, sending)
 
     async def _send(
         self, operations: Sequence[TransportOperation], transaction: Transaction | None
@@ -137,6 +143,13 @@ class Recovery:
                 raise
             return dict.fromkeys(range(len(operations)), failure)
         return {}
+
+    def _report(
+        self, action: Action, message: DelayedMessage, error: Exception, transaction: Transaction | None
+    ) -> None:
+        if self._observer is not None:
+            recovered = partial(self._observer.recovered, action, message.destination, message.message, error)
+            _after_commit(transaction, recovered)
 
     def _forms(self, message: DelayedMessage, error: Exception) -> Iterator[TransportOperation]:
         host = self._host

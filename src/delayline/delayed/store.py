@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
     from datetime import datetime, timedelta
 
     from delayline.clock import Clock
@@ -187,6 +187,8 @@ class Forwarded:
     """The earliest due time of all remaining messages, `at` if more may be due, or None for an empty store."""
     left: int = 0
     """Due messages that cannot be moved inside the database, such as those for an unknown queue: the poller's task."""
+    moved: Mapping[tuple[str, datetime | None], int] | None = None
+    """How many were moved by destination and due time, where the store counts them; see `SupportsForwardedCounts`."""
 
 
 @runtime_checkable

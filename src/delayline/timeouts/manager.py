@@ -303,6 +303,7 @@ class TimeoutManagerDelivery:
             maximum_per_second=1,
             trigger=lambda error: host.critical_error("Failed to execute error handling for timeouts", error),
             clock=host.clock,
+            observer=host.observers.all,
         )
         self._closers.append(rate.close)
         recovery = Recovery(expired, host, number_of_retries=ATTEMPTS - 1, scope=scope, failure_rate=rate)
@@ -328,6 +329,7 @@ class TimeoutManagerDelivery:
             time_to_trigger=self.time_to_wait_before_triggering_critical_error,
             trigger=lambda error: host.critical_error(text, error),
             clock=host.clock,
+            observer=host.observers.all,
         )
         self._closers.append(breaker.close)
         return breaker

@@ -12,6 +12,7 @@ from delayline.circuit_breaker import first_of
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import DelayedMessage, Headers, TimeoutHeaders, from_wire_time, id_from, to_wire_time
+from delayline.observer import Action
 from delayline.recoverability import error_operations
 from delayline.timeouts.persister import NO_SAGA, SupportsTake, Timeout
 from delayline.timeouts.poll import outgoing_message, requested_timeout
@@ -93,6 +94,8 @@ class Forwarder:
             error,
             message=DelayedMessage(message, destination or "", host.clock.now()),
         )
+        if (observer := host.observers.all) is not None:
+            observer.recovered(Action.MOVED, destination or host.endpoint_name, message, error)
 
     async def _send(self, operation: TransportOperation, transaction: Transaction | None) -> None:
         try:
@@ -209,7 +212,10 @@ class DispatchingSatellite:
             return
         delayed = DelayedMessage(timeout.message, timeout.destination or "", timeout.due)
         text = "dispatched timeout %s, %s after it was due"
-        late = self._host.clock.now() - timeout.due
+        now = self._host.clock.now()
+        late = now - timeout.due
+        if (observer := self._host.observers.all) is not None:
+            observer.dispatched({(delayed.destination, delayed.due): 1}, now)
         emit(logger, logging.DEBUG, Event.DISPATCHED, text, timeout_id, late, messages=(delayed,), count=1)
 
     async def _peek_and_remove(self, timeout_id: str, locking: Transaction | None) -> Timeout | None:

@@ -1,0 +1,205 @@
+"""Observers: objects that an endpoint reports its work to, such as metrics and traces.
+
+The parts of an endpoint call an observer once a batch where they work in batches. Without an observer they do nothing
+for it but compare with None.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
+
+from delayline.events import Event, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import datetime
+
+    from delayline.message import DelayedMessage, Message
+
+logger = logging.getLogger(__name__)
+
+#: The destination in `Observer.dispatched` where a store does not report it.
+UNKNOWN: Final = "(unknown)"
+
+
+class Action(StrEnum):
+    """What an endpoint did with a message that could not be handled or dispatched."""
+
+    RETRIED = "retried"
+    """Handled again at once."""
+    DELAYED = "delayed"
+    """Handled again later, through delayed delivery."""
+    BACKED_OFF = "backed off"
+    """Not dispatched; it stays in the store for a while."""
+    MOVED = "moved"
+    """Moved to the error queue."""
+    DISCARDED = "discarded"
+    """Removed without having been handled."""
+    RETURNED = "returned"
+    """Given back to its queue, because a back end was unavailable."""
+
+
+class ObservedEndpoint(Protocol):
+    """What an observer may read of an endpoint, at any time and from any thread."""
+
+    @property
+    def name(self) -> str:
+        """The endpoint's name."""
+        ...
+
+    @property
+    def running_handlers(self) -> int:
+        """How many messages are being handled."""
+        ...
+
+    def measures(self) -> Mapping[str, float]:
+        """Return the present values of its transport and stores; see `SupportsMeasures`."""
+        ...
+
+
+@runtime_checkable
+class SupportsMeasures(Protocol):
+    """Capability of transports and stores: values that are read when metrics are collected."""
+
+    def measures(self) -> Mapping[str, float]:
+        """Return values by name, such as `lease.held`; never blocks, and may be called from any thread."""
+        ...
+
+
+class Observer(Protocol):
+    """Is called with what an endpoint has done: on its event loop, after the commit where there is one.
+
+    A method must return at once. What it raises is logged and goes no further.
+    """
+
+    def attached(self, endpoint: ObservedEndpoint) -> None:
+        """The endpoint starts."""
+        ...
+
+    def sent(self, operation: str, destinations: Sequence[str], seconds: float, error: Exception | None) -> None:
+        """Messages were sent, or failed to be.
+
+        Args:
+            operation: `send` for messages due now, `schedule` for delayed ones.
+            destinations: The destination of each.
+            seconds: How long that took.
+            error: Why they were not sent; None if they were.
+        """
+        ...
+
+    def stored(self, messages: Sequence[DelayedMessage]) -> None:
+        """Messages were stored until they are due."""
+        ...
+
+    def dispatched(self, numbers: Mapping[tuple[str, datetime | None], int], at: datetime) -> None:
+        """Due messages were moved to their destinations, a batch at a time.
+
+        Args:
+            numbers: How many by destination and due time; where a store does not report them, `UNKNOWN` and None.
+            at: The time, on the endpoint's clock.
+        """
+        ...
+
+    def polled(self, due: int, error: Exception | None) -> None:
+        """The poller has looked at the store, and moved `due` messages, or failed."""
+        ...
+
+    def slept(self, seconds: float, *, notified: bool) -> None:
+        """The poller has slept for so long; `notified` of an earlier message, or stopped, if that ended it."""
+        ...
+
+    def received(self, queue: str, number: int, error: Exception | None) -> None:
+        """A receiver was given `number` messages of a queue, or failed."""
+        ...
+
+    def handled(self, queue: str, message: Message, seconds: float, error: Exception | None) -> None:
+        """An attempt to handle a message has ended.
+
+        Args:
+            queue: The queue that the message came from.
+            message: The message.
+            seconds: How long its handlers took.
+            error: Why it failed; None if the message is handled, and its removal is committed.
+        """
+        ...
+
+    def recovered(self, action: Action, place: str, message: Message, error: Exception) -> None:
+        """A message that could not be handled or dispatched was retried or removed.
+
+        Args:
+            action: What was done with it.
+            place: The queue that it came from or, dispatched by the poller, its destination.
+            message: The message.
+            error: Why.
+        """
+        ...
+
+    def breaker_changed(self, name: str, state: int) -> None:
+        """A circuit breaker is created or has another state: 0 disarmed, 1 armed, 2 triggered."""
+        ...
+
+
+METHODS: Final = (
+    "attached",
+    "sent",
+    "stored",
+    "dispatched",
+    "polled",
+    "slept",
+    "received",
+    "handled",
+    "recovered",
+    "breaker_changed",
+)
+
+
+class Observers:
+    """The observers of one endpoint."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = list(observers)
+
+    def add(self, observer: Observer) -> None:
+        """Add one."""
+        self._observers.append(observer)
+
+    def attach(self, endpoint: ObservedEndpoint) -> None:
+        """Attach each to the endpoint; raises what they raise."""
+        for observer in self._observers:
+            observer.attached(endpoint)
+
+    @property
+    def all(self) -> Observer | None:
+        """All of them as one, None if there is none; parts of an endpoint ask for it when they start."""
+        return cast("Observer", _Guarded(self._observers)) if self._observers else None
+
+
+class _Guarded:
+    """Calls each method of several observers; an error of theirs is logged, the first of each method as a warning."""
+
+    __slots__ = METHODS
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        for name in METHODS:
+            setattr(self, name, _guarded(name, [getattr(one, name) for one in observers]))
+
+
+def _guarded(name: str, calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    failed = False
+
+    def call_all(*args: object, **named: object) -> None:
+        for call in calls:
+            try:
+                call(*args, **named)
+            except Exception as error:
+                report(error)
+
+    def report(error: Exception) -> None:
+        nonlocal failed
+        level, failed = (logging.DEBUG if failed else logging.WARNING), True
+        text = "An observer's method %r failed, and may go on to fail: %s"
+        emit(logger, level, Event.OBSERVER_FAILED, text, name, error, exception=error)
+
+    return call_all
