@@ -25,7 +25,8 @@ from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialect import Moved
 from delayline.sql.dialects.postgresql import PostgresqlForwarding
-from delayline.sql.forwarding import FileForwarding, LockedForwarding
+from delayline.sql.dialects.server import LockedForwarding
+from delayline.sql.dialects.sqlite import FileForwarding
 from delayline.testing import Fault, FaultyStore, FaultyTimeoutPersister, FaultyTransport
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.servers.sqlite import database_of
 
+from delayline.sql.file_database import NumberStatements
 from delayline.sql.prepared import Prepared
-from delayline.sql.row_claims import NumberStatements
 from delayline.sql.schema import QUEUES, queue_tables, timeouts_table
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import QueueStatements, StoreStatements

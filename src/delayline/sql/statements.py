@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import bindparam, case, delete, exists, func, insert, literal_column, null, select, update
 
 from delayline.errors import InvalidMessage, QueueNotFound
-from delayline.message import DelayedMessage, Message
+from delayline.message import DelayedMessage, Headers, Message
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Values = tuple[Any, ...]
 PUT: Final = ["queue", "id", "headers", "body"]
 INSERTED: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
+#: Headers with one of these in them need more than a move from the store to their queue.
+MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
+EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
 
 
 class StoreStatements:

@@ -28,9 +28,8 @@ from delayline.errors import (
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql.dialect import TableIdentity, TimeoutShape
 from delayline.sql.dialects import journal_triggers
-from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
+from delayline.sql.dialects.server import LockedForwarding, ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
-from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.schema import TO_PUT, must_fit

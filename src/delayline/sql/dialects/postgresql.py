@@ -27,7 +27,7 @@ from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
-from delayline.sql.forwarding import EXPIRY_MARKER, MARKER
+from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

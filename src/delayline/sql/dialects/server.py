@@ -16,7 +16,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import sqlalchemy
-from sqlalchemy import URL, bindparam, create_engine, event, null, or_, update
+from sqlalchemy import (
+    URL,
+    and_,
+    bindparam,
+    create_engine,
+    delete,
+    event,
+    exists,
+    func,
+    insert,
+    literal_column,
+    null,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
@@ -30,16 +45,18 @@ from delayline.sql.deadlines import (
     AnswerDeadline,
     StopLimit,
 )
-from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
+from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED, Moved
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
+from delayline.sql.schema import TO_PUT, in_order, must_fit, timeouts_table
+from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Connection, Executable, Table
+    from sqlalchemy import Column, ColumnElement, Connection, Executable, Table
+    from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
     from delayline.message import Message
     from delayline.sql.dialect import (
@@ -48,12 +65,15 @@ if TYPE_CHECKING:
         JournalTriggers,
         Leases,
         PreparedTransactions,
+        Server,
         ServerSessions,
         Stage,
         TableIdentity,
         TimeoutForwarding,
     )
     from delayline.sql.schema import QueueTables
+
+    Columns = ReadOnlyColumnCollection[str, Column[Any]]
 
 
 LEASE: Final = 60  # seconds; a dispatch takes less
@@ -548,3 +568,70 @@ class SessionClaims(ABC):
             released, self._released = self._released, []
         if released:
             self.unlock(connection, released)
+
+
+class LockedForwarding:
+    """Moves the earliest due messages that are not locked, on servers that need one statement per step."""
+
+    one_statement = False
+
+    def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
+        columns, sql = table.c, dialect.sql
+        size = func.length(columns.headers) + func.length(columns.body)
+        movable = self.movable(columns, exists().where(tables.queues.c.name == dialect.exact(columns.destination)))
+        is_due = and_(columns.due <= bindparam("until"), dialect.leases(table, tables).free)
+        heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
+        heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
+        chosen = dialect.one_of(columns.id, "keys")
+        moved = select(columns.destination, columns.id, columns.headers, self.body(columns)).where(chosen)
+        move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved.order_by(*in_order(table)))
+        since = columns.due >= bindparam("since")
+        self._heads = Prepared(heads, sql, ["until", "number"])
+        self._heads_since = Prepared(heads.where(since), sql, ["until", "number", "since"])
+        self._move = Prepared(move, sql, ["keys"])
+        self._remove = Prepared(delete(table).where(chosen), sql, ["keys"])
+
+    def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
+        """Return the condition for messages that only need moving; `known`: their queue exists."""
+        markers: list[ColumnElement[bytes]] = [bindparam("marker", MARKER), bindparam("expiry", EXPIRY_MARKER)]
+        return and_(*(func.instr(columns.headers, one) == literal_column("0") for one in markers), known)
+
+    def body(self, columns: Columns) -> ColumnElement[bytes]:
+        """Return the body, as the queue takes it."""
+        return columns.body
+
+    def run(
+        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+    ) -> Moved:
+        """Move messages, those due from `since` on if given, and return the result."""
+        if since is None:
+            heads = self._heads.rows(connection, until, limit)
+        else:
+            heads = self._heads_since.rows(connection, until, limit, since)
+        movable = [head for head in heads if head[-1]]
+        chosen, left = _fitting(movable, max_bytes), len(heads) - len(movable)
+        if not chosen:
+            return Moved(0, set(), left, until if heads else None)
+        if not self.move(connection, [head[0] for head in chosen]):
+            return Moved(0, set(), len(heads), until)
+        more, reached = len(chosen) < len(movable) or len(heads) == limit, chosen[-1][1]
+        return Moved(
+            len(chosen), {head[2] for head in chosen}, left, until if more else None, None if left else reached
+        )
+
+    def move(self, connection: Connection, ids: Sequence[str]) -> bool:
+        """Move messages that are locked; False where that is left to the poller's own hands, and nothing is done."""
+        moved = self._move.change_each(connection, keys=ids)
+        removed = self._remove.change_each(connection, keys=ids)
+        if not moved == removed == len(ids):
+            raise RuntimeError(f"{len(ids)} messages were locked, {moved} were moved and {removed} removed")
+        return True
+
+
+def _fitting(heads: Sequence[Any], max_bytes: int) -> Sequence[Any]:
+    """Return as many as fit, at least one when there is one."""
+    for number, (_, _, _, size, _) in enumerate(heads):
+        max_bytes -= size
+        if number and max_bytes < 0:
+            return heads[:number]
+    return heads

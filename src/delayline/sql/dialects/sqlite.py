@@ -29,7 +29,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, String, Text, bindparam, create_engine, delete, literal_column, select
+from sqlalchemy import BigInteger, String, Text, bindparam, create_engine, delete, func, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -45,18 +45,20 @@ from delayline.errors import (
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
-from delayline.sql.dialect import TableIdentity, TimeoutShape, conflict_columns
+from delayline.sql.dialect import Moved, TableIdentity, TimeoutShape, conflict_columns
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.server import run
 from delayline.sql.dialects.staging import need_arrow
+from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
+from delayline.sql.statements import EXPIRY_MARKER, MARKER, QueueStatements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Select, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from delayline.message import Message
@@ -819,3 +821,54 @@ TRANSLATIONS: Final[dict[str, Callable[[Path, BaseException], Exception]]] = {
     "SQLITE_CORRUPT": lambda path, error: BackendUnusable(f"{path} is damaged ({error}): restore it from a backup"),
     "SQLITE_TOOBIG": lambda path, error: InvalidMessage(f"the message is too large for {path} ({error})"),
 }
+
+
+class FileForwarding:
+    """Moves the earliest due messages under SQLite's write lock, which excludes other pollers."""
+
+    def __init__(self, table: Table, tables: QueueTables, dialect: Sqlite) -> None:
+        columns, sql = table.c, dialect.sql
+
+        def first(*selected: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
+            due = select(*selected).where(columns.due <= bindparam("until"))
+            return due.order_by(columns.due, columns.seq).limit(bindparam("number"))
+
+        size = func.length(columns.headers) + func.length(columns.body)
+        marked = func.instr(columns.headers, bindparam("marker")) + func.instr(columns.headers, bindparam("expiry"))
+        moved = first(columns.destination, columns.id, columns.headers, columns.body)
+        move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved)
+        remove = delete(table).where(columns.seq.in_(first(columns.seq)))
+        self._queues = QueueStatements(tables, dialect)
+        self._heads = Prepared(first(columns.destination, size, marked), sql, ["marker", "expiry", "until", "number"])
+        self._move = Prepared(move, sql, ["until", "number"])
+        self._remove = Prepared(remove, sql, ["until", "number"])
+
+    def run(
+        self,
+        connection: Connection,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+    ) -> Moved:
+        """Move messages and return the result.
+
+        Stops before the first that needs more than moving: its queue does not exist, or its headers hold properties
+        that are meant for the dispatch only, or a time to be received.
+        """
+        known: dict[str, bool] = {}
+        number, size = 0, 0
+        for destination, length, marked in self._heads.stream(connection, MARKER, EXPIRY_MARKER, until, limit):
+            size += length
+            if destination not in known:
+                known[destination] = not self._queues.missing(connection, [destination])
+            if marked or not known[destination] or (number and size > max_bytes):
+                break
+            number += 1
+        if number == 0:
+            return Moved(0, set())
+        moved = self._move.change(connection, until, number)
+        removed = self._remove.change(connection, until, number)
+        if not moved == removed == number:
+            raise RuntimeError(f"{number} messages were due, {moved} were moved and {removed} removed")
+        return Moved(number, {name for name, exists in known.items() if exists})

@@ -43,7 +43,7 @@ from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
 from delayline.sql.dialect import IN_SESSION, TimeoutShape, conflict_columns
-from delayline.sql.dialects.server import LEASE, ServerDialect, SessionClaims, cause_of, run
+from delayline.sql.dialects.server import LEASE, LockedForwarding, ServerDialect, SessionClaims, cause_of, run
 from delayline.sql.dialects.sqlserver_errors import (
     ALREADY_THERE,
     DUPLICATE_KEY,
@@ -62,7 +62,6 @@ from delayline.sql.dialects.sqlserver_sql import (
     rounded_down,
     rounded_up,
 )
-from delayline.sql.forwarding import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, CONTENT, must_fit, untyped
@@ -74,7 +73,7 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding, ServerSessions
-    from delayline.sql.forwarding import Columns
+    from delayline.sql.dialects.server import Columns
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
 
