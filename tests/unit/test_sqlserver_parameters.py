@@ -27,8 +27,7 @@ from delayline.sql.schema import queue_tables
 from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.timeouts.nservicebus import timeout_table
 from delayline.timeouts.persister import Timeout
-from delayline.timeouts.sql import TimeoutManagement
-from delayline.timeouts.statements import TimeoutStatements
+from delayline.timeouts.sql import TimeoutManagement, TimeoutStatements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

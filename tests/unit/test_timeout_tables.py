@@ -13,7 +13,7 @@ from delayline.sql.databases import database_at
 from delayline.sql.schema import queue_tables
 from delayline.timeouts import SqlTimeoutPersister
 from delayline.timeouts.nservicebus import TimeoutTimes, table_prefix, timeout_table
-from delayline.timeouts.statements import TimeoutStatements
+from delayline.timeouts.sql import TimeoutStatements
 
 URLS = {
     "postgresql": "postgresql://server/shop",
