@@ -27,8 +27,8 @@ from delayline import (
 )
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.amqp.methods import ExchangeDelete, QueueDelete
+from delayline.rabbitmq.delivery import parked
 from delayline.rabbitmq.levels import MAXIMUM_DELAY
-from delayline.rabbitmq.overflow_store import parked
 from delayline.spi import TransportOperation
 from delayline.testing import NativeDeliveryConformance, Signals
 from delayline.testing.conformance.native_delivery import Arrivals
