@@ -18,8 +18,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.message import Message
 from delayline.sql.deadlines import FACTOR
 from delayline.sql.dialect import IN_SESSION
-from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
-from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
+from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer, VarbinaryConnection
 from delayline.sql.journal import Journal
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements

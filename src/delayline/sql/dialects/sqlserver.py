@@ -52,7 +52,6 @@ from delayline.sql.dialects.sqlserver_errors import (
     text_of,
     translated,
 )
-from delayline.sql.dialects.sqlserver_pymssql import VarbinaryConnection
 from delayline.sql.dialects.sqlserver_sql import (
     LATEST,
     NEW,
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialects.server import Columns
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
+
 
 OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
 #: How @@VERSION begins on a server whose version counts; that of Azure SQL has been 12.0.2000.8 for ever.
@@ -620,3 +620,46 @@ class SqlServerForwarding(LockedForwarding):
 def _without(headers: ColumnElement[bytes]) -> Any:  # noqa: ANN401 - from a name to a condition
     text = collate(cast(headers, mssql.VARCHAR("max")), BINARY)  # type: ignore[arg-type]
     return lambda name: func.charindex(literal_column(f"'{name}'"), text) == literal_column("0")
+
+
+class VarbinaryConnection:
+    """A pymssql connection whose cursors bind bytes as varbinary."""
+
+    def __init__(self, connection: Any) -> None:  # noqa: ANN401 - the driver's
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Return the attribute of the driver's connection."""
+        return getattr(self._connection, name)
+
+    def cursor(self) -> VarbinaryCursor:
+        """Return a new cursor."""
+        return VarbinaryCursor(self._connection.cursor())
+
+
+class VarbinaryCursor:
+    """A cursor of pymssql to which bytes are no text."""
+
+    def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - the driver's
+        self._cursor = cursor
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Return the attribute of the driver's cursor."""
+        return getattr(self._cursor, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the rows."""
+        return iter(self._cursor)
+
+    def execute(self, operation: str, parameters: Sequence[Any] = ()) -> Any:  # noqa: ANN401
+        """Run the statement once."""
+        return self._cursor.execute(operation, literal(parameters))
+
+    def executemany(self, operation: str, seq_of_parameters: Sequence[Sequence[Any]]) -> None:
+        """Run the statement for each row."""
+        self._cursor.executemany(operation, [literal(row) for row in seq_of_parameters])
+
+
+def literal(parameters: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the parameters in the types that pymssql writes as they are meant."""
+    return tuple(bytearray(value) if isinstance(value, bytes | memoryview) else value for value in parameters)
