@@ -146,8 +146,9 @@ class PostgresqlNotifications:
 
     def close(self) -> None:
         """Stop listening."""
-        self.closing = True
-        os.write(self._woken, b"c")
+        with self._lock:  # the thread, which may be awake already, closes the pipe after that
+            self.closing = True
+            os.write(self._woken, b"c")
         if self._thread is None:
             self._close_pipe()
         else:
@@ -156,8 +157,9 @@ class PostgresqlNotifications:
             self._wake_for_good()
 
     def _close_pipe(self) -> None:
-        os.close(self.wake)
-        os.close(self._woken)
+        with self._lock:
+            os.close(self.wake)
+            os.close(self._woken)
 
     def _wake_for_good(self) -> None:
         session = self._database.session()
