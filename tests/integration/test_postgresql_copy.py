@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -9,9 +10,18 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from delayline import DelayedMessage, InvalidMessage, Message, SqlDelayedMessageStore, TransactionMode
+from delayline import (
+    DelayedMessage,
+    Endpoint,
+    InvalidMessage,
+    Message,
+    QueueNotFound,
+    SqlDelayedMessageStore,
+    SqlTransport,
+    TransactionMode,
+)
 from delayline.external import ExternalTransaction
-from delayline.sql.dialects.postgresql_copy import HELD_OFF, LEAST
+from delayline.sql.dialects.postgresql_binary import HELD_OFF, LEAST
 from delayline.testing.conformance.messages import delayed, same
 
 if TYPE_CHECKING:
@@ -133,3 +143,25 @@ async def test_other_encodings_names_and_shapes(postgresql_url: str) -> None:
     assert len(await kept(plain)) == 2 * MANY
     await store.close()
     await plain.close()
+
+
+async def test_immediate_sends_are_copied_and_a_missing_queue_fails_alone(postgresql_url: str) -> None:
+    # Given a queue, and a server that counts how rows come into it
+    transport = SqlTransport(postgresql_url)
+    await transport.setup_infrastructure(["billing"])
+    async with Endpoint("sales", transport=transport, send_only=True) as endpoint:
+        await endpoint.send("billing", b"first")
+        with psycopg.connect(postgresql_url, autocommit=True) as watch:
+            watch.execute(COUNTED.replace('"sales.timeouts"', "delayline_messages"))
+            # When many are sent together, some to a queue that does not exist
+            sends = [
+                endpoint.send("billing" if number % 10 else "nowhere", "ünïcode", message_id=f"m-{number:04d}")
+                for number in range(MANY * 2)
+            ]
+            results = await asyncio.gather(*sends, return_exceptions=True)
+            # Then those fail, and the others are there, copied, in the order of their sends
+            refused = [number for number, result in enumerate(results) if isinstance(result, QueueNotFound)]
+            assert refused == list(range(0, MANY * 2, 10))
+            assert ("COPY",) in watch.execute("SELECT DISTINCT way FROM commands").fetchall()
+        found = [message.id for message in await transport.browse("billing", MANY * 2, offset=1)]
+        assert found == [f"m-{number:04d}" for number in range(MANY * 2) if number % 10]

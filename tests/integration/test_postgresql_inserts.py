@@ -17,15 +17,18 @@ import pytest
 from delayline import (
     BackendUnavailable,
     DelayedMessage,
+    Endpoint,
     InvalidMessage,
     Message,
+    QueueNotFound,
     SqlDelayedMessageStore,
+    SqlTransport,
     TransactionMode,
 )
 from delayline.sql.databases import database_at
-from delayline.sql.dialects import postgresql_inserts
+from delayline.sql.dialects import postgresql_binary
 from delayline.sql.dialects.postgresql import PART
-from delayline.sql.dialects.postgresql_inserts import LARGEST
+from delayline.sql.dialects.postgresql_binary import LARGEST
 from delayline.sql.server_database import POOL_SIZE, ServerDatabase
 from delayline.testing.conformance.messages import delayed, same
 
@@ -215,7 +218,7 @@ async def test_a_server_that_reads_slowly(
     store: SqlDelayedMessageStore, blocker: Blocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a message that no socket takes at once, and a server process that reads nothing for a while
-    monkeypatch.setattr(postgresql_inserts, "LARGEST", 1 << 30)
+    monkeypatch.setattr(postgresql_binary, "LARGEST", 1 << 30)
     [pid] = blocker.ours("query LIKE 'INSERT%'")
     os.kill(pid, signal.SIGSTOP)
     message = delayed("m", body=os.urandom(32_000_000))
@@ -358,3 +361,22 @@ async def test_many_messages_go_in_parts_and_are_stored_as_a_whole_or_not_at_all
 
     await store.store_many([*many, many[0]])
     assert len(await store.pending(limit=1000)) == len(FIRST) + len(many)
+
+
+async def test_an_immediate_send_needs_no_worker_thread(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an endpoint that has sent before
+    transport = SqlTransport(postgresql_url)
+    await transport.setup_infrastructure(["billing"])
+    async with Endpoint("sales", transport=transport, send_only=True) as endpoint:
+        for body in FIRST:
+            await endpoint.send("billing", body)
+        # When it sends again, and to a queue that does not exist
+        worked: list[object] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(ServerDatabase, "run", worked.append)
+            await endpoint.send("billing", "third")
+            with pytest.raises(QueueNotFound, match="nowhere"):
+                await endpoint.send("nowhere", "third")
+        # Then the loop has inserted the one message, and no other
+        assert not worked
+        assert [message.text for message in await transport.browse("billing", 10)] == [*FIRST, "third"]

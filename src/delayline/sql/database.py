@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from delayline.sql.transactions import Checkout
     from delayline.transaction import Transaction
 
+    RowsOf = Callable[[Connection], Sequence[tuple[Any, ...]]]
+
 Result = TypeVar("Result")
 #: Due times further away than this need no notification: a poller sleeps a minute at most.
 SOON: Final = timedelta(hours=1)
@@ -180,6 +182,21 @@ class Database(ABC):
         """Insert rows of delayed messages, as `write` does: all of them or none."""
         insert = partial(self.dialect.insert_rows, insert=statement, rows=rows)
         await self.write(insert, transaction, one_statement=len(rows) == 1)
+
+    async def insert_one(
+        self, statement: Prepared, row: tuple[Any, ...], transaction: Transaction | None = None
+    ) -> int:
+        """Run an insert that may find nothing to insert, as `write` does; return how many rows it has inserted."""
+        return await self.write(lambda connection: statement.change(connection, *row), transaction, one_statement=True)
+
+    async def insert_from(self, statement: Prepared, rows_of: RowsOf, transaction: Transaction | None = None) -> None:
+        """Insert the rows that `rows_of` returns on the same connection: all of them or none."""
+
+        def insert(connection: Connection) -> None:
+            if rows := rows_of(connection):
+                self.dialect.insert_rows(connection, statement, rows)
+
+        await self.write(insert, transaction)
 
     def transaction(self) -> SqlTransaction:
         """Return a new transaction."""

@@ -277,8 +277,8 @@ class TimeoutShape:
 class Inserts(Protocol):
     """A short way for the insert of a single message, outside transactions."""
 
-    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
-        """Insert the row; False when it has to go the ordinary way, and nothing was done."""
+    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> int | None:
+        """Return how many rows were inserted; None when it has to go the ordinary way, and nothing was done."""
         ...
 
     def close(self) -> None:

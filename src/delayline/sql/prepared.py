@@ -49,7 +49,7 @@ class Prepared:
     def run(self, connection: Connection, *values: Any) -> DBAPICursor:  # noqa: ANN401 - what the columns take
         """Execute once; the caller reads the cursor to its end, or closes it."""
         cursor = connection.connection.cursor()
-        values = self._in_place(values)
+        values = self.in_order(values)
         sql = self.text([len(values[position]) for position, _ in self._lists]) if self._lists else self.sql
         cursor.execute(sql, self._flat(values))
         return cursor
@@ -66,7 +66,8 @@ class Prepared:
         """How many parameters are lists."""
         return len(self._lists)
 
-    def _in_place(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def in_order(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the values and constants in the order that they have in the SQL."""
         values = values + self._constants
         return values if self._places is None else tuple(values[place] for place in self._places)
 
@@ -118,7 +119,7 @@ class Prepared:
     def change_many(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> int:
         """Execute for each row and return how many rows were affected in all."""
         if self._constants or self._places:
-            rows = [self._in_place(row) for row in rows]
+            rows = [self.in_order(row) for row in rows]
         cursor = connection.connection.cursor()
         cursor.executemany(self.sql, rows)
         affected: int = cursor.rowcount

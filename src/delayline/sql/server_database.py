@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.sql.database import RowsOf
     from delayline.sql.deadlines import AnswerDeadline
     from delayline.sql.dialect import Server, ServerClaims
     from delayline.sql.notifications import ServerNotifications
@@ -386,15 +387,32 @@ class ServerDatabase(Database):
     async def insert(
         self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
     ) -> None:
-        """Insert the rows; a single one the short way, where there is one that is free."""
-        if transaction is None and len(rows) > 1:
-            insert = partial(self.run, partial(self._insert_many, statement, rows))
+        """Insert the rows."""
+        if transaction is not None:
+            await super().insert(statement, rows, transaction)
+        elif len(rows) == 1:
+            await self.insert_one(statement, rows[0])
+        else:
+            insert = partial(self.insert_from, statement, lambda _: rows)
             is_large = sum(len(row[3]) + len(row[4]) for row in rows) > LARGE_INSERT
             await (long_work(insert) if is_large else insert)()
-            return
-        short = self._inserts if transaction is None else None
-        if short is None or not await short.insert(statement, rows[0]):
-            await super().insert(statement, rows, transaction)
+
+    async def insert_one(
+        self, statement: Prepared, row: tuple[Any, ...], transaction: Transaction | None = None
+    ) -> int:
+        """Run the insert, the short way where there is one that is free."""
+        if transaction is None and self._inserts is not None:
+            inserted = await self._inserts.insert(statement, row)
+            if inserted is not None:
+                return inserted
+        return await super().insert_one(statement, row, transaction)
+
+    async def insert_from(self, statement: Prepared, rows_of: RowsOf, transaction: Transaction | None = None) -> None:
+        """Insert the rows, by one statement that commits by itself where that is possible."""
+        if transaction is None:
+            await self.run(partial(self._insert_many, statement, rows_of))
+        else:
+            await super().insert_from(statement, rows_of, transaction)
 
     async def hold(self) -> SessionCheckout:
         """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
@@ -509,8 +527,11 @@ class ServerDatabase(Database):
             whole = work if one_statement else partial(session.in_transaction, work)
             return session.run(partial(self._again_after_deadlocks, whole), commits=one_statement)
 
-    def _insert_many(self, statement: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _insert_many(self, statement: Prepared, rows_of: RowsOf) -> None:
         with self._idle_session() as session:
+            rows = session.run(rows_of)
+            if not rows:
+                return
             at_once = partial(self.dialect.inserts_at_once, insert=statement, rows=rows)
             if not session.run(partial(self._again_after_deadlocks, at_once), commits=True):
                 each = partial(self.dialect.insert_rows, insert=statement, rows=rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import inspect, select
 
@@ -181,9 +181,10 @@ class SqlTransport(SqlBackend):
 
     async def _dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
         """Insert the messages whose queues exist, notify receivers, and return the queues that do not exist."""
-        one = len(operations) == 1 and operations[0].message.time_to_be_received is None
-        put = partial(self._put_one, operations[0]) if one else partial(self._put, operations=operations)
-        missing = await self._database.write(put, transaction, one_statement=one)
+        if len(operations) == 1 and operations[0].message.time_to_be_received is None:
+            missing = await self._put_one(operations[0], transaction)
+        else:
+            missing = await self._put(operations, transaction)
         reached = {operation.destination for operation in operations} - missing
         await self._database.notify_on_commit({queue_channel(name): 0 for name in reached}, transaction)
         return missing
@@ -327,28 +328,32 @@ class SqlTransport(SqlBackend):
             self._two_phase.identify(connection)
         self._statements.register.change_many(connection, [(name,) for name in names])
 
-    def _put_one(self, operation: TransportOperation, connection: Connection) -> set[str]:
+    async def _put_one(self, operation: TransportOperation, transaction: Transaction | None) -> set[str]:
+        """Insert the message if its queue exists; return the queue if not."""
         message, queue = operation.message, operation.destination
-        put = self._statements.put_existing.change(connection, queue, message.id, message.encoded_headers, message.body)
+        row = (queue, message.id, message.encoded_headers, message.body)
+        put = await self._database.insert_one(self._statements.put_existing, row, transaction)
         return set() if put else {queue}
 
-    def _put(self, connection: Connection, operations: Sequence[TransportOperation]) -> set[str]:
+    async def _put(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
         """Insert the messages whose queues exist and return the names of those that do not."""
-        missing = self._statements.missing(connection, (operation.destination for operation in operations))
-        rows = [
-            (operation.destination, operation.message.id, operation.message.encoded_headers, operation.message.body)
-            for operation in operations
-            if operation.destination not in missing
-        ]
-        if not rows:
-            return missing
-        spans = [one.message.time_to_be_received for one in operations if one.destination not in missing]
-        insert_rows, statements = self._database.dialect.insert_rows, self._statements
-        if any(span is not None for span in spans):
-            expiry = self._expiry(connection, spans)
-            insert_rows(connection, statements.put_expiring, [(*row, at) for row, at in zip(rows, expiry, strict=True)])
-        else:
-            insert_rows(connection, statements.put, rows)
+        missing: set[str] = set()
+        expire = any(operation.message.time_to_be_received is not None for operation in operations)
+
+        def rows_of(connection: Connection) -> list[tuple[Any, ...]]:
+            nonlocal missing
+            missing = self._statements.missing(connection, (operation.destination for operation in operations))
+            existing = [operation for operation in operations if operation.destination not in missing]
+            rows: list[tuple[Any, ...]] = [
+                (one.destination, one.message.id, one.message.encoded_headers, one.message.body) for one in existing
+            ]
+            if not expire:
+                return rows
+            expiry = self._expiry(connection, [one.message.time_to_be_received for one in existing])
+            return [(*row, at) for row, at in zip(rows, expiry, strict=True)]
+
+        statement = self._statements.put_expiring if expire else self._statements.put
+        await self._database.insert_from(statement, rows_of, transaction)
         return missing
 
     def _expiry(self, connection: Connection, spans: Sequence[timedelta | None]) -> list[object]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.sql.dialect import Finding, ServerSessions, Stage
-    from delayline.sql.dialects.postgresql_inserts import LoopInserts
+    from delayline.sql.dialects.postgresql_binary import LoopInserts
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
 
@@ -105,7 +105,7 @@ class Postgresql(ServerDialect):
             )  # of two settings the last one wins
             url = url.set(query={**url.query, "options": " ".join(every)})
         super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
-        from delayline.sql.dialects.postgresql_copy import Copies
+        from delayline.sql.dialects.postgresql_binary import Copies
 
         self._copies = Copies()
 
@@ -152,7 +152,7 @@ class Postgresql(ServerDialect):
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""
-        from delayline.sql.dialects.postgresql_copy import use_binary
+        from delayline.sql.dialects.postgresql_binary import use_binary
 
         connection = super().connect()
         use_binary(_driver(connection))
@@ -270,8 +270,12 @@ class Postgresql(ServerDialect):
                 run(connection, many, *map(list, zip(*rows[first : first + PART], strict=True)))
 
     def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
-        """Copy the rows, where their ids are new."""
-        return self._copies.copied(_driver(connection), insert.sql, rows)
+        """Copy the rows, where their ids are new; or insert them, where one statement has room for all."""
+        if self._copies.copied(_driver(connection), insert.sql, rows):
+            return True
+        if len(rows) <= PART:
+            self.insert_rows(connection, insert, rows)
+        return len(rows) <= PART
 
     def commit(self, connection: Connection) -> None:
         """Commit; durable on return. Raises TransactionAborted where the server would roll back without an error."""
@@ -293,7 +297,7 @@ class Postgresql(ServerDialect):
         """Let the event loop insert by itself, which takes a prepared statement."""
         if self.pgbouncer:
             return None
-        from delayline.sql.dialects.postgresql_inserts import LoopInserts
+        from delayline.sql.dialects.postgresql_binary import LoopInserts
 
         return LoopInserts(database, self)
 

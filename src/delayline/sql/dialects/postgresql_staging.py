@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.sql.dialect import OnConflict
-from delayline.sql.dialects.postgresql_copy import COPY_END, COPY_HEADER, YEAR_2000
+from delayline.sql.dialects.postgresql_binary import COPY_END, COPY_HEADER, YEAR_2000
 from delayline.sql.dialects.server import run
 from delayline.sql.dialects.staging import COLUMNS, StagedTable
 

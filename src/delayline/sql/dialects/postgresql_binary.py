@@ -1,9 +1,12 @@
-"""Inserts of single rows that the event loop drives itself, on a dedicated connection.
+"""Messages in PostgreSQL's binary format: COPY of many, and inserts of one that the event loop drives itself.
 
-Two crossings between the loop and a worker thread cost more than such an insert takes in the server. The loop sends the
-insert and reads the answer when its socket is readable, through psycopg's binding of libpq. Nothing here blocks:
-connecting, checking an idle connection and preparing the statement are done by a worker thread, together with the row
-at hand.
+Binary COPY costs the server less than any INSERT. It has no ON CONFLICT: one with an id that is stored already is
+undone as a whole, and its rows are inserted.
+
+For a single message two crossings between the loop and a worker thread cost more than the insert takes in the server.
+The loop sends the insert on a dedicated connection and reads the answer when its socket is readable, through psycopg's
+binding of libpq. Nothing in that blocks: connecting, checking an idle connection and preparing the statement are done
+by a worker thread, together with the row at hand.
 """
 
 from __future__ import annotations
@@ -14,38 +17,156 @@ import os
 import re
 import struct
 import threading
-from functools import partial
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from psycopg.pq import ExecStatus
+from psycopg import Cursor
+from psycopg.pq import ExecStatus, Format
+from psycopg.types.array import ListBinaryDumper
 
 from delayline.clock import to_microseconds
 from delayline.errors import NotStarted
-from delayline.sql.dialects.postgresql_copy import YEAR_2000
+from delayline.sql.statements import INSERTED, PUT
 from delayline.sql.workers import WorkResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from psycopg import Connection as Driver
     from psycopg.pq.abc import PGconn, PGresult
     from sqlalchemy import Connection
 
     from delayline.sql.dialect import Server, ServerSession, ServerSessions
     from delayline.sql.prepared import Prepared
 
+
+#: The header and trailer of binary COPY.
+COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+COPY_END: Final = b"\xff\xff"
+#: PostgreSQL counts microseconds from here, not from 1970.
+YEAR_2000: Final = 946_684_800_000_000
+
+
+def use_binary(connection: Driver[Any]) -> None:
+    """Let every cursor of the connection read in binary, and write lists so; other values are written as before."""
+    connection.adapters.register_dumper(list, ListBinaryDumper)
+    connection.cursor_factory = BinaryCursor
+
+
+class BinaryCursor(Cursor[Any]):
+    """A cursor that reads in binary."""
+
+    def __init__(self, connection: Driver[Any], **settings: Any) -> None:  # noqa: ANN401 - psycopg's own
+        super().__init__(connection, **settings)
+        self.format = Format.BINARY
+
+
+LEAST: Final = 100  # rows; fewer are inserted as fast in the time that its round trips take
+PART: Final = 64  # rows that are sent at once, so that the server takes some while the next are written
+FIRST: Final = struct.Struct(">hi")
+LENGTH: Final = struct.Struct(">i")
+INSTANT: Final = struct.Struct(">iqi")
+COUNT: Final = struct.Struct(">ii")
+#: Number of batches written by INSERT after one that repeated an id: a sender that repeats one often repeats more.
+HELD_OFF: Final = 100
+#: What an INSERT may have no trouble with, or a better word for: ids that are there, columns of other types, texts that
+#: cannot be kept, row security.
+TRY_OTHERWISE: Final = (
+    psycopg.IntegrityError,
+    psycopg.DataError,
+    psycopg.errors.ProtocolViolation,
+    psycopg.NotSupportedError,
+    UnicodeError,
+    struct.error,
+)
+
+
+class Copies:
+    """Copies rows into tables, as long as their ids are new."""
+
+    def __init__(self) -> None:
+        self._held_off: dict[str, int] = {}
+
+    def copied(self, driver: psycopg.Connection[Any], insert: str, rows: Sequence[tuple[Any, ...]]) -> bool:
+        """Copy the rows and commit; False when they have to be inserted, and nothing was done."""
+        if len(rows) < LEAST or driver.info.encoding != "utf-8":
+            return False
+        way = copying(insert)
+        left = self._held_off.get(insert, 0)
+        if way is None or left:
+            self._held_off[insert] = max(0, left - 1)
+            return False
+        try:
+            self._copy(driver, *way, rows)
+        except TRY_OTHERWISE:
+            self._held_off[insert] = HELD_OFF
+            return False
+        return True
+
+    def _copy(
+        self,
+        driver: psycopg.Connection[Any],
+        statement: bytes,
+        in_binary: Callable[[tuple[Any, ...]], bytes],
+        rows: Sequence[tuple[Any, ...]],
+    ) -> None:
+        """Copy the rows, all or none."""
+        with psycopg.Cursor(driver).copy(statement) as target:
+            target.write(COPY_HEADER)
+            for first in range(0, len(rows), PART):
+                target.write(b"".join(map(in_binary, rows[first : first + PART])))
+            target.write(COPY_END)
+
+
+def stored(row: tuple[Any, ...]) -> bytes:
+    """Return the row of a stored message as COPY takes it: varchar, varchar, timestamptz, bytea, bytea, int4."""
+    message_id, destination, due, headers, body, retry_count = row
+    key, queue = message_id.encode(), destination.encode()
+    due = INSTANT.pack(8, to_microseconds(due) - YEAR_2000, len(headers))
+    lengths = FIRST.pack(6, len(key)), LENGTH.pack(len(queue)), LENGTH.pack(len(body)), COUNT.pack(4, retry_count)
+    return b"".join((lengths[0], key, lengths[1], queue, due, headers, lengths[2], body, lengths[3]))
+
+
+def queued(row: tuple[Any, ...]) -> bytes:
+    """Return the row of a message in a queue as COPY takes it: varchar, varchar, bytea, bytea."""
+    queue, message_id, headers, body = row
+    name, key = queue.encode(), message_id.encode()
+    lengths = FIRST.pack(4, len(name)), LENGTH.pack(len(key)), LENGTH.pack(len(headers)), LENGTH.pack(len(body))
+    return b"".join((lengths[0], name, lengths[1], key, lengths[2], headers, lengths[3], body))
+
+
+#: How the rows of an INSERT into these columns are copied.
+IN_BINARY: Final[dict[tuple[str, ...], Callable[[tuple[Any, ...]], bytes]]] = {
+    tuple(INSERTED): stored,
+    tuple(PUT): queued,
+}
+
+
+@lru_cache(maxsize=256)
+def copying(insert: str) -> tuple[bytes, Callable[[tuple[Any, ...]], bytes]] | None:
+    """Return the COPY for psycopg's insert of a message, and how to write a row; None for other inserts."""
+    found = re.match(r"INSERT INTO (.+) \(([^()]+)\) VALUES \(", insert)
+    in_binary = IN_BINARY.get(tuple(found[2].split(", "))) if found else None
+    if found is None or in_binary is None:
+        return None
+    table = found[1].replace("%%", "%")
+    return f"COPY {table} ({found[2]}) FROM STDIN (FORMAT BINARY)".encode(), in_binary
+
+
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit
-#: The columns of a message's row, each sent as it is kept: varchar, varchar, timestamptz, bytea, bytea, int4.
-TYPES: Final = (1043, 1043, 1184, 17, 17, 23)
-BINARY: Final = (1,) * len(TYPES)
-INSTANT: Final = struct.Struct(">q")
-COUNT: Final = struct.Struct(">i")
+#: The types in which values are sent, as they are kept: varchar, timestamptz, bytea, int4.
+OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 23}
+MICROSECONDS: Final = struct.Struct(">q")
+NUMBER: Final = struct.Struct(">i")
 
 
 class LoopInserts:
-    """Inserts message rows one at a time, for the first event loop that uses it while that loop lives.
+    """Inserts messages one at a time, for the first event loop that uses it while that loop lives.
 
     `_free` is held from the start of an insert until its answer has been read.
     """
@@ -58,26 +179,26 @@ class LoopInserts:
         self._driver: psycopg.Connection[Any] | None = None
         self._names: dict[str, bytes] = {}
         self._watch: SocketWatch | None = None
-        self._under_way: WorkResult[bool] | None = None
+        self._under_way: WorkResult[int | None] | None = None
+        self._inserted = 0
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
-    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> bool:
-        """Insert the row, which commits implicitly; False if nothing was done and another route has to be taken.
+    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> int | None:
+        """Run the insert, which commits implicitly, and return how many rows it has inserted.
 
-        If cancelled, raises CancelledError once the effect is certain. Raises the errors of a session.
+        None if nothing was done and another route has to be taken. If cancelled, raises CancelledError once the effect
+        is certain. Raises the errors of a session.
         """
-        loop, values = asyncio.get_running_loop(), _in_binary(row)
+        loop, values = asyncio.get_running_loop(), _in_binary(statement.in_order(row))
         if values is None or not self._take(loop):
-            return False
+            return None
         session = self._session
         if session is None or not session.trusted or statement.sql not in self._names:
-            await self._insert_slowly(statement, row)
-        elif self._watches(loop):
+            return await self._insert_slowly(statement, row)
+        if self._watches(loop):
             return await self._insert(loop, self._names[statement.sql], values)
-        else:
-            self._free.release()
-            return False
-        return True
+        self._free.release()
+        return None
 
     def close(self) -> None:
         """Finish the insert in progress and accept no more; blocks. The database keeps the connection."""
@@ -102,33 +223,34 @@ class LoopInserts:
             self._free.release()
         return closed
 
-    async def _insert_slowly(self, statement: Prepared, row: tuple[Any, ...]) -> None:
+    async def _insert_slowly(self, statement: Prepared, row: tuple[Any, ...]) -> int:
         """Insert on a worker thread, which may have to connect first; after that the loop can go on."""
         self._end_watch()
         if self._session is None:
             self._session = self._database.session()
         try:
-            await self._database.run(partial(self._insert_blocking, self._session, statement, row))
+            return await self._database.run(partial(self._insert_blocking, self._session, statement, row))
         except NotStarted:
             self._free.release()
             raise
 
-    def _insert_blocking(self, session: ServerSession, statement: Prepared, row: tuple[Any, ...]) -> None:
+    def _insert_blocking(self, session: ServerSession, statement: Prepared, row: tuple[Any, ...]) -> int:
         try:
-            session.run(partial(self._prepare_and_insert, statement, row), commits=True)
+            return session.run(partial(self._prepare_and_insert, statement, row), commits=True)
         finally:
             self._free.release()
 
-    def _prepare_and_insert(self, statement: Prepared, row: tuple[Any, ...], connection: Connection) -> None:
+    def _prepare_and_insert(self, statement: Prepared, row: tuple[Any, ...], connection: Connection) -> int:
         driver: Any = connection.connection.driver_connection
         if driver is not self._driver:
             self._driver, self._names = driver, {}
         usable = driver.prepare_threshold is not None and driver.info.encoding == "utf-8"
         if usable and statement.sql not in self._names:
             name = f"delayline_{len(self._names)}".encode()
-            _must_be_done(driver.pgconn.prepare(name, _numbered(statement.sql), TYPES))
+            types = [_oid(value) for value in statement.in_order(row)]
+            _must_be_done(driver.pgconn.prepare(name, _numbered(statement.sql), types))
             self._names[statement.sql] = name
-        self._dialect.insert_rows(connection, statement, [row])
+        return statement.change(connection, *row)
 
     def _watches(self, loop: asyncio.AbstractEventLoop) -> bool:
         if self._watch is None:
@@ -138,13 +260,13 @@ class LoopInserts:
                 return False
         return True
 
-    async def _insert(self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]) -> bool:
-        answer: WorkResult[bool] = WorkResult(loop.create_future())
-        self._under_way = answer
+    async def _insert(self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]) -> int | None:
+        answer: WorkResult[int | None] = WorkResult(loop.create_future())
+        self._under_way, self._inserted = answer, 0
         assert self._session is not None  # noqa: S101 - nothing is sent before there is one
         self._session.waits()
         try:
-            self._pgconn.send_query_prepared(name, values, BINARY)
+            self._pgconn.send_query_prepared(name, values, (1,) * len(values))
             self._flush()
         except psycopg.Error as error:
             self._finish(error)
@@ -181,6 +303,7 @@ class LoopInserts:
                     self._finish(self._refusal)
                     return
                 self._refusal = self._refusal or _failure(result)
+                self._inserted += result.command_tuples or 0
         except psycopg.Error as error:
             self._finish(self._refusal or error)
 
@@ -210,7 +333,7 @@ class LoopInserts:
             self._session.answered()
         self._free.release()
         if answer is not None:
-            answer.finish(not refused, failure)
+            answer.finish(None if refused else self._inserted, failure)
 
     def _given_up(self, error: psycopg.Error, *, commits: bool) -> Exception:
         """Return the session's error, and watch its connection no more if that was its end."""
@@ -260,17 +383,30 @@ class SocketWatch:
         os.close(self._descriptor)
 
 
-def _in_binary(row: tuple[Any, ...]) -> list[bytes] | None:
-    """Return the encoded row of a message; None if it is too large or would be refused."""
-    message_id, destination, due, headers, body, retry_count = row
-    if len(headers) + len(body) > LARGEST:
-        return None
+def _in_binary(values: tuple[Any, ...]) -> list[bytes] | None:
+    """Return the values of an insert, encoded; None if they are too large or would be refused."""
+    encoded = []
     try:
-        key, queue = message_id.encode(), destination.encode()
-        at, retries = INSTANT.pack(to_microseconds(due) - YEAR_2000), COUNT.pack(retry_count)
+        for value in values:
+            match value:
+                case bytes():
+                    encoded.append(value)
+                case str():
+                    encoded.append(text := value.encode())
+                    if b"\0" in text:
+                        return None
+                case datetime():
+                    encoded.append(MICROSECONDS.pack(to_microseconds(value) - YEAR_2000))
+                case _:
+                    encoded.append(NUMBER.pack(value))
     except (TypeError, UnicodeEncodeError, struct.error):
         return None
-    return None if b"\0" in key or b"\0" in queue else [key, queue, at, headers, body, retries]
+    return encoded if sum(map(len, encoded)) <= LARGEST else None
+
+
+def _oid(value: object) -> int:
+    """Return the type in which the value is sent."""
+    return next(oid for kind, oid in OIDS.items() if isinstance(value, kind))
 
 
 def _numbered(sql: str) -> bytes:
