@@ -20,6 +20,7 @@ from delayline.delayed.store import (
     SupportsBatches,
     SupportsClock,
     SupportsClose,
+    SupportsForwardedCounts,
     SupportsForwarding,
     SupportsNotifications,
     SupportsReplacement,
@@ -352,6 +353,8 @@ class StoredDelivery:
     def _forwarding(self, scope: BatchScope) -> SupportsForwarding | None:
         store = self.store
         if scope.shared and isinstance(store, SupportsForwarding) and store.forwards_to(self.host.transport):
+            if self.host.observers.all is not None and isinstance(store, SupportsForwardedCounts):
+                store.count_forwarded()
             return store
         return None
 

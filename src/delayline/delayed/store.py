@@ -211,6 +211,15 @@ class SupportsForwarding(Protocol):
 
 
 @runtime_checkable
+class SupportsForwardedCounts(Protocol):
+    """Capability: count the messages that `forward_due` moves, for metrics."""
+
+    def count_forwarded(self) -> None:
+        """From now on return `Forwarded.moved`, how many were moved by destination and due time."""
+        ...
+
+
+@runtime_checkable
 class SupportsNotifications(Protocol):
     """Capability: notify of messages stored by this process or another."""
 

@@ -119,6 +119,8 @@ class Moved:
     """What the due column keeps of the earliest message left, or `until` where more may be due; None for none left."""
     reached: Any = None
     """What the due column keeps of a message such that nothing movable is due before it; None where unknown."""
+    counts: Mapping[tuple[str, Any], int] | None = None
+    """How many moved by destination and what the due column keeps; None where that was not asked for."""
 
 
 class Forwarding(Protocol):
@@ -128,9 +130,16 @@ class Forwarding(Protocol):
     """Whether `run` is a single statement."""
 
     def run(
-        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+        self,
+        connection: Connection,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+        counted: bool = False,
+        since: object | None = None,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result.
+        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`.
 
         `next_due` is `until` where more may be due, else None.
 

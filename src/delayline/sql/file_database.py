@@ -422,9 +422,11 @@ class FileRowClaims:
         finally:
             self._claims.release(taken)  # after the commit: before it a poller would still see the row
 
-    async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
+    async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues, unless messages are claimed."""
-        return await self._database.write(partial(self._forward, until=until, limit=limit, max_bytes=max_bytes))
+        return await self._database.write(
+            partial(self._forward, until=until, limit=limit, max_bytes=max_bytes, counted=counted)
+        )
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
         """Give up the claims on the messages."""
@@ -435,10 +437,10 @@ class FileRowClaims:
         self._claims.release(self._claimed.values())
         self._claimed.clear()
 
-    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
+    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int, counted: bool) -> Moved:
         moved = Moved(0, set())
         if self._claims.nobody_holds_any():
-            moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes)
+            moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes, counted=counted)
         return replace(moved, next_due=self._statements.next_due.one(connection))
 
     def _fetch_unclaimed(

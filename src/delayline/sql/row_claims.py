@@ -222,8 +222,8 @@ class RowClaims(Protocol):
         """Run `work` unless another process has claimed the message."""
         ...
 
-    async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
-        """Move due messages to their queues inside the database."""
+    async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
+        """Move due messages to their queues inside the database; with `counts` if `counted`."""
         ...
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
@@ -343,9 +343,9 @@ class ServerRowClaims:
         """Run `work` unless the message is locked or leased."""
         return await self._database.write(partial(self._if_free, message_id, work))
 
-    async def forward(self, until: object, limit: int, *, max_bytes: int) -> Moved:
+    async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the server."""
-        forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes)
+        forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes, counted=counted)
         with self._looking():
             moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
         return moved if moved.next_due is not None else replace(moved, next_due=await self.next_due())
@@ -409,8 +409,8 @@ class ServerRowClaims:
 
         return self._from_watermark(look)
 
-    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int) -> Moved:
-        run = partial(self._forwarding.run, connection, until, limit=limit, max_bytes=max_bytes)
+    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int, counted: bool) -> Moved:
+        run = partial(self._forwarding.run, connection, until, limit=limit, max_bytes=max_bytes, counted=counted)
 
         def look(since: object | None) -> tuple[Moved, datetime | None]:
             moved = run(since=since)

@@ -89,6 +89,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         self._rows: RowClaims | None = None
         self._journal: Journal | None = None
         self._keeps_journal = journal
+        self._counts_forwarded = False
         self._take_part()
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
@@ -214,9 +215,17 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
         """Move due messages to their queues inside the database."""
-        moved = await self._locking.forward(self._database.dialect.to_until(at), limit, max_bytes=max_bytes)
+        until, counted = self._database.dialect.to_until(at), self._counts_forwarded
+        moved = await self._locking.forward(until, limit, max_bytes=max_bytes, counted=counted)
         self._database.notify({queue_channel(name): 0 for name in moved.queues})
-        return Forwarded(moved.number, self._due(moved.next_due), moved.left)
+        counts = None
+        if moved.counts is not None:
+            counts = {(destination, self._due(due)): number for (destination, due), number in moved.counts.items()}
+        return Forwarded(moved.number, self._due(moved.next_due), moved.left, counts)
+
+    def count_forwarded(self) -> None:
+        """Count forwarded messages by destination and due time from now on."""
+        self._counts_forwarded = True
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message."""

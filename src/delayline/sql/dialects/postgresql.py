@@ -487,10 +487,16 @@ WITH due AS MATERIALIZED (
 ), put AS (
   INSERT INTO {queued} (queue, id, headers, body)
   SELECT destination, id, headers, body FROM gone ORDER BY due, seq
-)
+){grouped}
 SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT destination FROM due WHERE movable),
-  (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable), (SELECT max(due) FROM gone)
+  (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable), (SELECT max(due) FROM gone){counts}
 """
+GROUPED: Final = """, grouped AS MATERIALIZED (
+  SELECT destination, due, count(*)::int AS number FROM gone GROUP BY destination, due
+)"""
+COUNTS: Final = """,
+  (SELECT array_agg(destination) FROM grouped), (SELECT array_agg(due) FROM grouped),
+  (SELECT array_agg(number) FROM grouped)"""
 EVER: Final = "-infinity"
 ALL: Final = "chosen AS (SELECT seq FROM due WHERE movable AND (SELECT sum(size) FROM due) <= %s)"
 #: As many as fit, but at least one: sorting them once more costs a tenth of the whole move.
@@ -511,19 +517,38 @@ class PostgresqlForwarding:
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
-        self._all = MOVE_DUE.format(chosen=ALL, **names)
-        self._some = MOVE_DUE.format(chosen=SOME, **names)
+        self._moves = {
+            counted: tuple(
+                MOVE_DUE.format(
+                    chosen=chosen, grouped=GROUPED if counted else "", counts=COUNTS if counted else "", **names
+                )
+                for chosen in (ALL, SOME)
+            )
+            for counted in (False, True)
+        }
 
     def run(
-        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+        self,
+        connection: Connection,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+        counted: bool = False,
+        since: object | None = None,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result."""
+        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`."""
+        move_all, move_some = self._moves[counted]
         bounds = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes)
-        moved, queues, due, left, last = run(connection, self._all, *bounds)[0]
+        moved, queues, due, left, last, *groups = run(connection, move_all, *bounds)[0]
         if moved + left < due:
-            moved, queues, due, left, last = run(connection, self._some, *bounds)[0]
+            moved, queues, due, left, last, *groups = run(connection, move_some, *bounds)[0]
         more = due == limit or moved + left < due
-        return Moved(moved, set(queues), left, until if more else None, None if left else last)
+        counts = None
+        if counted and moved:
+            destinations, due_times, numbers = groups
+            counts = dict(zip(zip(destinations, due_times, strict=True), numbers, strict=True))
+        return Moved(moved, set(queues), left, until if more else None, None if left else last, counts)
 
 
 # Expired timeouts go to their queues in PostgreSQL in one statement, which says as well when the next one expires.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -601,9 +602,16 @@ class LockedForwarding:
         return columns.body
 
     def run(
-        self, connection: Connection, until: object, *, limit: int, max_bytes: int, since: object | None = None
+        self,
+        connection: Connection,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+        counted: bool = False,
+        since: object | None = None,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result."""
+        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`."""
         if since is None:
             heads = self._heads.rows(connection, until, limit)
         else:
@@ -616,7 +624,12 @@ class LockedForwarding:
             return Moved(0, set(), len(heads), until)
         more, reached = len(chosen) < len(movable) or len(heads) == limit, chosen[-1][1]
         return Moved(
-            len(chosen), {head[2] for head in chosen}, left, until if more else None, None if left else reached
+            len(chosen),
+            {head[2] for head in chosen},
+            left,
+            until if more else None,
+            None if left else reached,
+            Counter((head[2], head[1]) for head in chosen) if counted else None,
         )
 
     def move(self, connection: Connection, ids: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ import struct
 import threading
 import time
 import uuid
+from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -839,7 +840,8 @@ class FileForwarding:
         move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved)
         remove = delete(table).where(columns.seq.in_(first(columns.seq)))
         self._queues = QueueStatements(tables, dialect)
-        self._heads = Prepared(first(columns.destination, size, marked), sql, ["marker", "expiry", "until", "number"])
+        heads = first(columns.destination, columns.due, size, marked)
+        self._heads = Prepared(heads, sql, ["marker", "expiry", "until", "number"])
         self._move = Prepared(move, sql, ["until", "number"])
         self._remove = Prepared(remove, sql, ["until", "number"])
 
@@ -850,25 +852,29 @@ class FileForwarding:
         *,
         limit: int,
         max_bytes: int,
+        counted: bool = False,
     ) -> Moved:
-        """Move messages and return the result.
+        """Move messages and return the result, with `counts` if `counted`.
 
         Stops before the first that needs more than moving: its queue does not exist, or its headers hold properties
         that are meant for the dispatch only, or a time to be received.
         """
         known: dict[str, bool] = {}
         number, size = 0, 0
-        for destination, length, marked in self._heads.stream(connection, MARKER, EXPIRY_MARKER, until, limit):
+        counts: Counter[tuple[str, Any]] | None = Counter() if counted else None
+        for destination, due, length, marked in self._heads.stream(connection, MARKER, EXPIRY_MARKER, until, limit):
             size += length
             if destination not in known:
                 known[destination] = not self._queues.missing(connection, [destination])
             if marked or not known[destination] or (number and size > max_bytes):
                 break
             number += 1
+            if counts is not None:
+                counts[destination, due] += 1
         if number == 0:
             return Moved(0, set())
         moved = self._move.change(connection, until, number)
         removed = self._remove.change(connection, until, number)
         if not moved == removed == number:
             raise RuntimeError(f"{number} messages were due, {moved} were moved and {removed} removed")
-        return Moved(number, {name for name, exists in known.items() if exists})
+        return Moved(number, {name for name, exists in known.items() if exists}, counts=counts)

@@ -17,6 +17,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.poller import scope_between
 from delayline.delayed.store import (
     DelayedMessageStore,
+    SupportsForwardedCounts,
     SupportsForwarding,
     SupportsNotifications,
     SupportsSetup,
@@ -1024,6 +1025,18 @@ class DeliveryForwarding(DeliveryFixtures):
         assert (forwarded.number, forwarded.next_due, forwarded.left) == (3, AT + self.step, 0)
         assert await forwarding.takes(3) == ["first", "second", "third"]
         assert await forwarding.waiting() == ["early"]
+
+    async def test_moves_are_counted_by_destination_and_due_time(self, forwarding: Inside) -> None:
+        """Given messages for two queues and one that stays, when they move, then those that moved are counted."""
+        if not isinstance(forwarding.store, SupportsForwardedCounts):
+            pytest.skip("not claimed: SupportsForwardedCounts")
+        first = AT - self.step
+        await forwarding.hold(delayed("a"), delayed("b"), delayed("c", first), delayed("e", destination=ELSEWHERE))
+        assert (await forwarding.forward(limit=1)).moved is None
+        forwarding.store.count_forwarded()
+        forwarded = await forwarding.forward()
+        assert (forwarded.number, forwarded.moved) == (3, {(BILLING, AT): 2, (ELSEWHERE, AT): 1})
+        assert not (await forwarding.forward()).moved
 
     async def test_an_empty_store_forwards_nothing(self, forwarding: Inside) -> None:
         """And says that nothing is due."""
