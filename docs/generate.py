@@ -385,6 +385,7 @@ HEADER_MEANING: Final = {
     "ORIGINATING_SAGA_TYPE": "The type of that saga.",
     "SAGA_ID": "The saga that it is for: a reply copies that of the request; a timeout names its own.",
     "SAGA_TYPE": "The type of that saga.",
+    "START_NEW_TRACE": "`True` beside a `traceparent`: the handler starts a trace that links to the sender's.",
     "ORIGINATING_MACHINE": "The host name of its machine.",
     "TIME_SENT": "When it was sent.",
     "DELIVER_AT": "When it was due as it was sent; only on delayed messages. Rescheduling and retries leave it.",
@@ -469,6 +470,7 @@ EXTRAS: Final = {
     "rabbitmq": "queues and delay levels on RabbitMQ, `amqp://`",
     "azure": "queues and delayed messages in Azure Storage, `azure://`",
     "spark": "scheduling in bulk, the cold tier, migration and audit on Spark, with a Java for machines without one",
+    "telemetry": "metrics and traces for OpenTelemetry and Prometheus",
     "plot": "the audit's histogram of lateness as a PNG",
     "testing": "the conformance suites for a store or transport of your own",
 }

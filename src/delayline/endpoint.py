@@ -38,8 +38,8 @@ from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
 from delayline.handler_transactions import HandlerTransactions
 from delayline.handlers import Handlers, name_of
-from delayline.observer import Observers, SupportsMeasures
-from delayline.outgoing import Composer, Destinations, HeaderMap, check_endpoint_name, report_sent
+from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
+from delayline.outgoing import Composer, Destinations, HeaderMap, Send, check_endpoint_name, report_sent
 from delayline.pipeline import Pipeline, open_satellite
 from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
 from delayline.transaction import (
@@ -60,6 +60,7 @@ from delayline.transport import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
     from datetime import datetime
     from types import TracebackType
 
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.observer import Observer
-    from delayline.outgoing import Outgoing, Send
+    from delayline.outgoing import Outgoing
     from delayline.serialization import Serializer
     from delayline.transport import SupportsQueueLimits, Transport, TransportOperation
 
@@ -77,6 +78,7 @@ logger = logging.getLogger(__name__)
 #: How long handlers may take at a stop; container platforms kill a process after 30 s.
 GRACE: Final = timedelta(seconds=25)
 Sending = TypeVar("Sending")
+UNTRACED: Final = contextlib.nullcontext()
 HandlerFunction = TypeVar("HandlerFunction", bound=Callable[..., Any])
 #: What to do about a pending message with the same id.
 OnConflict = Literal["keep", "replace", "raise"]
@@ -236,6 +238,33 @@ class Endpoint:
         Raises ConfigurationError if the transport does not support it.
         """
         return limited(self.transport)
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that it measures delays with."""
+        return self._clock
+
+    @property
+    def store(self) -> object | None:
+        """The store of the delayed delivery, or the delivery itself where it has none; None for neither."""
+        return getattr(self.delayed_delivery, "store", self.delayed_delivery)
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """The observers, in the order in which they are called."""
+        return self._observers.each
+
+    @property
+    def messaging_system(self) -> str:
+        """The system that the queues are in, as the semantic conventions of OpenTelemetry name it."""
+        transport = self.transport
+        return transport.messaging_system if isinstance(transport, SupportsServerAddress) else "delayline"
+
+    @property
+    def server_address(self) -> tuple[str, int | None] | None:
+        """Host and port of the server that the queues are on; None for none, or several."""
+        transport = self.transport
+        return transport.server_address if isinstance(transport, SupportsServerAddress) else None
 
     def measures(self) -> dict[str, float]:
         """Return the present values of the transport and the stores, such as `lease.held`, for metrics."""
@@ -449,31 +478,34 @@ class Endpoint:
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
         self._check_started()
-        external = None if transaction is UNSET else checked_transaction(transaction)
-        outgoing = self._composer.compose(
-            destination,
-            body,
-            headers=headers,
-            message_id=message_id,
-            delay=delay,
-            deliver_at=deliver_at,
-            expires=expires,
-            correlation_id=correlation_id,
-        )
-        if on_conflict is not None:
-            return await self._send_or_replace(outgoing, message_id, external, on_conflict, checked=check_destination)
-        if external is not None and not isinstance(external, Transaction):
-            given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
-            outgoing, external = await self._enlist(given, outgoing)
-        destinations = self._destinations if check_destination and outgoing.due is not None else None
-        if destinations is not None and not destinations.needs_check(destination):
-            destinations = None
-        work = self._check_and_deliver(outgoing, external, destinations)
-        if external is not None or (destinations is None and self._returns_when_cancelled(outgoing)):
-            await work
-        else:
-            await self._deliver_shielded(work, outgoing)
-        return Sent(outgoing.operation.message.id)
+        with self._traced([destination], delayed=delay is not None or deliver_at is not None):
+            external = None if transaction is UNSET else checked_transaction(transaction)
+            outgoing = self._composer.compose(
+                destination,
+                body,
+                headers=headers,
+                message_id=message_id,
+                delay=delay,
+                deliver_at=deliver_at,
+                expires=expires,
+                correlation_id=correlation_id,
+            )
+            if on_conflict is not None:
+                return await self._send_or_replace(
+                    outgoing, message_id, external, on_conflict, checked=check_destination
+                )
+            if external is not None and not isinstance(external, Transaction):
+                given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
+                outgoing, external = await self._enlist(given, outgoing)
+            destinations = self._destinations if check_destination and outgoing.due is not None else None
+            if destinations is not None and not destinations.needs_check(destination):
+                destinations = None
+            work = self._check_and_deliver(outgoing, external, destinations)
+            if external is not None or (destinations is None and self._returns_when_cancelled(outgoing)):
+                await work
+            else:
+                await self._deliver_shielded(work, outgoing)
+            return Sent(outgoing.operation.message.id)
 
     async def _send_or_replace(
         self, outgoing: Outgoing, message_id: str | None, transaction: object, on_conflict: OnConflict, *, checked: bool
@@ -531,21 +563,23 @@ class Endpoint:
             ```
         """
         self._check_started()
-        external = None if transaction is UNSET else checked_transaction(transaction)
-        composed = self._composer.compose_many(messages)
-        if check_destination and self._destinations is not None:
-            for queue in {one.operation.destination for one in composed if one.due is not None}:
-                await self._destinations.check(queue)
-        if external is not None:
-            for one in composed:
-                outgoing, enlisted = one, external
-                if not isinstance(external, Transaction):
-                    given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
-                    outgoing, enlisted = await self._enlist(given, one)
-                await self._deliver(outgoing, enlisted)
-        elif composed:
-            await self._deliver_shielded(self._deliver_many(composed), composed[0])
-        return [one.operation.message.id for one in composed]
+        sends = list(messages)
+        with self._traced_many(sends):
+            external = None if transaction is UNSET else checked_transaction(transaction)
+            composed = self._composer.compose_many(sends)
+            if check_destination and self._destinations is not None:
+                for queue in {one.operation.destination for one in composed if one.due is not None}:
+                    await self._destinations.check(queue)
+            if external is not None:
+                for one in composed:
+                    outgoing, enlisted = one, external
+                    if not isinstance(external, Transaction):
+                        given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
+                        outgoing, enlisted = await self._enlist(given, one)
+                    await self._deliver(outgoing, enlisted)
+            elif composed:
+                await self._deliver_shielded(self._deliver_many(composed), composed[0])
+            return [one.operation.message.id for one in composed]
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -597,6 +631,18 @@ class Endpoint:
                 raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: {DELAYED_DELIVERIES}")
         except DispatchFailed as failed:
             raise failed.failures[0] from failed
+
+    def _traced(self, destinations: Sequence[str], *, delayed: bool) -> AbstractContextManager[object]:
+        """Return the span around sending, to be entered; one that does nothing without traces."""
+        traces = self._composer.traces
+        return UNTRACED if traces is None else traces.sending("schedule" if delayed else "send", destinations)
+
+    def _traced_many(self, sends: Sequence[Send]) -> AbstractContextManager[object]:
+        if self._composer.traces is None:
+            return UNTRACED
+        valid = [one for one in sends if isinstance(one, Send)]
+        delayed = any(one.delay or one.deliver_at for one in valid)
+        return self._traced([str(one.destination) for one in valid], delayed=delayed)
 
     async def _reported(self, work: Awaitable[Sending], sends: Sequence[Outgoing], observer: Observer) -> Sending:
         """Await the sending of these messages, and report it."""
@@ -707,6 +753,7 @@ class Endpoint:
     async def _start_parts(self) -> None:
         self._observers.attach(self)
         self._observer = self._observers.all
+        self._composer.traces = self._observers.traces
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
         if self._setup:

@@ -45,6 +45,7 @@ class Headers:
     CORRELATION_ID: Final = "NServiceBus.CorrelationId"
     CONVERSATION_ID: Final = "NServiceBus.ConversationId"
     RELATED_TO: Final = "NServiceBus.RelatedTo"
+    START_NEW_TRACE: Final = "NServiceBus.OpenTelemetry.StartNewTrace"
     REPLY_TO: Final = "NServiceBus.ReplyToAddress"
     CONTENT_TYPE: Final = "NServiceBus.ContentType"
     ENCLOSED_MESSAGE_TYPES: Final = "NServiceBus.EnclosedMessageTypes"

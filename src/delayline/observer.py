@@ -14,8 +14,10 @@ from delayline.events import Event, emit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from datetime import datetime
+    from contextlib import AbstractContextManager
+    from datetime import datetime, timedelta
 
+    from delayline.clock import Clock
     from delayline.message import DelayedMessage, Message
 
 logger = logging.getLogger(__name__)
@@ -54,8 +56,50 @@ class ObservedEndpoint(Protocol):
         """How many messages are being handled."""
         ...
 
+    @property
+    def clock(self) -> Clock:
+        """Its clock."""
+        ...
+
+    @property
+    def store(self) -> object | None:
+        """The store of its delayed delivery, None for none."""
+        ...
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """Its observers."""
+        ...
+
+    @property
+    def messaging_system(self) -> str:
+        """The system that its queues are in, as the semantic conventions of OpenTelemetry name it."""
+        ...
+
+    @property
+    def server_address(self) -> tuple[str, int | None] | None:
+        """Host and port of the server that its queues are on; None for none, or several."""
+        ...
+
+    def observe(self, observer: Observer) -> None:
+        """Add an observer. Raises ConfigurationError once started."""
+        ...
+
     def measures(self) -> Mapping[str, float]:
         """Return the present values of its transport and stores; see `SupportsMeasures`."""
+        ...
+
+
+@runtime_checkable
+class SupportsServerAddress(Protocol):
+    """Capability of transports: the server and the system that their queues are in, for metrics and traces."""
+
+    messaging_system: str
+    """As the semantic conventions of OpenTelemetry name it, such as `rabbitmq`; a name of our own where they do not."""
+
+    @property
+    def server_address(self) -> tuple[str, int | None] | None:
+        """Host and port; None for a file, or for several servers."""
         ...
 
 
@@ -141,6 +185,33 @@ class Observer(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsTraces(Protocol):
+    """Capability of an observer: spans around an endpoint's work, continued from sender to receiver.
+
+    The first observer of an endpoint that has it is used.
+    """
+
+    def sending(self, operation: str, destinations: Sequence[str]) -> AbstractContextManager[object]:
+        """Return a span around sending, to be entered; `operation` is `send` or `schedule`."""
+        ...
+
+    def headers(self, destination: str, delay: timedelta | None) -> Mapping[str, str]:
+        """Return the headers by which the receiver of a message continues the trace.
+
+        Inside of `sending` they name that span, in a handler a new one.
+        """
+        ...
+
+    def processing(self, queue: str, message: Message) -> AbstractContextManager[object]:
+        """Return a span around everything that is done with a received message, to be entered."""
+        ...
+
+    def settling(self, queue: str) -> AbstractContextManager[object]:
+        """Return a span around the removal of a message from its queue, to be entered."""
+        ...
+
+
 METHODS: Final = (
     "attached",
     "sent",
@@ -161,6 +232,11 @@ class Observers:
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)
 
+    @property
+    def each(self) -> Sequence[Observer]:
+        """The observers, in the order in which they are called."""
+        return tuple(self._observers)
+
     def add(self, observer: Observer) -> None:
         """Add one."""
         self._observers.append(observer)
@@ -169,6 +245,11 @@ class Observers:
         """Attach each to the endpoint; raises what they raise."""
         for observer in self._observers:
             observer.attached(endpoint)
+
+    @property
+    def traces(self) -> SupportsTraces | None:
+        """The observer that makes spans, None for none."""
+        return next((one for one in self._observers if isinstance(one, SupportsTraces)), None)
 
     @property
     def all(self) -> Observer | None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
-    from delayline.observer import Observer
+    from delayline.observer import Observer, SupportsTraces
     from delayline.serialization import Serializer
     from delayline.transport import Transport
 
@@ -118,6 +118,8 @@ class Composer:
         self._fixed = fixed_headers(endpoint_name, reply_to)
         self._sent_now = HeaderTemplate(SENT[:-1], self._fixed)
         self._sent_delayed = HeaderTemplate(SENT, self._fixed)
+        self.traces: SupportsTraces | None = None
+        """What headers of traces come from."""
 
     def compose(
         self,
@@ -148,6 +150,8 @@ class Composer:
         if correlation_id is not None:
             check_name("correlation_id", correlation_id, MAXIMUM_ID_LENGTH)
             headers = {**(headers or {}), Headers.CORRELATION_ID: correlation_id}
+        if self.traces is not None:
+            headers = {**self.traces.headers(destination, None if due is None else due - now), **(headers or {})}
         values = sent_values(message_id, content_type, now, due)
         template = self._sent_now if due is None else self._sent_delayed
         if headers or related_to is not None or '"' in message_id or "\\" in message_id:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
@@ -57,13 +58,13 @@ from delayline.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
     from delayline.handler_transactions import HandlerTransaction, HandlerTransactions
     from delayline.handlers import Call
-    from delayline.observer import Observer
+    from delayline.observer import Observer, SupportsTraces
     from delayline.outgoing import Destinations
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage, Receiver
@@ -210,10 +211,15 @@ class Pipeline:
     _prefetch: Prefetch = field(default_factory=lambda: Prefetch())
     _prefetches: SupportsPrefetch | None = field(init=False)
     _observer: Observer | None = field(init=False)
+    _take: Callable[[ReceivedMessage], Coroutine[object, object, None]] = field(init=False)
+    _settle: Callable[..., Coroutine[object, object, None]] = field(init=False)
     _completions: Grouping[_Completion, bool] = field(init=False)
 
     def __post_init__(self) -> None:
         self._observer = self.host.observers.all
+        traces = None if self.transactions is None else self.host.observers.traces  # a satellite has none
+        self._settle = self._complete if traces is None else partial(self._complete_traced, traces)
+        self._take = self._process if traces is None else partial(self._process_traced, traces)
         self._prefetches = self.receiver if isinstance(self.receiver, SupportsPrefetch) else None
         together = self.completes_together and self._prefetches is not None
         self._completions = Grouping(
@@ -328,7 +334,7 @@ class Pipeline:
             received = self._prefetch.pop()
             if self._prefetches is not None and not self._prefetches.holds(received):
                 continue  # another receiver may have it since a connection was lost
-            task = asyncio.create_task(self._process(received))
+            task = asyncio.create_task(self._take(received))
             self._tasks.add(task)
             task.add_done_callback(self._done)
 
@@ -376,13 +382,17 @@ class Pipeline:
         if not task.cancelled() and (error := task.exception()) is not None:
             emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, "a receive task failed", exception=error)
 
+    async def _process_traced(self, traces: SupportsTraces, received: ReceivedMessage) -> None:
+        with traces.processing(self.queue, received.message):
+            await self._process(received)
+
     async def _process(self, received: ReceivedMessage) -> None:
         try:
             if self.host.mode is TransactionMode.NONE and not await self._completions.run_to_end(_Completion(received)):
                 return
             await self._handle(received)
         except _AlreadyHandled as error:
-            emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message)
+            emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message, queue=self.queue)
             await self.receiver.release(received)
         except Exception as error:
             await self._recovery_failed(received, error)
@@ -400,7 +410,16 @@ class Pipeline:
                 calls = self.handlers.calls(message.logical)
             except (CorruptHeaders, UnknownMessageType, InvalidPayload) as error:
                 text = "Message %r is classified as a poison message: %s"
-                emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, message.id, brief(error), message=message)
+                emit(
+                    logger,
+                    logging.ERROR,
+                    Event.POISON_MESSAGE,
+                    text,
+                    message.id,
+                    brief(error),
+                    message=message,
+                    queue=self.queue,
+                )
                 await self._move_to_error(received, error)
                 return
             running: list[Call] = []
@@ -409,7 +428,7 @@ class Pipeline:
                 context = await self._run_handlers(received, attempt, calls, running)
                 ended = time.perf_counter()
                 handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
-                await self._complete(received, context.outgoing, context.own)
+                await self._settle(received, context.outgoing, context.own)
             except _AlreadyHandled:
                 raise
             except Exception as error:
@@ -431,7 +450,7 @@ class Pipeline:
                 report_sent(self._observer, outgoing, time.perf_counter() - ended, None)
         if logger.isEnabledFor(logging.DEBUG):
             seen = message.logical
-            emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)
+            emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen, queue=self.queue)
 
     async def _acknowledged_retry(self, message: Message) -> list[Outgoing]:
         """Return the notice to ServicePulse that a message that it has sent to be retried was handled.
@@ -452,7 +471,17 @@ class Pipeline:
             problem = str(error)
         if problem:
             text = "The retry of message %s is not acknowledged to queue %r: %s"
-            emit(logger, logging.WARNING, Event.RETRY_UNACKNOWLEDGED, text, message.id, queue, problem, message=message)
+            emit(
+                logger,
+                logging.WARNING,
+                Event.RETRY_UNACKNOWLEDGED,
+                text,
+                message.id,
+                queue,
+                problem,
+                message=message,
+                queue=self.queue,
+            )
             return []
         notice = control_message(now, {Headers.RETRY_SUCCESSFUL: to_wire_time(now), Headers.RETRY_ID: retry})
         return [Outgoing(TransportOperation(notice, queue), None)]
@@ -506,7 +535,17 @@ class Pipeline:
             decision = GiveBack()
         if isinstance(decision, GiveBack):
             text = "Message %s stays in %s for now: %s"
-            emit(logger, logging.WARNING, Event.RECEIVE_FAILED, text, message.id, self.queue, error, message=message)
+            emit(
+                logger,
+                logging.WARNING,
+                Event.RECEIVE_FAILED,
+                text,
+                message.id,
+                self.queue,
+                error,
+                message=message,
+                queue=self.queue,
+            )
             self._report(Action.RETURNED, message, error)
             await self._wait()
             await self.receiver.release(received)
@@ -522,6 +561,7 @@ class Pipeline:
             brief(error),
             exception=error if logger.isEnabledFor(logging.DEBUG) else None,  # the last one's is with the move
             message=message,
+            queue=self.queue,
         )
         match decision:
             case RetryNow():
@@ -537,9 +577,18 @@ class Pipeline:
             case MoveToErrors():
                 await self._move_to_error(received, error)
             case Discard():
-                await self._complete(received, [])
+                await self._settle(received, [])
                 text = "Discarded message %s: %s"
-                emit(logger, logging.WARNING, Event.DISCARDED, text, message.id, brief(error), message=message)
+                emit(
+                    logger,
+                    logging.WARNING,
+                    Event.DISCARDED,
+                    text,
+                    message.id,
+                    brief(error),
+                    message=message,
+                    queue=self.queue,
+                )
                 self._report(Action.DISCARDED, message, error)
         return False
 
@@ -553,13 +602,13 @@ class Pipeline:
         message = received.message
         later = self.composer.again(message, self.queue, delay=delay, headers=headers)
         try:
-            await self._complete(received, [later])
+            await self._settle(received, [later])
         except InvalidMessage as refused:  # it can be handled, and not wait
             refused.__context__ = error
             await self._move_to_error(received, refused)
             return
         text, seen = "Message %s is handled again in %s", message.logical
-        emit(logger, logging.WARNING, Event.RETRIED_LATER, text, seen.id, delay, message=seen)
+        emit(logger, logging.WARNING, Event.RETRIED_LATER, text, seen.id, delay, message=seen, queue=self.queue)
         self._report(Action.DELAYED, seen, error)
 
     async def _move_to_error(self, received: ReceivedMessage, error: Exception) -> None:
@@ -575,7 +624,7 @@ class Pipeline:
         refused: Exception | None = None
         for operation in forms:
             try:
-                await self._complete(received, [Outgoing(operation, None)])
+                await self._settle(received, [Outgoing(operation, None)])
                 break
             except _AlreadyHandled:
                 raise
@@ -596,8 +645,19 @@ class Pipeline:
             brief(error),
             exception=error,
             message=message,
+            queue=self.queue,
         )
         self._report(Action.MOVED, message, error)
+
+    async def _complete_traced(
+        self,
+        traces: SupportsTraces,
+        received: ReceivedMessage,
+        outgoing: list[Outgoing],
+        own: HandlerTransaction | None = None,
+    ) -> None:
+        with traces.settling(self.queue):
+            await self._complete(received, outgoing, own)
 
     async def _complete(
         self,
@@ -710,7 +770,16 @@ class Pipeline:
         message_id = received.message.id
         text = f"Failed to execute recoverability policy for message with native ID: `{message_id}`"
         if isinstance(error, BackendUnavailable):
-            emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, "%s: %s", text, error, message=received.message)
+            emit(
+                logger,
+                logging.ERROR,
+                Event.ERROR_MOVE_FAILED,
+                "%s: %s",
+                text,
+                error,
+                message=received.message,
+                queue=self.queue,
+            )
             await self._pause(error)
         else:
             times = self._unmoved.pop(message_id, 0) + 1
@@ -730,6 +799,7 @@ class Pipeline:
                 pause,
                 exception=error if times == 1 else None,
                 message=received.message,
+                queue=self.queue,
                 count=times,
             )
             await self._back_off(received, pause)

@@ -3,10 +3,12 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from tests.cli.conftest import Result, delayline_process, messages_in
 from tests.eventually import eventually
@@ -154,3 +156,41 @@ def test_a_second_signal_ends_it_at_once(shop: Callable[..., Result], processes:
     assert process.returncode == -signal.SIGTERM
     assert "SIGTERM, the second signal: ended at once" in err
     assert [message.text for message in messages_in("billing")] == ["endless"]
+
+
+def test_metrics_are_served_while_it_runs(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:
+    """Given --metrics with a free port, when a message has been handled, then a scrape counts it."""
+    shop("send", "billing", "x")
+    process = delayline_process("run", "shop:billing", "--metrics", "127.0.0.1:0", "--nservicebus-metrics")
+    processes.append(process)
+    assert process.stdout is not None
+    url = process.stdout.readline().removeprefix("metrics at ").strip()
+    eventually(lambda: 'nservicebus_messaging_successes_total{delayline_endpoint="billing"' in httpx.get(url).text)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_a_port_in_use_ends_it_at_once(shop: Callable[..., Result]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = shop("run", "shop:billing", "--metrics", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert found.code == 1
+    assert "is in use by another process: choose another port" in found.err
+
+
+def test_handled_messages_are_logged_at_info_on_request(
+    shop: Callable[..., Result], processes: list[subprocess.Popen[str]]
+) -> None:
+    """Given --log-handled, when a message is handled, then a line at INFO names endpoint, queue and message."""
+    shop("send", "billing", "x", "--id", "order-17")
+    process = delayline_process("run", "shop:billing", "--log-format", "json", "--log-handled")
+    processes.append(process)
+    eventually(Path("handled").exists)
+    eventually(lambda: messages_in("billing") == [])
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    documents = [json.loads(line) for line in err.splitlines()]
+    assert {one["level"] for one in documents} == {"info"}
+    [handled] = [one for one in documents if one.get("event") == "receive.handled"]
+    assert (handled["message_id"], handled["endpoint"], handled["queue"]) == ("order-17", "billing", "billing")

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from delayline import pipeline
 from delayline.errors import CorruptHeaders
-from delayline.events import LOGGER_NAME
+from delayline.events import LOGGER_NAME, Event
 from delayline.message import DelayedMessage, Message
 
 FORMATS: Final = ("text", "json")
@@ -19,7 +20,15 @@ MOST_IDS: Final = 10
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, logger, event, text, and the message that it is about."""
+    """Formats a record as one line of JSON: time, level, logger, event, text, and the message that it is about.
+
+    Args:
+        endpoint: The endpoint that every record is about; None leaves it out.
+    """
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        super().__init__()
+        self._endpoint = endpoint
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; anything that JSON has no type for becomes its text."""
@@ -29,6 +38,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "text": record.getMessage(),
         }
+        if self._endpoint is not None:
+            document["endpoint"] = self._endpoint
         if (event := getattr(record, "event", None)) is not None:
             document["event"] = str(event)
         facts = getattr(record, "facts", {})
@@ -63,11 +74,36 @@ def _trace_of(message: Message) -> dict[str, str]:
     return {"trace_id": parts[1]} if len(parts) == 4 else {}
 
 
-def log_to_stderr(level: str, log_format: str) -> None:
-    """Log delayline's records to standard error."""
+class HandledAtInfo(logging.Filter):
+    """Raises the records of handled messages to INFO; other DEBUG records pass only if `debug`."""
+
+    def __init__(self, *, debug: bool) -> None:
+        super().__init__()
+        self._debug = debug
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged."""
+        if getattr(record, "event", None) is Event.HANDLED:
+            record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        return self._debug or record.levelno > logging.DEBUG
+
+
+def log_to_stderr(level: str, log_format: str, *, endpoint: str | None = None, handled: bool = False) -> None:
+    """Log delayline's records to standard error.
+
+    Args:
+        level: The lowest level that is logged.
+        log_format: `text` or `json`.
+        endpoint: The endpoint that JSON lines name.
+        handled: Whether handled messages are logged at INFO, instead of DEBUG.
+    """
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
-    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    handler.setFormatter(JsonFormatter(endpoint) if log_format == "json" else text)
+    if handled:
+        receiving = logging.getLogger(pipeline.__name__)
+        receiving.setLevel(logging.DEBUG)
+        receiving.addFilter(HandledAtInfo(debug=level == "debug"))
     logger = logging.getLogger(LOGGER_NAME)
     logger.addHandler(handler)
     logger.setLevel(level.upper())

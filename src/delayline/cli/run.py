@@ -24,6 +24,7 @@ from delayline.config import endpoint_from
 from delayline.endpoint import GRACE, Endpoint
 from delayline.errors import ConfigurationError
 from delayline.sync import SyncEndpoint
+from delayline.telemetry.http_server import HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     epilog=examples(
         "delayline run shop.billing:endpoint",
         "delayline run shop.billing:endpoint --grace 2m --log-format json",
+        "delayline run shop.billing:endpoint --metrics 127.0.0.1:9464",
         "delayline run --endpoint sales   (dispatches due messages, handles none)",
     )
 )
@@ -56,9 +58,21 @@ if TYPE_CHECKING:
     show_default=True,
     help="How long running handlers may take after a signal, as in 90s or 5m; then they are cancelled.",
 )
+@click.option("--log-handled", is_flag=True, help="Log each handled message at INFO.")
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    help="Serve metrics for Prometheus at http://HOST:PORT/metrics, as in 127.0.0.1:9464.",
+)
+@click.option("--nservicebus-metrics", is_flag=True, help="Serve them also under the names of NServiceBus.")
+@click.option(
+    "--opentelemetry",
+    is_flag=True,
+    help="Report to OpenTelemetry's global providers, as `opentelemetry-instrument` sets them up.",
+)
 @settings_options()
 @json_option
-def run(
+def run(  # noqa: PLR0913 - the options of the command
     settings: Settings,
     screen: Screen,
     target: str | None,
@@ -66,6 +80,10 @@ def run(
     grace: timedelta,
     log_level: str,
     log_format: str,
+    log_handled: bool,
+    metrics: str | None,
+    nservicebus_metrics: bool,
+    opentelemetry: bool,
 ) -> None:
     """Run the Endpoint object of a module, found from the current directory, until SIGINT or SIGTERM.
 
@@ -73,18 +91,39 @@ def run(
     again. A second signal ends it at once. Without a module it runs the endpoint of the settings, which only dispatches
     due messages. Exit code 1 when a critical error stopped it.
     """
-    log_to_stderr("debug" if verbose else log_level, log_format)
     if target is None:
         refuse_memory(settings)
         endpoint = endpoint_from(settings)
     else:
         endpoint = load_endpoint(target)
-    stopped_by = asyncio.run(run_until_stopped(endpoint, lambda: screen.echo(_started(endpoint)), grace=grace))
+    level = "debug" if verbose else log_level
+    log_to_stderr(level, log_format, endpoint=endpoint.name, handled=log_handled)
+    with contextlib.ExitStack() as serving:
+        if opentelemetry:
+            _opentelemetry(endpoint)
+        if metrics is not None:
+            server = serving.enter_context(_metrics_server(endpoint, metrics, nservicebus=nservicebus_metrics))
+            screen.echo(f"metrics at http://{server.address}/metrics")
+        stopped_by = asyncio.run(run_until_stopped(endpoint, lambda: screen.echo(_started(endpoint)), grace=grace))
     screen.echo(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
     screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
     if stopped_by is None:
         Screen.complain(f"endpoint {endpoint.name!r} stopped after a critical error; the log above says which")
         click.get_current_context().exit(FAILED)
+
+
+def _metrics_server(endpoint: Endpoint, address: str, *, nservicebus: bool) -> HttpServer:
+    from delayline.telemetry.prometheus import PrometheusMetrics  # an extra
+
+    metrics = PrometheusMetrics(nservicebus=nservicebus)
+    metrics.watch(endpoint)
+    return HttpServer(address, {"/metrics": metrics.respond})
+
+
+def _opentelemetry(endpoint: Endpoint) -> None:
+    from delayline.telemetry.opentelemetry import OpenTelemetry  # an extra
+
+    OpenTelemetry().watch(endpoint)
 
 
 def load_endpoint(target: str) -> Endpoint:

@@ -1,7 +1,30 @@
 """Measurements, metrics and traces of endpoints."""
 
-from delayline.observer import Action, ObservedEndpoint, Observer, SupportsMeasures
+import typing
+
+from delayline.observer import Action, ObservedEndpoint, Observer, SupportsMeasures, SupportsTraces
 from delayline.telemetry.measurements import Activity, Histogram, Measurements, PollerCounts, Snapshot
+
+if typing.TYPE_CHECKING:
+    from delayline.telemetry.opentelemetry import OpenTelemetry as OpenTelemetry
+    from delayline.telemetry.prometheus import PrometheusMetrics as PrometheusMetrics
+else:
+    #: Imported on first use: they need the extra `telemetry`.
+    _LAZY = {
+        "OpenTelemetry": "delayline.telemetry.opentelemetry",
+        "PrometheusMetrics": "delayline.telemetry.prometheus",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "Action",
@@ -13,4 +36,5 @@ __all__ = [
     "PollerCounts",
     "Snapshot",
     "SupportsMeasures",
+    "SupportsTraces",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from delayline.errors import ConfigurationError
 
@@ -72,6 +73,8 @@ class Activity:
     """The same as a time."""
     failing_since: float | None
     """The first failure since then, on the monotonic clock; None for none."""
+    failing_for: float
+    """Seconds since that failure; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class Measurements:
 
     def __init__(self) -> None:
         self._endpoint: ObservedEndpoint | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sent: Counter[tuple[str, str, str]] = Counter()
         self._send_seconds: dict[tuple[str, str, str], _Counts] = {}
         self._stored: Counter[str] = Counter()
@@ -166,8 +170,31 @@ class Measurements:
         self._polling = _Activity()
         self._receiving: dict[str, _Activity] = {}
         self._breakers: dict[str, int] = {}
-        self._names = _Names()
-        self._errors = _Names()
+        self._names = Names()
+        self._errors = Names()
+
+    @classmethod
+    def of(cls, endpoint: ObservedEndpoint) -> Self:
+        """Return the measurements among the endpoint's observers, or add some. Raises ConfigurationError once started.
+
+        Metrics, dashboard and probes share them in this way.
+        """
+        for observer in endpoint.observers:
+            if isinstance(observer, cls):
+                return observer
+        measurements = cls()
+        endpoint.observe(measurements)
+        return measurements
+
+    @property
+    def endpoint(self) -> ObservedEndpoint | None:
+        """The endpoint; None until it has started."""
+        return self._endpoint
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The endpoint's event loop; None until it has started."""
+        return self._loop
 
     def snapshot(self) -> Snapshot:
         """Return the present values; may be called from any thread."""
@@ -200,7 +227,7 @@ class Measurements:
             raise ConfigurationError(
                 f"these Measurements belong to endpoint {self._endpoint.name!r}: create others for {endpoint.name!r}"
             )
-        self._endpoint = endpoint
+        self._endpoint, self._loop = endpoint, asyncio.get_running_loop()
 
     def sent(self, operation: str, destinations: Sequence[str], seconds: float, error: Exception | None) -> None:
         failure = "" if error is None else self._errors.bounded(type(error).__qualname__)
@@ -280,13 +307,14 @@ def _frozen(histograms: dict[Key, _Counts], bounds: tuple[float, ...]) -> dict[K
     return {key: Histogram(bounds, tuple(one.counts), one.total) for key, one in histograms.copy().items()}
 
 
-class _Names:
+class Names:
     """Names from outside, of which there may be any number: the first ones, and one for all others."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def bounded(self, name: str) -> str:
+        """Return the name if it is one of the first, else `OTHER`."""
         if name in self._known:
             return name
         if len(self._known) >= MOST_NAMES:
@@ -307,5 +335,6 @@ class _Activity:
             self.failing_since = time.monotonic()
 
     def frozen(self, now: datetime, elapsed: float) -> Activity:
-        last = self.last_success
-        return Activity(last, None if last is None else now - timedelta(seconds=elapsed - last), self.failing_since)
+        last, since = self.last_success, self.failing_since
+        last_utc = None if last is None else now - timedelta(seconds=elapsed - last)
+        return Activity(last, last_utc, since, 0.0 if since is None else elapsed - since)

@@ -1,0 +1,141 @@
+"""Metrics in Prometheus' text format: to be scraped from a port of `delayline run`, or mounted in a web application."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
+
+from delayline.errors import MissingExtra
+from delayline.telemetry.catalog import ENDPOINT, MESSAGING, NSERVICEBUS, OWN, SYSTEM, Kind, Metric, Reading, Source
+from delayline.telemetry.http_server import Response
+from delayline.telemetry.measurements import Histogram
+
+try:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.exposition import choose_encoder
+except ImportError as missing:
+    raise MissingExtra("telemetry", "the Prometheus format") from missing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+
+    from prometheus_client import Metric as Family
+
+    from delayline.endpoint import Endpoint
+
+    Scope = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+FAMILIES: Final = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
+COMMON: Final = (ENDPOINT, SYSTEM)
+REFUSED: Final = "only GET and HEAD\n"
+
+
+class PrometheusMetrics:
+    """The metrics of one or several endpoints for Prometheus.
+
+    They are counted by `Measurements`; a scrape reads these, and waits for the numbers of pending messages for a second
+    at most.
+
+    Args:
+        nservicebus: Also expose metrics under the names that NServiceBus gives its own, for existing boards.
+
+    Raises:
+        MissingExtra: prometheus-client is not installed.
+
+    Example:
+        ```python
+        metrics = PrometheusMetrics()
+        metrics.watch(endpoint)
+        app.mount("/metrics", metrics.asgi)
+        ```
+    """
+
+    def __init__(self, *, nservicebus: bool = False) -> None:
+        self._metrics = (*MESSAGING, *OWN, *(NSERVICEBUS if nservicebus else ()))
+        self._sources: list[Source] = []
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def watch(self, endpoint: Endpoint) -> None:
+        """Expose an endpoint's metrics. Raises ConfigurationError if it is started already."""
+        self._sources.append(Source(endpoint))
+
+    def text(self, accept: str = "") -> tuple[str, str]:
+        """Return the metrics and their content type, in the format that an Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry).decode(), content_type
+
+    def respond(self, accept: str) -> Response:
+        """Return the metrics as the answer of an `HttpServer`."""
+        body, content_type = self.text(accept)
+        return Response(body, content_type=content_type)
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request: an ASGI application, to be mounted."""
+        del receive
+        if scope["type"] != "http":
+            raise ValueError(f"metrics are for HTTP requests, not for {scope['type']!r}: mount them at a path")
+        headers = [(b"cache-control", b"no-store")]
+        if scope["method"] not in ("GET", "HEAD"):
+            status, body, content_type = HTTPStatus.METHOD_NOT_ALLOWED, REFUSED, "text/plain"
+        else:
+            accept = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"accept"), "")
+            status, (body, content_type) = HTTPStatus.OK, await asyncio.to_thread(self.text, accept)
+        headers.append((b"content-type", content_type.encode()))
+        await send({"type": "http.response.start", "status": int(status), "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body.encode()})
+
+    def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer a request: a WSGI application, to be mounted."""
+        method = environ.get("REQUEST_METHOD", "GET")
+        if method not in ("GET", "HEAD"):
+            start_response("405 Method Not Allowed", [("Content-Type", "text/plain")])
+            return [REFUSED.encode()]
+        body, content_type = self.text(environ.get("HTTP_ACCEPT", ""))
+        start_response("200 OK", [("Content-Type", content_type), ("Cache-Control", "no-store")])
+        return [] if method == "HEAD" else [body.encode()]
+
+    def describe(self) -> Sequence[Family]:
+        """Return nothing: prometheus-client need not know the metrics before they are collected."""
+        return ()
+
+    def collect(self) -> Iterator[Family]:
+        """Yield every metric; called by prometheus-client."""
+        readings = [source.read() for source in self._sources]
+        for metric in self._metrics:
+            yield _family(metric, readings)
+
+
+def _family(metric: Metric, readings: Sequence[Reading]) -> Family:
+    labels = [name.replace(".", "_") for name in (*COMMON, *metric.attributes)]
+    name = metric.prometheus_name.removesuffix("_total")
+    family: Any = FAMILIES[metric.kind](name, metric.meaning, labels=labels)
+    for reading in readings:
+        common = (reading.snapshot.endpoint, reading.system)
+        for attributes, value in metric.read(reading):
+            values = [_text(one) for one in (*common, *attributes)]
+            if isinstance(value, Histogram):
+                family.add_metric(values, _buckets(value), value.total)
+            else:
+                family.add_metric(values, value)
+    found: Family = family
+    return found
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True))
+
+
+def _text(value: str) -> str:
+    """Return the value without lone surrogates, which have no UTF-8."""
+    return value.encode("utf-8", "backslashreplace").decode()
