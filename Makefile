@@ -41,22 +41,21 @@ CORE := tests/unit tests/conformance/test_memory.py tests/conformance/test_custo
 	tests/integration/test_callers.py tests/integration/test_handler_transactions.py tests/integration/test_send_many.py tests/cli/test_config.py tests/cli/test_doctor.py
 
 test: export DELAYLINE_TEST_SAMPLE := $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
-test: lint ## the checks, the tests with a sample of the long suites, the core's coverage, the docs
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-spark test-others
+test: setup ## the checks, the tests with a sample of the long suites, the core's coverage, the docs
+	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others
 
-test-all: lint ## the same with every test, also the long ones
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-spark test-others
+test-all: setup ## the same with every test, also the long ones
+	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others
 
-# Side by side: Spark's tests wait more than they work, for a JVM and for what is not due yet.
+# Side by side: Spark's tests wait more than they work, for a JVM and for due times, and mypy uses one processor.
 test-spark: setup
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n 0 tests/spark --durations=10
 
 test-others: setup
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) $(CORE) --cov --cov-branch --cov-report=
-	$(RUN) coverage report --include='src/delayline/delayed/*,src/delayline/*.py' --fail-under=95
+	$(RUN) coverage report --fail-under=95
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark" $(CORE:%=--ignore=%) --durations=15
 	@$(MAKE) --no-print-directory test-sqlalchemy-oldest
-	$(RUN) mkdocs build --strict --quiet
 
 # The stores on the oldest SQLAlchemy that pyproject.toml allows, laid over the environment.
 OLDEST_SQLALCHEMY := $(shell sed -n 's/.*"sqlalchemy>=\([0-9.]*\),.*/\1/p' pyproject.toml)

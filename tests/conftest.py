@@ -43,11 +43,15 @@ SERVERS: Final = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that need a server, which run without coverage, and leave long tests to `make test-all`."""
     select(items, config)
-    for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        products = {str(value).removesuffix("_url") for value in parameters}
-        if SERVERS & products.union(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.server)
+    for item in filter(needs_server, items):
+        item.add_marker(pytest.mark.server)
+
+
+def needs_server(item: pytest.Item) -> bool:
+    """Return whether a fixture of the test, or a parameter, starts a server."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    products = {str(value).removesuffix("_url") for value in parameters}
+    return not SERVERS.isdisjoint(products.union(getattr(item, "fixturenames", ())))
 
 
 Server = TypeVar("Server", PostgresqlServer, MariadbServer, RabbitmqServer, AzuriteServer)
