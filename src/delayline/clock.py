@@ -20,7 +20,11 @@ class Clock(Protocol):
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Return after `seconds` have passed; at once when zero or less. Cancellable."""
+        """Return after a time; cancellable.
+
+        Args:
+            seconds: The time; zero or less returns at once.
+        """
         ...
 
 

@@ -119,9 +119,12 @@ class Message:
 
     @classmethod
     def from_encoded(cls, id: str, encoded_headers: bytes, body: bytes) -> Message:
-        """Return a message over headers as `encoded_headers` gave them, or as NServiceBus writes them in XML.
+        """Return a message over encoded headers, which are not read here.
 
-        They are not read here.
+        Args:
+            id: The message id.
+            encoded_headers: Headers as `encoded_headers` returns them, or as NServiceBus writes them in XML.
+            body: The body.
         """
         message = cls.__new__(cls)
         message.id = id
@@ -179,7 +182,12 @@ class Message:
             return None
 
     def with_headers(self, added: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Message:
-        """Return a copy with `added` set and every header that starts with one of `without` left out first."""
+        """Return a copy with other headers.
+
+        Args:
+            added: Headers to set.
+            without: Prefixes of the names of headers that are left out first.
+        """
         kept = {name: value for name, value in self.headers.items() if not (without and name.startswith(without))}
         return Message(self.id, kept | dict(added), self.body)
 

@@ -40,11 +40,20 @@ class Serializer(Protocol):
     """The content type header of its messages."""
 
     def dumps(self, value: Any) -> bytes:  # noqa: ANN401 - any type of message
-        """Return the value as bytes; an exception is reported as InvalidMessage."""
+        """Return the value as bytes; an exception is reported as InvalidMessage.
+
+        Args:
+            value: The body given to `send`.
+        """
         ...
 
     def loads(self, data: bytes, kind: Any) -> Any:  # noqa: ANN401 - as above
-        """Return the bytes as a value of the type, `typing.Any` for any; an exception is reported as InvalidPayload."""
+        """Return the bytes as a value of the type; an exception is reported as InvalidPayload.
+
+        Args:
+            data: The body of a message.
+            kind: The type that a handler asks for; `typing.Any` for any.
+        """
         ...
 
 

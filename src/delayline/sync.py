@@ -111,7 +111,14 @@ class SyncEndpoint:
         return thread.wait_for(self._start(work))
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run any of the endpoint's coroutines, as in `sync.run(endpoint.delayed.cancel(message_id))`."""
+        """Run any of the endpoint's coroutines, as in `sync.run(endpoint.delayed.cancel(message_id))`.
+
+        Args:
+            work: The coroutine.
+
+        Returns:
+            The coroutine's result.
+        """
         return self._start(work).result()
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:

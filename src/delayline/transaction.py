@@ -56,11 +56,19 @@ class Transaction:
         self._after_end: list[Callable[[], None]] = []
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the transaction is durable, never before, and not at all when it is rolled back."""
+        """Call a function once the transaction is durable, never before, and not at all when it is rolled back.
+
+        Args:
+            callback: The function; it must not raise.
+        """
         self._after_commit.append(callback)
 
     def after_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the transaction is over, whichever way."""
+        """Call a function when the transaction is over, whichever way.
+
+        Args:
+            callback: The function; it must not raise.
+        """
         self._after_end.append(callback)
 
     @contextlib.contextmanager
@@ -178,10 +186,17 @@ def share_transactions(first: TransactionParticipant, second: TransactionPartici
 def guarantee(
     transport: TransportParticipant, delivery: TransactionParticipant | None, mode: TransactionMode
 ) -> Guarantee:
-    """Return the guarantee of this pair in `mode`: the one source for start-up, `doctor` and the docs table.
+    """Return the guarantee of this pair: the one source for start-up, `doctor` and the table in the documentation.
 
-    Raises UnsupportedTransactionMode, with the remedy, for a pair that cannot honour the mode.
     See https://docs.particular.net/transports/transactions.
+
+    Args:
+        transport: The endpoint's transport.
+        delivery: Its delayed delivery; None for an endpoint without one.
+        mode: The transaction mode.
+
+    Raises:
+        UnsupportedTransactionMode: The pair cannot honour the mode; the text has the remedy.
     """
     highest = transport.highest_transaction_mode
     if mode > highest:

@@ -37,22 +37,39 @@ class Receiver(Protocol):
     """One endpoint's hold on its input queue. Called from one event loop; methods may be awaited concurrently."""
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
-        """Wait until messages are there and return up to `limit` of them, oldest first; empty only after `stop`.
+        """Wait for messages and return them, oldest first.
 
         A message is returned to one receiver at a time, in whatever process; the crash of its holder gives it back.
-        Raises BackendUnavailable.
+
+        Args:
+            limit: The most messages to return.
+
+        Returns:
+            At least one message; none only after `stop`.
+
+        Raises:
+            BackendUnavailable: The transport is down.
         """
         ...
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
-        """Remove the message from the queue, in `transaction` if given.
+        """Remove the message from the queue.
 
-        False means that another receiver has handled it; the caller should roll back.
+        Args:
+            received: A message of this receiver.
+            transaction: The transaction of the removal; without it the message is removed durably on return.
+
+        Returns:
+            Whether it was removed. False means that another receiver has handled it; the caller should roll back.
         """
         ...
 
     async def release(self, received: ReceivedMessage) -> None:
-        """Give the message back to the queue, visible at once. Idempotent."""
+        """Give the message back to the queue, visible at once. Idempotent.
+
+        Args:
+            received: A message of this receiver.
+        """
         ...
 
     async def stop(self) -> None:
@@ -67,18 +84,33 @@ class SupportsPrefetch(Protocol):
     async def acknowledge_many(
         self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
     ) -> Sequence[bool]:
-        """Remove the messages from the queue, in `transaction` if given; return for each what `acknowledge` does.
+        """Remove the messages from the queue.
 
         If it raises, none was removed or, as with BackendUnavailable, that is unknown.
+
+        Args:
+            received: Messages of this receiver.
+            transaction: The transaction of the removals; without it they are durable on return.
+
+        Returns:
+            For each message what `acknowledge` returns.
         """
         ...
 
     async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
-        """Give the messages back to the queue, visible at once. Idempotent."""
+        """Give the messages back to the queue, visible at once. Idempotent.
+
+        Args:
+            received: Messages of this receiver.
+        """
         ...
 
     def holds(self, received: ReceivedMessage) -> bool:
-        """Return False if another receiver may have the message by now, for example after a lost connection."""
+        """Return False if another receiver may have the message by now, for example after a lost connection.
+
+        Args:
+            received: A message of this receiver.
+        """
         ...
 
 
@@ -106,7 +138,11 @@ class Transport(Protocol):
         ...
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
-        """Create the queues and whatever they need. Idempotent, safe to run in several processes at once."""
+        """Create the queues and whatever they need. Idempotent, safe to run in several processes at once.
+
+        Args:
+            queues: Names of the queues.
+        """
         ...
 
     async def start(self) -> None:
@@ -120,14 +156,28 @@ class Transport(Protocol):
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Send every operation, durably on return, or at the commit of `transaction` where given.
 
-        Raises DispatchFailed, naming the operations that were not sent (a missing queue: QueueNotFound) while all
-        others were; BackendUnavailable when the transport is down and nothing can be sent now; any other error
-        means that none was sent. Not idempotent: sending twice is two messages with one id.
+        Not idempotent: sending twice is two messages with one id.
+
+        Args:
+            operations: Messages with their destinations.
+            transaction: A transaction of this transport, or of a store that shares its domain.
+
+        Raises:
+            DispatchFailed: Names the operations that were not sent (a missing queue: QueueNotFound); all others were.
+            BackendUnavailable: The transport is down and nothing can be sent now.
+            Exception: Any other error means that none was sent.
         """
         ...
 
     async def receiver(self, queue: str) -> Receiver:
-        """Return a receiver on `queue`. Raises QueueNotFound."""
+        """Return a receiver on the queue.
+
+        Args:
+            queue: The queue.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+        """
         ...
 
 
@@ -163,19 +213,54 @@ class SupportsQueueManagement(Protocol):
     """Capability: look into queues and take single messages out, for people and for `delayline errors`."""
 
     async def count(self, queue: str) -> int:
-        """Return how many messages are in the queue, hidden ones included. Raises QueueNotFound."""
+        """Return how many messages are in the queue, hidden ones included.
+
+        Args:
+            queue: The queue.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+        """
         ...
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
-        """Return messages, oldest first, without taking them. Raises QueueNotFound."""
+        """Return messages, oldest first, without taking them.
+
+        Args:
+            queue: The queue.
+            limit: The most messages to return.
+            offset: How many messages to leave out first.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+        """
         ...
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
-        """Remove one copy of the message; False when it is not there or is being handled."""
+        """Remove one copy of the message.
+
+        Args:
+            queue: The queue.
+            message_id: Id of the message.
+            transaction: The transaction of the removal; without it the copy is removed durably on return.
+
+        Returns:
+            Whether a copy was removed; False when none is there or it is being handled.
+        """
         ...
 
     async def purge(self, queue: str) -> int:
-        """Remove every message that is not being handled; return their number. Raises QueueNotFound."""
+        """Remove every message that is not being handled.
+
+        Args:
+            queue: The queue.
+
+        Returns:
+            How many messages were removed.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+        """
         ...
 
 
@@ -197,7 +282,14 @@ class SupportsQueueLimits(Protocol):
     """Capability: pause queues and limit them, while endpoints run; every process follows within a second."""
 
     async def limits(self, queue: str | None = None) -> Sequence[QueueLimits]:
-        """Return the limits of the queue, or those of every queue, by name. Raises QueueNotFound."""
+        """Return the limits of the queue, or those of every queue, by name.
+
+        Args:
+            queue: The queue; None for all.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+        """
         ...
 
     async def set_limits(
@@ -237,7 +329,12 @@ class SupportsQualifiedQueues(Protocol):
     """Capability: queues that belong to an endpoint beside its own have names in the transport's own style."""
 
     def qualified(self, queue: str, qualifier: str) -> str:
-        """Return the name of such a queue; `{queue}.{qualifier}` in transports without this capability."""
+        """Return the name of such a queue; `{queue}.{qualifier}` in transports without this capability.
+
+        Args:
+            queue: The endpoint's queue.
+            qualifier: The purpose of the other queue, such as `Timeouts`.
+        """
         ...
 
 
@@ -246,7 +343,14 @@ class SupportsQueueLookup(Protocol):
     """Capability: says whether a queue is there, so that a misspelt destination is refused by the send."""
 
     async def has_queue(self, queue: str) -> bool:
-        """Return whether a message for `queue` would arrive. Raises BackendUnavailable where that is not known now."""
+        """Return whether a message for the queue would arrive.
+
+        Args:
+            queue: A destination.
+
+        Raises:
+            BackendUnavailable: The transport does not answer.
+        """
         ...
 
     async def queues(self) -> Sequence[str]:

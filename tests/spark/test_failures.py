@@ -1,4 +1,4 @@
-"""Reference 3.3: to Python in a task a failed upstream looks like the end of input. Nothing half-done shows."""
+"""Jobs that fail in the middle: to Python in a task a failed upstream looks like the end of its input."""
 
 from __future__ import annotations
 

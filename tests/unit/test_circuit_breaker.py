@@ -1,4 +1,4 @@
-"""Reference 1.10 and the upstream list in 5.1."""
+"""Circuit breakers trigger when a fault has lasted too long."""
 
 from __future__ import annotations
 

@@ -68,7 +68,11 @@ class DelayedDelivery(Protocol):
         ...
 
     def bind(self, host: DeliveryHost) -> None:
-        """Attach to the endpoint; called once before anything else. No I/O."""
+        """Attach to the endpoint; called once before anything else. No I/O.
+
+        Args:
+            host: The endpoint's name, transport, clock and critical errors.
+        """
         ...
 
     async def setup_infrastructure(self) -> None:
@@ -86,7 +90,10 @@ class DelayedDelivery(Protocol):
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Keep the operation until `due`, durably on return or at the commit of `transaction`.
 
-        A due time in the past means now.
+        Args:
+            operation: A message with its destination.
+            due: When it leaves, with a time zone; a past time means now.
+            transaction: The transaction that the operation is kept in.
         """
         ...
 

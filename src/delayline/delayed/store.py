@@ -50,11 +50,24 @@ class DelayedMessageStore(Protocol):
 
         Idempotent by message id: storing an id that is pending already succeeds and changes nothing, so that a sender
         can repeat a send whose outcome is unknown.
+
+        Args:
+            message: The message, with its destination and due time.
+            transaction: A transaction of this store, or of a transport that shares its domain.
         """
         ...
 
     async def fetch_next_due(self, at: datetime, transaction: Transaction | None = None) -> DelayedMessage | None:
-        """Lock and return the unlocked message with the earliest due time not after `at`, or None."""
+        """Lock and return the unlocked message with the earliest due time.
+
+        Args:
+            at: The latest due time.
+            transaction: The transaction that locks the message; without it the message is locked until it is removed,
+                counted as failed, or its lease runs out.
+
+        Returns:
+            The message, or None if no unlocked message is due by `at`.
+        """
         ...
 
     async def next_due(self) -> datetime | None:
@@ -62,11 +75,26 @@ class DelayedMessageStore(Protocol):
         ...
 
     async def remove(self, message: DelayedMessage, transaction: Transaction | None = None) -> bool:
-        """Delete the message; return False if it was gone already."""
+        """Delete the message.
+
+        Args:
+            message: A message that this store has fetched.
+            transaction: The transaction of the deletion; without it the message is deleted durably on return.
+
+        Returns:
+            Whether the message still existed.
+        """
         ...
 
     async def increment_failure_count(self, message: DelayedMessage) -> bool:
-        """Add one to the message's `number_of_retries`, durably, and unlock it; return False if it was gone already."""
+        """Add one to the message's `number_of_retries`, durably, and unlock it.
+
+        Args:
+            message: A message that this store has fetched.
+
+        Returns:
+            Whether the message still existed.
+        """
         ...
 
 
@@ -78,6 +106,9 @@ class SupportsSetup(Protocol):
         """Create missing tables or folders; called before `initialize`.
 
         Idempotent, and safe in several processes at once.
+
+        Args:
+            endpoint_name: The endpoint whose messages will be stored.
         """
         ...
 
@@ -126,7 +157,12 @@ class SupportsBatches(Protocol):
     """Capability: many messages in one round trip, and a later due time for failed messages."""
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        """Store all of the messages in one transaction, or none."""
+        """Store all of the messages in one transaction, or none.
+
+        Args:
+            messages: The messages; pending ids are left as they are, as by `store`.
+            transaction: The transaction; without it the messages are durable on return.
+        """
         ...
 
     async def fetch_due(
@@ -144,20 +180,38 @@ class SupportsBatches(Protocol):
         ...
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
-        """Delete the messages and return how many still existed."""
+        """Delete the messages.
+
+        Args:
+            messages: Messages that this store has fetched.
+            transaction: The transaction of the deletions; without it they are durable on return.
+
+        Returns:
+            How many of the messages still existed.
+        """
         ...
 
     async def retry_many(
         self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
     ) -> int:
-        """Count a failed attempt of each message, make it due at `at` and unlock it; return how many still existed.
+        """Count a failed attempt of each message, make it due again later, and unlock it.
 
-        Durable on return, or at the commit of `transaction`.
+        Args:
+            messages: Messages that this store has fetched.
+            at: The new due time.
+            transaction: The transaction of the changes; without it they are durable on return.
+
+        Returns:
+            How many of the messages still existed.
         """
         ...
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
-        """Unlock messages that were fetched without a transaction; no attempt is counted. Idempotent."""
+        """Unlock messages that were fetched without a transaction; no attempt is counted. Idempotent.
+
+        Args:
+            messages: Messages that this store has fetched.
+        """
         ...
 
 
@@ -196,16 +250,25 @@ class SupportsForwarding(Protocol):
     """Capability: move due messages to a transport's queues inside the back end."""
 
     def forwards_to(self, transport: object) -> bool:
-        """Return whether this store can move messages to that transport's queues."""
+        """Return whether this store can move messages to that transport's queues.
+
+        Args:
+            transport: The endpoint's transport.
+        """
         ...
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
-        """Move up to `limit` messages due not after `at` to their queues, earliest first.
+        """Move due messages to their queues, earliest first, in one transaction: all or none.
 
-        One transaction, all or none, bounded like `fetch_due`. A message that only the poller can dispatch, such as one
-        for an unknown queue or with dispatch properties in its headers, stays: the store stops before it, or skips it
-        and counts it in `left`. If no message was moved, the next one is of that kind, other processes have locked the
-        due messages, or none is due. After `left` or no move the poller fetches and dispatches one batch itself.
+        A message that only the poller can dispatch, such as one for an unknown queue or with dispatch properties in its
+        headers, stays: the store stops before it, or skips it and counts it in `left`. If no message was moved, the
+        next one is of that kind, other processes have locked the due messages, or none is due. After `left` or no
+        move the poller fetches and dispatches one batch itself.
+
+        Args:
+            at: The latest due time.
+            limit: The most messages to move.
+            max_bytes: The most bytes of bodies and headers together, as for `fetch_due`.
         """
         ...
 
@@ -224,9 +287,15 @@ class SupportsNotifications(Protocol):
     """Capability: notify of messages stored by this process or another."""
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
-        """Call `callback` on this event loop with the earliest due time of each commit; return an unsubscribe function.
+        """Call a function after each commit that stores messages.
 
         Calls may be late, repeated or lost: the poller's sleep is capped.
+
+        Args:
+            callback: Called on this event loop with the earliest due time of the commit.
+
+        Returns:
+            A function that ends the calls.
         """
         ...
 
@@ -236,7 +305,11 @@ class SupportsJournal(Protocol):
     """Capability: record the outcome of each message in a journal."""
 
     def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
-        """Record that these messages go to the error queue: their removal, which follows, is not a dispatch."""
+        """Record that these messages go to the error queue: their removal, which follows, is not a dispatch.
+
+        Args:
+            messages: The messages.
+        """
         ...
 
 
@@ -315,21 +388,43 @@ class SupportsManagement(Protocol):
     """Capability: list, cancel and reschedule pending messages."""
 
     async def cancel(self, message_id: str) -> Outcome:
-        """Delete a pending message, unless the poller has it already."""
+        """Delete a pending message, unless the poller has it already.
+
+        Args:
+            message_id: Id of the message.
+        """
         ...
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
-        """Give a pending message a new due time, unless the poller has it already. Raises InvalidDueTime."""
+        """Give a pending message a new due time, unless the poller has it already.
+
+        Args:
+            message_id: Id of the message.
+            due: The new due time, with a time zone; a past one means now.
+
+        Raises:
+            InvalidDueTime: The store cannot keep that time.
+        """
         ...
 
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return pending messages, earliest due first, without locking them."""
+        """Return pending messages, earliest due first, without locking them.
+
+        Args:
+            destination: The destination of the messages; by default all.
+            limit: The most messages to return.
+            offset: How many messages to leave out first.
+        """
         ...
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
-        """Return counts by destination and due bucket, earliest first; buckets are aligned to 1970 UTC."""
+        """Return counts by destination and due bucket, earliest first.
+
+        Args:
+            bucket: The length of a bucket; buckets are aligned to 1970 UTC.
+        """
         ...
 
 

@@ -94,8 +94,16 @@ class Migration:
     def run(self, spark: SparkSession) -> MigrationResult:
         """Move all rows through the holding tables; rejected rows go back to the source, with a reason in the journal.
 
-        Raises ConfigurationError where a migration is not finished, BackendUnusable for a target that is not ready:
-        then nothing was changed. Any other error leaves a run to resume or to abort.
+        Args:
+            spark: The session that runs the jobs.
+
+        Returns:
+            What was moved and what was rejected.
+
+        Raises:
+            ConfigurationError: An earlier migration is not finished; nothing was changed.
+            BackendUnusable: The target is not ready; nothing was changed.
+            DelaylineError: Any other error leaves a run to resume or to abort.
         """
         self._source.must_exist()
         target = self.plan.target
@@ -122,7 +130,17 @@ class Migration:
                 raise
 
     def resume(self, spark: SparkSession) -> MigrationResult:
-        """Go on with the run that is not finished. Raises ConfigurationError for none, or for other parameters."""
+        """Go on with the run that is not finished.
+
+        Args:
+            spark: The session that runs the jobs.
+
+        Returns:
+            What was moved and what was rejected by the whole run.
+
+        Raises:
+            ConfigurationError: There is no such run, or it was begun with other parameters.
+        """
         with self._locked():
             run = self._open_run()
             self.plan.must_match(run.parameters)

@@ -51,7 +51,11 @@ class ManualClock:
             raise
 
     async def advance(self, delta: timedelta | float) -> None:
-        """Move time on by a timedelta or seconds; each sleeper wakes at its own instant and may sleep again."""
+        """Move time on; each sleeper wakes at its own instant and may sleep again.
+
+        Args:
+            delta: A timedelta, or seconds.
+        """
         step = delta if isinstance(delta, timedelta) else timedelta(seconds=delta)
         if step < NO_TIME:
             raise ValueError(f"time cannot be advanced by {step}: step the wall clock back with set()")
@@ -93,7 +97,11 @@ class ManualClock:
             task.cancel()
 
     def set(self, instant: datetime) -> None:
-        """Set the wall clock to `instant`, forwards or backwards, as an administrator would; wakes no sleeper."""
+        """Set the wall clock, forwards or backwards, as an administrator would; wakes no sleeper.
+
+        Args:
+            instant: The time that `now()` returns.
+        """
         self._now = _aware(instant)
 
     async def _wake_next(self) -> None:

@@ -98,7 +98,11 @@ class Faults:
         self.inject(*faults)
 
     def inject(self, *faults: Fault) -> None:
-        """Apply these faults from now on, after those injected before; the first one that raises wins."""
+        """Apply faults from now on, after those injected before; the first one that raises wins.
+
+        Args:
+            faults: The faults.
+        """
         self._faults += [(fault, Counter()) for fault in faults]
 
     def heal(self) -> None:
@@ -110,7 +114,11 @@ class Faults:
         return len(self.recorded(*methods))
 
     def recorded(self, *methods: str) -> list[Call]:
-        """Return the calls of the methods, oldest first; all calls if no method is given."""
+        """Return calls, oldest first.
+
+        Args:
+            methods: The methods called; all calls if none is given.
+        """
         return [call for call in self._calls if not methods or call.method in methods]
 
     def clear_record(self) -> None:

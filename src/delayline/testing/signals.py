@@ -45,12 +45,22 @@ class Signals:
         logger.setLevel(self._level)
 
     def records(self, event: Event, where: Condition | None = None) -> Sequence[logging.LogRecord]:
-        """Return the log records of `event` so far, oldest first, those for which `where` is true."""
+        """Return the log records of an event so far, oldest first.
+
+        Args:
+            event: The event.
+            where: A condition on a log record; by default all are returned.
+        """
         with self._lock:
             return [record for record in self._records if _matches(record, event, where)]
 
     def count(self, event: Event, where: Condition | None = None) -> int:
-        """Return how often `event` has happened so far."""
+        """Return how often an event has happened so far.
+
+        Args:
+            event: The event.
+            where: A condition on its log record; by default all count.
+        """
         return len(self.records(event, where))
 
     async def wait_for(
