@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 import psycopg
 
 from benchmarks.bare import BODY, HEADERS
+from benchmarks.handled_worker import HEADERS as HANDLED_HEADERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TABLES = """
 CREATE TABLE bare (
@@ -28,6 +34,11 @@ CLAIM = """
 DELETE FROM bare WHERE seq = ANY (ARRAY(
   SELECT seq FROM bare WHERE due <= %s ORDER BY due, seq LIMIT %s FOR UPDATE SKIP LOCKED
 )) RETURNING id, destination, headers, body
+"""
+CLAIM_QUEUE = """
+DELETE FROM bare_queue WHERE seq = ANY (ARRAY(
+  SELECT seq FROM bare_queue WHERE queue = 'destination' ORDER BY seq LIMIT %s FOR UPDATE SKIP LOCKED
+)) RETURNING id, headers, body
 """
 MOVE = f"""
 WITH gone AS ({CLAIM})
@@ -110,3 +121,30 @@ def _drain(url: str, number: int, per_commit: int, statement: str) -> float:
         while taken < number:
             taken += connection.execute(statement, (now, per_commit), prepare=True).rowcount
         return number / (time.perf_counter() - started)
+
+
+def fill(url: str, bodies: list[bytes], due: datetime | None) -> None:
+    """Copy messages into the table, or into the queue's."""
+    with connect(url) as connection:
+        headers, far = json.dumps(HANDLED_HEADERS).encode(), due or datetime.now(UTC)
+        made: list[tuple[object, ...]] = [
+            (f"{number:036d}", "destination", far, headers, body) for number, body in enumerate(bodies)
+        ]
+        copy_in(connection, made)
+        if due is None:
+            connection.execute(MOVE, (far, len(made)))
+
+
+def handle(url: str, write: Callable[[bytes], None], due: datetime | None, started: Callable[[], None]) -> None:
+    """Move 500 from table to table, claim 500, and so on; what is in the queue already is only claimed."""
+    with psycopg.connect(url, autocommit=True) as connection, connection.cursor(binary=True) as cursor:
+        started()
+        if due is not None:
+            time.sleep((due - datetime.now(UTC)).total_seconds())
+        while True:
+            moved = cursor.execute(MOVE, (datetime.now(UTC), 500), prepare=True).rowcount if due else 0
+            claimed = cursor.execute(CLAIM_QUEUE, (500,), prepare=True).fetchall()
+            for _, _, body in claimed:
+                write(body)
+            if not moved and not claimed:
+                time.sleep(0.01)

@@ -10,7 +10,7 @@ from delayline import Headers
 from delayline.message import from_wire_time
 
 if TYPE_CHECKING:
-    from benchmarks.house import Figures
+    from benchmarks.common import Figures
     from delayline import Endpoint, Message, MessageContext
 
 
@@ -32,8 +32,8 @@ class Handled:
         """Return now minus due, as percentiles in milliseconds, and how many were early."""
         late = sorted(value for due, value in self._late if due_after is None or due > due_after)
         return {
-            f"{prefix}lateness p50 ms": _percentile(late, 0.5),
-            f"{prefix}lateness p99 ms": _percentile(late, 0.99),
+            f"{prefix}lateness p50 ms": percentile(late, 0.5),
+            f"{prefix}lateness p99 ms": percentile(late, 0.99),
             f"{prefix}lateness max ms": late[-1],
             f"{prefix}early": float(sum(value < 0 for value in late)),
         }
@@ -46,6 +46,6 @@ class Handled:
             self._all.set()
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     """Return the value below which that share of the sorted values lies."""
     return values[min(len(values) - 1, int(len(values) * share))]

@@ -1,184 +1,185 @@
-"""A worker process of the `*_handled` scenarios: handles a number of messages and prints when, and at which cost.
+"""What the `*_handled` and `*_steady` scenarios run in processes of their own.
 
-`python -m benchmarks.handled_worker PEER URL NUMBER [SETTINGS]` prints "ready", waits for a line on standard input,
-and prints the figures as JSON when the last message has been handled.
+`python -m benchmarks.handled_worker ACTION PEER URL SETTINGS`: `fill` stores messages, `send` sends them at a steady
+rate, `work` prints "ready" and handles them until it is ended. URL is that of queues and store, or
+both with a space between; SETTINGS is a JSON object. For every message the handler
+appends 16 bytes to the file `BENCHMARK_HANDLED`: the message's number, and the time in microseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
-#: What a handler does with each message.
-WORK = b"sixteen bytes..\n"
-#: How long a worker waits for its last message, in seconds.
-PATIENCE = 300.0
+    from delayline import Message
+
+Settings = dict[str, Any]
+#: A record's time is kept in so many digits: it starts again after 10 000 s.
+DIGITS = 10
+HEADERS = {f"Header.Number.{number}": f"value of header number {number}" for number in range(8)}
+BATCH = 1000
 
 
-class Count:
-    """Counts handled messages by id, and remembers when the last one ended."""
+class Records:
+    """Appends a record of 16 bytes to a file for every message: any number of threads and processes at once."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.done = asyncio.Event()
-        self._ids: set[str] = set()
-        self._doubled = 0
-        self._file = os.open(os.devnull, os.O_WRONLY)
-        self._cpu = time.process_time()
-        self._began = time.time()
-        self._first = self._last = 0.0
+    def __init__(self, variable: str = "BENCHMARK_HANDLED") -> None:
+        self._file = os.open(os.environ[variable], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def begin(self) -> None:
-        """Start to measure."""
-        self._cpu, self._began = time.process_time(), time.time()
+    def write(self, body: bytes) -> None:
+        """Do a handler's work."""
+        os.write(self._file, b"%b%010d" % (body[:6], time.time_ns() // 1000 % 10**DIGITS))
 
-    def handled(self, message_id: str) -> None:
-        """Do a handler's work and count it."""
-        os.write(self._file, WORK)
-        if message_id in self._ids:
-            self._doubled += 1
-            return
-        self._ids.add(message_id)
-        if len(self._ids) == 1:
-            self._first = time.time()
-        if len(self._ids) == self.number:
-            self._last = time.time()
-            self.done.set()
+    def expect(self, body: bytes, due: float) -> None:
+        """Record when a message is due."""
+        os.write(self._file, b"%b%010d" % (body[:6], int(due * 1e6) % 10**DIGITS))
 
-    async def wait(self) -> None:
-        """Wait for the last message, and a moment longer for doubles and acknowledgements."""
-        async with asyncio.timeout(PATIENCE):
-            await self.done.wait()
-        await asyncio.sleep(0.2)
 
-    def figures(self) -> dict[str, float]:
-        """Return the figures."""
-        return {
-            "began": self._began,
-            "first": self._first,
-            "last": self._last,
-            "handled": len(self._ids),
-            "doubled": self._doubled,
-            "cpu": time.process_time() - self._cpu,
-        }
+def body_of(number: int) -> bytes:
+    """Return a body of 256 bytes that begins with the message's number."""
+    return b"%06d" % number + b"b" * 250
+
+
+def bodies(number: int) -> Iterator[list[bytes]]:
+    """Return the bodies of so many messages, a thousand at a time."""
+    for first in range(0, number, BATCH):
+        yield [body_of(position) for position in range(first, min(number, first + BATCH))]
+
+
+def due_of(settings: Settings) -> datetime | None:
+    """Return the instant at which all messages are due, if they are delayed."""
+    return None if settings["due"] is None else datetime.fromtimestamp(settings["due"], UTC)
 
 
 def ready() -> None:
-    """Print that the worker can start, and wait until it shall."""
+    """Print that the worker has started."""
     print("ready", flush=True)
-    sys.stdin.readline()
 
 
-async def delayline(url: str, number: int, settings: dict[str, Any]) -> Count:
+async def forever() -> None:
+    """Wait until the process is ended."""
+    await asyncio.Event().wait()
+
+
+def _options(url: str, settings: Settings) -> Settings:
+    queues, _, store = url.partition(" ")
+    options: Settings = settings.get("settings", {})
+    return {"url": queues} | ({"store_url": store} if store else {}) | options
+
+
+def message_of(body: bytes) -> Message:
+    """Return a message with eight headers."""
+    from delayline import Message
+    from delayline.message import encode_headers
+
+    return Message.from_encoded(f"{time.time_ns()}-{body[:6].decode()}", encode_headers(HEADERS), body)
+
+
+async def delayline_fill(url: str, settings: Settings) -> None:
+    """Store messages for the due instant, or send them to the queue."""
+    from benchmarks.common import NAME
+    from delayline import DelayedMessage, SqlDelayedMessageStore, StoredDelivery
+    from delayline.config import Settings as Options
+    from delayline.config import endpoint_from
+    from delayline.transport import TransportOperation
+
+    due = due_of(settings)
+    endpoint = endpoint_from(Options(endpoint=NAME, **_options(url, settings)))
+    await endpoint.setup()
+    async with endpoint:
+        for batch in bodies(settings["number"]):
+            if due is None:
+                await endpoint.transport.dispatch([TransportOperation(message_of(body), NAME) for body in batch])
+            else:
+                assert isinstance(endpoint.delayed_delivery, StoredDelivery)
+                assert isinstance(endpoint.delayed_delivery.store, SqlDelayedMessageStore)
+                await endpoint.delayed_delivery.store.store_many(
+                    [DelayedMessage(message_of(body), NAME, due) for body in batch]
+                )
+
+
+async def delayline_work(url: str, settings: Settings) -> None:
     """Handle with an endpoint."""
-    from benchmarks.house import NAME
-    from delayline import Message, MessageContext
-    from delayline.config import Settings, endpoint_from
+    from benchmarks.common import NAME
+    from delayline import MessageContext
+    from delayline.config import Settings as Options
+    from delayline.config import endpoint_from
 
-    endpoint = endpoint_from(Settings(endpoint=NAME, **({"url": url} | settings)))
-    count = Count(number)
+    endpoint, records = endpoint_from(Options(endpoint=NAME, **_options(url, settings))), Records()
 
     @endpoint.handler
     async def handle(message: Message, context: MessageContext) -> None:
         del context
-        count.handled(message.id)
+        records.write(message.body)
 
-    await asyncio.to_thread(ready)
-    count.begin()
     async with endpoint:
-        await count.wait()
-    return count
+        ready()
+        await forever()
 
 
-async def pgqueuer(url: str, number: int, settings: dict[str, Any]) -> Count:
-    """Handle with PgQueuer, in batches of 100."""
-    import asyncpg
-    from pgqueuer import PgQueuer
-    from pgqueuer.db import AsyncpgDriver
+async def delayline_send(url: str, settings: Settings) -> None:
+    """Send at a steady rate from an endpoint that does not poll."""
+    from benchmarks.common import NAME, endpoint_on
+    from delayline import Endpoint, SqlDelayedMessageStore, StoredDelivery
+    from delayline.rabbitmq import RabbitMQTransport
 
-    connection = await asyncpg.connect(url)
-    queuer, count = PgQueuer(AsyncpgDriver(connection)), Count(number)
+    delay = timedelta(seconds=settings["delay"]) if settings["delay"] else None
+    queues, _, store = url.partition(" ")
+    stored = StoredDelivery(SqlDelayedMessageStore(store or queues), polling=False)
+    sender = (
+        Endpoint(NAME, transport=RabbitMQTransport(queues), delayed_delivery=stored)
+        if store
+        else endpoint_on(url, polling=False)
+    )
+    async with sender as endpoint:
 
-    @queuer.entrypoint("work")
-    async def work(job: Any) -> None:  # noqa: ANN401 - PgQueuer's Job
-        count.handled(str(job.id))
+        async def send(body: bytes) -> None:
+            await endpoint.send(NAME, body, headers=HEADERS, delay=delay)
 
-    await asyncio.to_thread(ready)
-    count.begin()
-    running = asyncio.create_task(queuer.run(batch_size=settings.get("batch", 100)))
-    await count.wait()
-    queuer.shutdown.set()
-    await running
-    await connection.close()
-    return count
-
-
-async def procrastinate(url: str, number: int, settings: dict[str, Any]) -> Count:
-    """Handle with one Procrastinate worker."""
-    import procrastinate as peer
-
-    app = peer.App(connector=peer.PsycopgConnector(conninfo=url))
-    count = Count(number)
-
-    @app.task(queue="work", name="work", pass_context=True)
-    async def work(context: Any, body: str) -> None:  # noqa: ANN401 - Procrastinate's JobContext
-        del body
-        count.handled(str(context.job.id))
-
-    async with app.open_async():
-        await asyncio.to_thread(ready)
-        count.begin()
-        running = asyncio.create_task(
-            app.run_worker_async(concurrency=settings.get("concurrency", 10), install_signal_handlers=False)
-        )
-        await count.wait()
-        running.cancel()
-        await asyncio.wait([running])
-    return count
+        await steadily(settings, send)
 
 
-async def aio_pika(url: str, number: int, settings: dict[str, Any]) -> Count:
-    """Handle with aio-pika's consumer, each message acknowledged by its handler."""
-    import aio_pika as peer
-
-    count = Count(number)
-
-    async def handle(message: peer.abc.AbstractIncomingMessage) -> None:
-        count.handled(message.message_id or "")
-        await message.ack()
-
-    connection = await peer.connect(url)
-    channel = await connection.channel()
-    await channel.set_qos(settings["prefetch"])
-    queue = await channel.get_queue("aio-pika")
-    await asyncio.to_thread(ready)
-    count.begin()
-    await queue.consume(handle)
-    await count.wait()
-    await connection.close()
-    return count
-
-
-PEERS: dict[str, Callable[..., Any]] = {
-    "delayline": delayline,
-    "PgQueuer": pgqueuer,
-    "Procrastinate": procrastinate,
-    "aio-pika": aio_pika,
-}
+async def steadily(settings: Settings, send: Callable[[bytes], Awaitable[None]]) -> None:
+    """Send so many messages a second, and record when each is due."""
+    records, rate, delay = Records("BENCHMARK_SENT"), settings["rate"], settings["delay"] or 0.0
+    await send(body_of(999_999))  # connects
+    ready()
+    await asyncio.to_thread(sys.stdin.readline)
+    started, sending = time.monotonic(), set[asyncio.Future[None]]()
+    for number in range(settings["number"]):
+        await asyncio.sleep(max(0.0, started + number / rate - time.monotonic()))
+        body = body_of(number)
+        records.expect(body, time.time() + delay)
+        one = asyncio.ensure_future(send(body))
+        sending.add(one)
+        one.add_done_callback(sending.discard)
+    await asyncio.gather(*sending)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    print(usage.ru_utime + usage.ru_stime, flush=True)
 
 
 def main() -> None:
-    """Run the worker that the arguments name."""
-    peer, url, number, *rest = sys.argv[1:]
-    count = asyncio.run(PEERS[peer](url, int(number), json.loads(rest[0]) if rest else {}))
-    print(json.dumps(count.figures()), flush=True)
+    """Do what the arguments say."""
+    from benchmarks import peers_postgresql, peers_rabbitmq
+
+    action, peer, url, settings = sys.argv[1:]
+    places = (sys.modules[__name__], peers_postgresql, peers_rabbitmq)
+    name = f"{peer.replace('-', '_').lower()}_{action}"
+    found = next(getattr(place, name) for place in places if hasattr(place, name))
+    with contextlib.suppress(KeyboardInterrupt):
+        if peer != "delayline":
+            url = url.partition(" ")[0]
+        asyncio.run(found(url, json.loads(settings)))
 
 
 if __name__ == "__main__":

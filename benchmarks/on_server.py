@@ -14,8 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.bare import BODY, HEADERS
-from benchmarks.handled import Handled
-from benchmarks.house import (
+from benchmarks.common import (
     DESTINATION,
     NAME,
     ROUNDS,
@@ -29,6 +28,7 @@ from benchmarks.house import (
     store_on,
     together_rate,
 )
+from benchmarks.handled import Handled
 from delayline import (
     DelayedMessage,
     Endpoint,
@@ -100,13 +100,17 @@ class Product:
         return against("bare insert, 1 a commit", rates)
 
     async def concurrent_sends(self) -> Figures:
-        """A thousand sends awaited together, against 100 inserts a commit."""
-        rates = []
+        """A thousand sends awaited together, against 100 inserts a commit, and 1 000 in the driver's fastest way."""
+        hundreds, thousands = [], []
         with self.start() as (url,):
             for _ in range(ROUNDS):
-                raw = self.bare.hundreds_rate(url, scaled(20_000))
-                rates.append((await together_rate(url, scaled(10_000)), raw))
-        return against("bare insert, 100 a commit", rates)
+                raw, fastest = self.bare.hundreds_rate(url, scaled(20_000)), self.bare.many_rate(url, scaled(20_000))
+                ours = await together_rate(url, scaled(10_000))
+                hundreds.append((ours, raw))
+                thousands.append((ours, fastest))
+        beside = against("bare bulk insert, 1 000 a commit", thousands)
+        beside["ratio to the bulk insert"] = beside.pop("ratio")
+        return against("bare insert, 100 a commit", hundreds) | beside
 
     async def immediate_sends(self) -> Figures:
         """Sends without a delay, against sends with one: one after another, and a thousand awaited together."""
@@ -325,7 +329,7 @@ def _to_memory(url: str) -> Endpoint:
 SEND_SHORT = """
 import asyncio, random, sys
 from datetime import timedelta
-from benchmarks.house import NAME, endpoint_on
+from benchmarks.common import NAME, endpoint_on
 
 async def main(url, number):
     endpoint = endpoint_on(url, polling=False)
@@ -340,7 +344,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 POLL = """
 import asyncio, sys
-from benchmarks.house import endpoint_on
+from benchmarks.common import endpoint_on
 async def main():
     async with endpoint_on(sys.argv[1]):
         print("polling", flush=True)

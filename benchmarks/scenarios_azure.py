@@ -14,8 +14,8 @@ from azure.data.tables.aio import TableServiceClient
 from azure.storage.queue.aio import QueueServiceClient
 
 from benchmarks.bare import BODY
+from benchmarks.common import DESTINATION, NAME, ROUNDS, Figures, against, scaled
 from benchmarks.handled import Handled
-from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, against, scaled
 from benchmarks.servers import azurite
 from delayline import DelayedMessage, Endpoint, Event, Headers, Message, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery

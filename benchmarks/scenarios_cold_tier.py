@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.bare import BODY, HEADERS
-from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, endpoint_on, lateness, scaled
+from benchmarks.common import DESTINATION, NAME, ROUNDS, Figures, endpoint_on, lateness, scaled
 from benchmarks.on_server import BURST, drain_rate
 from benchmarks.servers import postgresql
 from delayline import SqlDelayedMessageStore

@@ -3,204 +3,257 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import os
-import statistics
 import subprocess
-import sys
 import time
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import bare_rabbitmq, peers_postgresql
-from benchmarks.bare import BODY
-from benchmarks.house import NAME, ROUNDS, Figures, scaled, store_on
-from benchmarks.servers import mariadb, postgresql
-from benchmarks.servers_rabbitmq import rabbitmq
-from delayline import DelayedMessage, Message
-from delayline.message import encode_headers
-from delayline.rabbitmq import RabbitMQTransport
-from delayline.sql import SqlTransport
-from delayline.transport import TransportOperation
+from benchmarks import peer_installs
+from benchmarks.common import Figures, scaled
+from benchmarks.handling import (
+    NUMBER,
+    Contender,
+    Server,
+    compare,
+    lateness,
+    ratio,
+    recorded,
+    until,
+)
+from benchmarks.on_server import connected
+from benchmarks.processes import command, cpu_of, running
+from benchmarks.servers import FLUSH_MICROSECONDS, mariadb_server, postgresql_server
+from benchmarks.servers_rabbitmq import rabbitmq_server
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-NUMBER = scaled(50_000)
-HEADERS = encode_headers({f"Header.Number.{number}": f"value of header number {number}" for number in range(8)})
-#: Seconds until the messages are due: a worker starts meanwhile.
-UNTIL_DUE = 4.0
-TICKS = os.sysconf("SC_CLK_TCK")
+    from collections.abc import Iterator
+    from pathlib import Path
 
 AT_LEAST_ONCE = {"transaction_mode": "RECEIVE_ONLY"}
 EXACTLY_ONCE = {"transaction_mode": "TRANSACTION_SCOPE"}
-BEST = {"concurrency": 64}
-
-
-class Run(NamedTuple):
-    """The figures of one worker."""
-
-    rate: float
-    worker_us: float
-    server_us: float
-
-
-class Contender(NamedTuple):
-    """A worker, the messages that wait for it, and the instant from which its time counts."""
-
-    name: str
-    peer: str
-    settings: dict[str, Any]
-    fill: Callable[[str, int], Awaitable[float | None]]
-    """Stores the messages; returns the instant at which all are due, or None if they are in a queue."""
-    share: int = 1
-    """It gets one part in so many of the messages: its rate is flat."""
+BEST = {"concurrency": 256}
+#: Slow peers get so many messages: their rate is flat.
+FEW = max(1000, NUMBER // 10)
 
 
 async def sqlite_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers, to a handler that writes 16 bytes, on one file."""
-    url = f"sqlite:///{folder}/handled.db"
-    return await _compare(url, lambda: 0.0, _ours())
-
-
-async def pg_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers, to a handler that writes 16 bytes, beside PgQueuer and Procrastinate."""
-    del folder
-    with postgresql() as (url,):
-        peers = [
-            Contender("PgQueuer, 100", "PgQueuer", {"batch": 100}, _enqueue),
-            Contender("Procrastinate, 10", "Procrastinate", {"concurrency": 10}, _defer, share=10),
-        ]
-        figures = await _compare(url, lambda: cpu_of("postgres"), [*_ours(), *peers])
-    return figures | {"times PgQueuer": figures["due, at least once, 64 /s"] / figures["PgQueuer, 100 /s"]}
-
-
-async def maria_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers, to a handler that writes 16 bytes, on MariaDB."""
-    del folder
-    with mariadb() as (url,):
-        return await _compare(url, lambda: cpu_of("mariadbd"), _ours())
-
-
-async def rmq_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers in a quorum queue, to a handler that writes 16 bytes, beside aio-pika."""
-    del folder
-    with rabbitmq() as url:
-        ours = [
-            Contender("queued, defaults", "delayline", {}, _publish),
-            Contender("queued, 16", "delayline", {"concurrency": 16}, _publish),
-            Contender("queued, 64", "delayline", BEST, _publish),
-        ]
-        peers = [Contender("aio-pika, 500", "aio-pika", {"prefetch": 500}, _publish_bare)]
-        figures = await _compare(url, lambda: cpu_of("beam.smp"), [*ours, *peers])
-    return figures | {"times aio-pika": figures["queued, defaults /s"] / figures["aio-pika, 500 /s"]}
-
-
-def _ours() -> list[Contender]:
-    return [
-        Contender("due, exactly once, defaults", "delayline", EXACTLY_ONCE, _store),
-        Contender("due, exactly once, 64", "delayline", EXACTLY_ONCE | BEST, _store),
-        Contender("due, at least once, 64", "delayline", AT_LEAST_ONCE | BEST, _store),
-        Contender("queued, exactly once, 64", "delayline", EXACTLY_ONCE | BEST, _send),
-        Contender("queued, at least once, 64", "delayline", AT_LEAST_ONCE | BEST, _send),
-    ]
-
-
-async def _compare(url: str, server_cpu: Callable[[], float], contenders: Sequence[Contender]) -> Figures:
-    runs: dict[str, list[Run]] = {one.name: [] for one in contenders}
-    for turn in range(ROUNDS):
-        for one in contenders if turn % 2 == 0 else reversed(contenders):
-            runs[one.name].append(await _run(url, server_cpu, one))
-    figures: Figures = {}
-    for name, some in runs.items():
-        figures[f"{name} /s"] = statistics.median(run.rate for run in some)
-        figures[f"{name}, worker us"] = statistics.median(run.worker_us for run in some)
-        figures[f"{name}, server us"] = statistics.median(run.server_us for run in some)
+    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, on one file."""
+    figures, _ = await compare(_files(folder), _ours(due=True))
     return figures
 
 
-async def _run(url: str, server_cpu: Callable[[], float], one: Contender) -> Run:
-    number = max(1000, NUMBER // one.share)
-    due = await one.fill(url, number)
-    command = [sys.executable, "-m", "benchmarks.handled_worker", one.peer, url, str(number), json.dumps(one.settings)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:  # noqa: ASYNC220
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        assert (await asyncio.to_thread(worker.stdout.readline)).strip() == "ready"
-        before = server_cpu()
-        worker.stdin.write("\n")
-        worker.stdin.flush()
-        found = json.loads(await asyncio.to_thread(worker.stdout.readline))
-        server = server_cpu() - before
-    assert found["handled"] == number, found
-    assert not found["doubled"], found
-    if due is not None:
-        assert found["first"] >= due, "a message was handled early"
-        assert found["began"] < due, "the worker was late: raise UNTIL_DUE"
-    elapsed = found["last"] - (found["began"] if due is None else due)
-    return Run(number / elapsed, found["cpu"] / number * 1e6, server / number * 1e6)
+async def sqlite_handled_queued(folder: Path) -> Figures:
+    """The same from an immediate send: they are in the queue when the worker starts."""
+    figures, _ = await compare(_files(folder), _ours(due=False))
+    return figures
 
 
-async def _store(url: str, number: int) -> float:
-    """Store messages that are all due at one instant."""
-    async with store_on(url) as store:
-        due = datetime.now(UTC) + timedelta(seconds=UNTIL_DUE + number / 20_000)
-        for first in range(0, number, 1000):
-            await store.store_many([DelayedMessage(one, NAME, due) for one in _messages(first)])
-    return due.timestamp()
+async def pg_handled(folder: Path) -> Figures:
+    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, beside its peers."""
+    del folder
+    with _postgresql() as server:
+        figures, runs = await compare(server, [BARE, *_ours(due=True), *_peers_postgresql(due=True)])
+    ours = "due, at least once, best"
+    return figures | {
+        "times PgQueuer": ratio(runs, ours, "PgQueuer, 100"),
+        "ratio to the bare loop": ratio(runs, ours, BARE.name),
+        "exactly once, ratio to at least once": ratio(runs, "due, exactly once, best", ours),
+    }
 
 
-async def _send(url: str, number: int) -> None:
-    """Send messages to the queue, due now."""
-    async with store_on(url):
-        transport = SqlTransport(url)
-        await transport.start()
-        for first in range(0, number, 1000):
-            await transport.dispatch([TransportOperation(one, NAME) for one in _messages(first)])
-        await transport.stop()
+async def pg_handled_queued(folder: Path) -> Figures:
+    """The same from an immediate send: they are in the queue when the worker starts."""
+    del folder
+    bare = Contender("bare claim, 500", "bare")
+    with _postgresql() as server:
+        figures, runs = await compare(server, [bare, *_ours(due=False), *_peers_postgresql(due=False)])
+    ours = "queued, at least once, best"
+    return figures | {
+        "times PgQueuer": ratio(runs, ours, "PgQueuer, 100"),
+        "ratio to the bare loop": ratio(runs, ours, bare.name),
+        "exactly once, ratio to at least once": ratio(runs, "queued, exactly once, best", ours),
+    }
 
 
-def _messages(first: int) -> list[Message]:
-    return [Message.from_encoded(f"{time.time_ns()}-{first + number}", HEADERS, BODY) for number in range(1000)]
+async def pg_handled_flush(folder: Path) -> Figures:
+    """`pg_handled` with a flush of 1 ms, as disks have: the bare loop, PgQueuer and graphile-worker beside it."""
+    del folder
+    with _postgresql(flush=1000) as server:
+        peers = [one for one in _peers_postgresql(due=True) if one.peer in {"PgQueuer", "graphile-worker"}]
+        figures, runs = await compare(server, [BARE, *_ours(due=True), *peers])
+    return figures | {"ratio to the bare loop": ratio(runs, "due, at least once, best", BARE.name)}
 
 
-async def _publish(url: str, number: int) -> None:
-    """Send messages to the endpoint's queue, due now."""
-    transport = RabbitMQTransport(url)
-    await transport.setup_infrastructure([NAME])
-    await transport.start()
-    for first in range(0, number, 1000):
-        await transport.dispatch([TransportOperation(one, NAME) for one in _messages(first)])
-    await transport.stop()
+async def pg_steady(folder: Path) -> Figures:
+    """500 a second for 20 s that another process sends with a delay of 2 s: CPU and lateness, beside PgQueuer."""
+    with _postgresql() as server:
+        return {
+            **await _steady(folder, server, Contender("at least once", "delayline", _with(AT_LEAST_ONCE)), 500, 2.0),
+            **await _steady(folder, server, Contender("exactly once", "delayline", _with(EXACTLY_ONCE)), 500, 2.0),
+            **await _steady(folder, server, Contender("PgQueuer", "PgQueuer", {"batch": 100}), 500, 2.0),
+        }
 
 
-async def _publish_bare(url: str, number: int) -> None:
-    """Send messages to the queue that aio-pika consumes, due now."""
-    await bare_rabbitmq.declare(url, "aio-pika")
-    transport = RabbitMQTransport(url, topology="direct")
-    await transport.start()
-    for first in range(0, number, 1000):
-        await transport.dispatch([TransportOperation(one, "aio-pika") for one in _messages(first)])
-    await transport.stop()
+async def pg_steady_queued(folder: Path) -> Figures:
+    """1 000 a second for 20 s that another process sends without a delay: from the call of `send` to the handler."""
+    with _postgresql() as server:
+        return {
+            **await _steady(folder, server, Contender("at least once", "delayline", _with(AT_LEAST_ONCE)), 1000, 0),
+            **await _steady(folder, server, Contender("exactly once", "delayline", _with(EXACTLY_ONCE)), 1000, 0),
+            **await _steady(folder, server, Contender("PgQueuer", "PgQueuer", {"batch": 100}), 1000, 0),
+        }
 
 
-async def _enqueue(url: str, number: int) -> None:
-    await peers_postgresql.pgqueuer_fill(url, number)
+async def maria_handled(folder: Path) -> Figures:
+    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, on MariaDB."""
+    del folder
+    with mariadb_server() as server:
+        figures, _ = await compare(Server(server.new_database, server.pid), _ours(due=True, stored=5000))
+    return figures
 
 
-async def _defer(url: str, number: int) -> None:
-    await peers_postgresql.procrastinate_fill(url, number)
+async def maria_handled_queued(folder: Path) -> Figures:
+    """The same from an immediate send: they are in the queue when the worker starts."""
+    del folder
+    with mariadb_server() as server:
+        figures, _ = await compare(Server(server.new_database, server.pid), _ours(due=False))
+    return figures
 
 
-def cpu_of(program: str) -> float:
-    """Return the CPU seconds of all processes of the program on this machine, and of their ended children."""
-    ticks = 0
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            name, _, rest = (place / "stat").read_text().partition("(")[2].rpartition(")")
-            if name == program:
-                ticks += sum(map(int, rest.split()[11:15]))  # with its children that have ended
-        except OSError:
-            continue
-    return ticks / TICKS
+async def rmq_handled(folder: Path) -> Figures:
+    """50 000 of 256 B and eight headers in a queue, to a handler that writes 16 bytes, beside its peers."""
+    del folder
+    with rabbitmq_server() as server:
+        ours = [
+            Contender("defaults", "delayline"),
+            Contender("16", "delayline", _with({"concurrency": 16})),
+            Contender("best", "delayline", _with(BEST)),
+        ]
+        peers = [
+            Contender("aio-pika, 500", "aio-pika", {"prefetch": 500}),
+            Contender("FastStream, 500", "faststream", {"prefetch": 500}, filler="aio-pika"),
+            *(
+                Contender(f"{name}", "tasks", {"library": library}, number=FEW)
+                for name, library in (("Celery", "celery-native"), ("Dramatiq", "dramatiq"), ("taskiq", "taskiq"))
+            ),
+        ]
+        figures, runs = await compare(Server(server.new_vhost, server.pid), [*ours, *peers])
+    return figures | {"times aio-pika": ratio(runs, "defaults", "aio-pika, 500")}
+
+
+async def rmq_handled_due(folder: Path) -> Figures:
+    """Due at one instant, from a store in PostgreSQL over RabbitMQ to a handler; peers delay in RabbitMQ."""
+    del folder
+    with postgresql_server() as database, rabbitmq_server() as server:
+
+        def fresh() -> str:
+            return f"{server.new_vhost()} {database.new_database()}"
+
+        ours = [
+            Contender(name, "delayline", _with(some), due=True) for name, some in (("defaults", {}), ("best", BEST))
+        ]
+        peers = [
+            Contender(name, "tasks", {"library": library}, due=True, number=FEW, stored=stored)
+            for name, library, stored in (
+                ("Celery, eta", "celery-eta", 400),
+                ("Celery, native", "celery-native", 200),
+                ("Dramatiq", "dramatiq", 400),
+                ("taskiq", "taskiq", 400),
+            )
+        ]
+        figures, runs = await compare(Server(fresh, server.pid), [*ours, *peers])
+    best = max(peers, key=lambda peer: figures[f"{peer.name} /s"])
+    return figures | {"times the best peer": ratio(runs, "defaults", best.name)}
+
+
+BARE = Contender("bare loop, 500", "bare", due=True)
+
+
+def _with(some: dict[str, Any]) -> dict[str, Any]:
+    return {"settings": some}
+
+
+def _ours(*, due: bool, stored: float = 10_000) -> list[Contender]:
+    start = "due" if due else "queued"
+    return [
+        Contender(f"{start}, {mode}, {speed}", "delayline", _with(guarantee | settings), due, stored=stored)
+        for mode, guarantee in (("at least once", AT_LEAST_ONCE), ("exactly once", EXACTLY_ONCE))
+        for speed, settings in (("defaults", {}), ("best", BEST))
+    ]
+
+
+def _peers_postgresql(*, due: bool) -> list[Contender]:
+    peers = [
+        Contender("PgQueuer, 100", "PgQueuer", {"batch": 100}, due),
+        Contender("awa, 256", "awa", {"workers": 256}, due, stored=5000),
+        Contender("Procrastinate, 10", "Procrastinate", {"concurrency": 10}, due, FEW, stored=1000),
+    ]
+    if peer_installs.node_modules():
+        peers += [
+            Contender("graphile-worker, 24", "graphile-worker", {"concurrentJobs": 24, "localQueue": 500}, due),
+            Contender("pg-boss, 1000 x 2", "pg-boss", {"batch": 1000, "workers": 2}, due),
+        ]
+    if peer_installs.oban_python():
+        peers.append(Contender("oban-py, 50", "oban", {"limit": 50}, due, FEW, stored=1000))
+    return peers
+
+
+def _files(folder: Path) -> Server:
+    return Server(lambda: f"sqlite:///{folder}/{time.time_ns()}.db", None)
+
+
+@contextlib.contextmanager
+def _postgresql(flush: int = FLUSH_MICROSECONDS) -> Iterator[Server]:
+    with postgresql_server(flush=flush) as server:
+        pid = int((server.data / "postmaster.pid").read_text().splitlines()[0])
+        yield Server(server.new_database, pid, _transactions, _analyze)
+
+
+def _transactions(url: str) -> int:
+    count = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
+    with connected(url) as connection:
+        return int(connection.exec_driver_sql(count).scalar_one())
+
+
+def _analyze(url: str) -> None:
+    with connected(url) as connection:
+        connection.exec_driver_sql("ANALYZE")
+
+
+async def _steady(folder: Path, server: Server, one: Contender, rate: int, delay: float) -> Figures:
+    """Return the CPU for each message of worker, server and sender, and how late messages were handled."""
+    number, url = scaled(rate * 20), server.fresh()
+    handled, sent = folder / f"handled-{time.time_ns()}", folder / f"sent-{time.time_ns()}"
+    environment = os.environ | {"BENCHMARK_HANDLED": str(handled), "BENCHMARK_SENT": str(sent)}
+    settings = one.settings | {"number": 0, "due": None, "rate": rate, "delay": delay}
+    handled.touch()
+    await asyncio.to_thread(
+        subprocess.run, command("fill", one.peer, url, settings), env=environment, check=True, stdout=subprocess.DEVNULL
+    )
+    settings["number"] = number
+    with (
+        running(command("work", one.peer, url, settings), environment) as worker,
+        running(command("send", one.peer, url, settings), environment) as sender,
+    ):
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        await asyncio.sleep(delay + 1.0)  # until the first has been handled, which connected the sender
+        cpu, server_cpu, sender_cpu = cpu_of(worker.pid), cpu_of(server.pid), cpu_of(sender.pid)
+        sender.stdin.write("\n")
+        sender.stdin.flush()
+        await until(handled, number + 1, worker)
+        cpu, server_cpu, sender_cpu = (
+            cpu_of(worker.pid) - cpu,
+            cpu_of(server.pid) - server_cpu,
+            cpu_of(sender.pid) - sender_cpu,
+        )
+    found, due = recorded(handled), recorded(sent).times
+    assert not found.doubled, f"{one.name} handled {found.doubled} twice"
+    return {
+        f"{one.name}, worker us": cpu / number * 1e6,
+        f"{one.name}, server us": server_cpu / number * 1e6,
+        f"{one.name}, worker and server us": (cpu + server_cpu) / number * 1e6,
+        f"{one.name}, sender us": sender_cpu / number * 1e6,
+        **lateness(found.times, due, f"{one.name}, "),
+    }

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from benchmarks.bare import BODY, HEADERS
-from benchmarks.house import DESTINATION, ROUNDS, Figures, endpoint_on, scaled
+from benchmarks.common import DESTINATION, ROUNDS, Figures, endpoint_on, scaled
 from benchmarks.on_server import BURST, connected, drain_rate, messages, store_rate, timeouts
 from benchmarks.servers import postgresql
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from benchmarks import bare_mariadb as bare
-from benchmarks.house import ROUNDS, Figures, against, scaled
+from benchmarks.common import ROUNDS, Figures, against, scaled
 from benchmarks.on_server import Product, messages, store_rate
 from benchmarks.servers import mariadb
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from benchmarks import bare_rabbitmq as bare
-from benchmarks.house import DESTINATION, NAME, Figures, scaled
+from benchmarks.bare import SENT_HEADERS
+from benchmarks.common import DESTINATION, NAME, Figures, scaled
 from benchmarks.servers import postgresql
 from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import SqlDelayedMessageStore
@@ -89,7 +90,7 @@ def _migrate(folder: Path) -> Figures:
 
 
 def _fill(url: str) -> None:
-    headers = json.loads(bare.HEADERS)
+    headers = dict(SENT_HEADERS)
     headers["NServiceBus.MessageId"] = "NUMBER"
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"DROP TABLE IF EXISTS {TABLE}")

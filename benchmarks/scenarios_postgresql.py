@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import bare_postgresql as bare
 from benchmarks import peers_postgresql as peers
-from benchmarks.house import ROUNDS, Figures, against, scaled
+from benchmarks.common import ROUNDS, Figures, against, scaled
 from benchmarks.on_server import Product, messages, store_rate
 from benchmarks.servers import postgresql
 
@@ -29,7 +29,7 @@ async def pg_single_send(folder: Path) -> Figures:
 
 
 async def pg_concurrent_sends(folder: Path) -> Figures:
-    """1 000 `send(delay=)` awaited together, ten times, against 100 inserts a commit."""
+    """1 000 `send(delay=)` awaited together, ten times, against 100 inserts a commit, and COPY of 1 000."""
     return await POSTGRESQL.concurrent_sends()
 
 

@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING
 from benchmarks import bare_rabbitmq as bare
 from benchmarks import peers_rabbitmq as peers
 from benchmarks.bare import BODY
-from benchmarks.handled import Handled
-from benchmarks.house import (
+from benchmarks.common import (
     DESTINATION,
     NAME,
     ROUNDS,
     Figures,
     against,
     fill_far,
+    headers_for,
     scaled,
     store_on,
 )
+from benchmarks.handled import Handled
 from benchmarks.on_server import dispatch_rate
+from benchmarks.processes import sending_meanwhile
 from benchmarks.servers import postgresql
 from benchmarks.servers_rabbitmq import rabbitmq
-from delayline import DelayedMessage, Endpoint, Headers, Message, SqlDelayedMessageStore, StoredDelivery
-from delayline.message import encode_headers, to_wire_time
+from delayline import DelayedMessage, Endpoint, Message, SqlDelayedMessageStore, StoredDelivery
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 BATCH = 500
 PUBLISHED = scaled(20_000)
 BURST = scaled(50_000)
-PEER_BURST = scaled(5000)
 HOUR = 3600
 CONSUMERS = 64
 
@@ -65,12 +65,14 @@ async def rmq_publish(folder: Path) -> Figures:
 
 
 async def rmq_levels(folder: Path) -> Figures:
-    """Native delayed sends by 1 000 senders at once, against encoded frames into the levels; Celery native.
+    """Sends into the levels: 1 000 senders at once against encoded frames, one against Celery's native `countdown`.
+
+    Both end with the broker's confirm; there is no handler.
 
     Then 1 000 a second for 20 s, as they reach a handler: delayed by 1 to 15 s each, by fractions of a second as well,
     and by those with a store in front of the levels.
     """
-    rates, alone = [], []
+    rates, alone, one = [], [], []
     with rabbitmq() as url:
         endpoint = _endpoint(url, DelayLevelDelivery())
         await endpoint.setup()
@@ -80,8 +82,9 @@ async def rmq_levels(folder: Path) -> Figures:
             raw = await asyncio.to_thread(bare.encoded_rate, url, bare.to_levels(PUBLISHED // 2, DESTINATION, HOUR))
             publications = [Publication(one, exchange, key, HOUR) for one in bare.messages(PUBLISHED // 2)]
             alone.append((await _published(url, publications), raw))
-            rates.append((await _sent(endpoint, PUBLISHED // 2), raw))
-        celery = await peers.rates("celery native", url, scaled(1000), 40.0)
+            rates.append((await _sent(endpoint, PUBLISHED // 2, senders=1000), raw))
+            celery = await peers.celery_native_rate(url, scaled(1000))
+            one.append((await _sent(endpoint, scaled(5000), senders=1), celery))
         late = await _levels_lateness(url, DelayLevelDelivery(), "1 to 15 s, ")
         late |= await _levels_lateness(url, DelayLevelDelivery(), "fractions, ", step=timedelta(seconds=0.3))
         front = DelayLevelDelivery(stored=StoredDelivery(SqlDelayedMessageStore(f"sqlite:///{folder}/front.db")))
@@ -89,13 +92,18 @@ async def rmq_levels(folder: Path) -> Figures:
     figures = against("frames encoded before", rates)
     return figures | {
         "publisher alone, ratio": statistics.median(ours / raw for ours, raw in alone),
-        "times Celery native": figures["delayline /s"] / celery.scheduled,
+        "one sender /s": statistics.median(ours for ours, _ in one),
+        "one sender of Celery /s": statistics.median(theirs for _, theirs in one),
+        "one sender, times Celery native": statistics.median(ours / theirs for ours, theirs in one),
         **late,
     }
 
 
 async def rmq_burst(folder: Path) -> Figures:
-    """50 000 due at one instant, from PostgreSQL to a quorum queue, against stored frames; one at a time; the peers."""
+    """50 000 due at one instant, from PostgreSQL until a quorum queue has confirmed the last; no handler.
+
+    Against stored frames that take the same way, and the documented algorithm, one at a time.
+    """
     del folder
     rates, singles = [], []
     with postgresql() as [database], rabbitmq() as url:
@@ -108,17 +116,11 @@ async def rmq_burst(folder: Path) -> Figures:
             await bare.purge(url, DESTINATION)
             singles.append(await bare.one_at_a_time_rate(database, url, "bare", 2000))
             await bare.purge(url, "bare")
-        handled = {peer: (await peers.rates(peer, url, PEER_BURST, 10 + PEER_BURST / 150)).handled for peer in PEERS}
     figures = against("stored frames", rates)
-    ours = figures["delayline /s"]
     return figures | {
-        "times one at a time": ours / statistics.median(singles),
-        **{f"{peer} /s": rate for peer, rate in handled.items()},
-        "times the best peer": ours / max(handled.values()),
+        "one at a time /s": statistics.median(singles),
+        "times one at a time": figures["delayline /s"] / statistics.median(singles),
     }
-
-
-PEERS = ("celery eta", "dramatiq", "taskiq")
 
 
 async def rmq_spread(folder: Path) -> Figures:
@@ -160,17 +162,17 @@ async def _published(url: str, publications: Sequence[Publication]) -> float:
     return rate
 
 
-async def _sent(endpoint: Endpoint, number: int) -> float:
-    """Return messages a second of a thousand senders, each of which waits for its own."""
+async def _sent(endpoint: Endpoint, number: int, *, senders: int) -> float:
+    """Return messages a second of so many senders, each of which waits for its own."""
 
     async def send() -> None:
-        for _ in range(number // 1000):
+        for _ in range(number // senders):
             await endpoint.send(DESTINATION, BODY, delay=timedelta(seconds=HOUR))
 
     async with endpoint:
         started = time.perf_counter()
-        await asyncio.gather(*(send() for _ in range(1000)))
-        return number // 1000 * 1000 / (time.perf_counter() - started)
+        await asyncio.gather(*(send() for _ in range(senders)))
+        return number // senders * senders / (time.perf_counter() - started)
 
 
 async def _drained(database: str, url: str, number: int) -> float:
@@ -211,17 +213,12 @@ async def _stored_lateness(database: str, url: str, number: int, gap: timedelta,
     async with store_on(database) as store:
         dues = [start + gap * position for position in range(number)]
         kept = [
-            DelayedMessage(
-                Message.from_encoded(
-                    f"{prefix}-{n:030d}", encode_headers({Headers.DELIVER_AT: to_wire_time(due)}), BODY
-                ),
-                NAME,
-                due,
-            )
+            DelayedMessage(Message.from_encoded(f"{prefix}-{n:030d}", headers_for(due), BODY), NAME, due)
             for n, due in enumerate(dues)
         ]
         for first in range(0, number, 1000):
             await store.store_many(kept[first : first + 1000])
-    async with endpoint:
-        await handled.wait(180)
+    with sending_meanwhile(f"{url} {database}"):
+        async with endpoint:
+            await handled.wait(180)
     return handled.lateness()

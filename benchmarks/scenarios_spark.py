@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.bare import BODY, HEADERS
-from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, against, scaled
+from benchmarks.common import DESTINATION, NAME, ROUNDS, Figures, against, scaled
 from benchmarks.servers import postgresql
 from delayline import SqlDelayedMessageStore
 

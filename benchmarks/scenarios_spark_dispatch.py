@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 
-from benchmarks.house import DESTINATION, NAME, ROUNDS, Figures, against, fill, scaled
+from benchmarks.common import DESTINATION, NAME, ROUNDS, Figures, against, fill, scaled
 from benchmarks.servers import postgresql
 from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import SqlDelayedMessageStore, TransactionMode

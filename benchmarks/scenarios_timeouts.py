@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from benchmarks.bare import BODY
+from benchmarks.common import NAME, Figures
 from benchmarks.handled import Handled
-from benchmarks.house import NAME, Figures
 from benchmarks.servers import postgresql
 from delayline import Endpoint, Headers, Message, SqlDelayedMessageStore, SqlTransport, StoredDelivery
 from delayline.message import to_wire_time

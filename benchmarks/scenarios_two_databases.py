@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from benchmarks.house import NAME, ROUNDS, Figures, against, endpoint_on
+from benchmarks.common import NAME, ROUNDS, Figures, against, endpoint_on
 from benchmarks.on_server import BURST, drain_rate
 from benchmarks.servers import mariadb, postgresql
 from delayline import Endpoint, SqlDelayedMessageStore, SqlTransport, StoredDelivery

@@ -37,19 +37,33 @@ AS_IT_COMES = ("innodb_buffer_pool_size=128M", "innodb_log_file_size=96M", "inno
 @contextlib.contextmanager
 def postgresql(settings: Sequence[str] = (), databases: int = 1) -> Iterator[list[str]]:
     """Provide URLs of empty databases on a server of its own, with its default settings but for these."""
-    with slow_disk(FLUSH_MICROSECONDS):
+    with postgresql_server(settings) as server:
+        yield [server.new_database() for _ in range(databases)]
+
+
+@contextlib.contextmanager
+def postgresql_server(settings: Sequence[str] = (), flush: int = FLUSH_MICROSECONDS) -> Iterator[PostgresqlServer]:
+    """Provide a server of its own, with its default settings but for these, whose flushes take so much longer."""
+    with slow_disk(flush):
         server = PostgresqlServer(settings)
     with contextlib.closing(server):
-        yield [server.new_database() for _ in range(databases)]
+        yield server
 
 
 @contextlib.contextmanager
 def mariadb() -> Iterator[list[str]]:
     """Provide the URL of an empty database on a server of its own, with its default settings."""
+    with mariadb_server() as server:
+        yield [server.new_database()]
+
+
+@contextlib.contextmanager
+def mariadb_server() -> Iterator[MariadbServer]:
+    """Provide a server of its own, with its default settings."""
     with slow_disk(FLUSH_MICROSECONDS):
         server = MariadbServer(AS_IT_COMES)
     with contextlib.closing(server):
-        yield [server.new_database()]
+        yield server
 
 
 @contextlib.contextmanager

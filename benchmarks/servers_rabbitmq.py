@@ -25,8 +25,12 @@ class UnhamperedServer(RabbitmqServer):
 @contextlib.contextmanager
 def rabbitmq() -> Iterator[str]:
     """Provide the URL of an empty virtual host on a node of its own."""
-    server = UnhamperedServer()
-    try:
+    with rabbitmq_server() as server:
         yield server.new_vhost()
-    finally:
-        server.close()
+
+
+@contextlib.contextmanager
+def rabbitmq_server() -> Iterator[UnhamperedServer]:
+    """Provide a node of its own."""
+    with contextlib.closing(UnhamperedServer()) as server:
+        yield server

@@ -10,8 +10,9 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from benchmarks.bare import BODY, HEADERS
+from benchmarks.bare import BODY, HEADERS, SENT_HEADERS
 from benchmarks.handled import Handled
+from benchmarks.processes import sending_meanwhile
 from delayline import (
     DelayedMessage,
     Endpoint,
@@ -63,11 +64,16 @@ async def store_on(place: Path | str) -> AsyncIterator[SqlDelayedMessageStore]:
         await store.close()
 
 
+def headers_for(due: datetime) -> bytes:
+    """Return the eight headers that an endpoint sends, with this due time."""
+    return encode_headers(SENT_HEADERS | {Headers.DELIVER_AT: to_wire_time(due)})
+
+
 async def fill(store: SqlDelayedMessageStore, prefix: str, dues: Iterable[datetime], destination: str) -> None:
     """Store a message for each due time, a thousand to a transaction."""
     batch: list[DelayedMessage] = []
     for number, due in enumerate(dues):
-        headers = encode_headers({Headers.DELIVER_AT: to_wire_time(due)}) if destination == NAME else HEADERS
+        headers = headers_for(due) if destination == NAME else HEADERS
         message = Message.from_encoded(f"{prefix}-{number:030d}", headers, BODY)
         batch.append(DelayedMessage(message, destination, due))
         if len(batch) == 1000:
@@ -114,14 +120,16 @@ def url_of(place: Path | str) -> str:
 
 
 async def lateness(place: Path | str, *, number: int, gap: timedelta, prefix: str = "spread") -> Figures:
-    """Return how late messages reach a handler of the process that dispatches them."""
+    """Return how late messages reach a handler of the process that dispatches them, while another process sends."""
     endpoint = endpoint_on(place)
     handled = Handled(endpoint, number)
-    async with endpoint:
-        async with store_on(place) as store:
-            start = datetime.now(UTC) + timedelta(seconds=2 + number / 20_000)
-            await fill(store, prefix, (start + gap * position for position in range(number)), NAME)
-        await handled.wait()
+    await endpoint.setup()
+    with sending_meanwhile(url_of(place)):
+        async with endpoint:
+            async with store_on(place) as store:
+                start = datetime.now(UTC) + timedelta(seconds=2 + number / 20_000)
+                await fill(store, prefix, (start + gap * position for position in range(number)), NAME)
+            await handled.wait()
     return handled.lateness()
 
 
