@@ -56,6 +56,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
         ("due, at least once, best, transactions", "<=", 0.02),
         ("exactly once, ratio to at least once", ">=", 0.6),
     ],
+    "pg_handled_peers": [],
     "pg_handled_queued": [("times PgQueuer", ">=", 1), ("exactly once, ratio to at least once", ">=", 0.6)],
     "pg_handled_flush": [("ratio to the bare loop", ">=", 0.6)],
     "pg_steady": [("at least once, worker and server us", "<=", 700), ("at least once, p99 ms", "<=", 14)],
@@ -204,12 +205,15 @@ def report(name: str, figures: Figures) -> int:
 
 def machine() -> dict[str, object]:
     """Describe what the figures were measured on."""
+    described = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(described, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
     return {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
         "system": platform.platform(),
+        "commit": commit.stdout.strip(),
         "load before": os.getloadavg(),
         "flush takes longer by, microseconds": FLUSH_MICROSECONDS,
         "share of the full numbers": SCALE,

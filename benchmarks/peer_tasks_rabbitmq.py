@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import dramatiq
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 URL = os.environ["BENCHMARK_RABBITMQ"]
 records = Records()
+#: The least delay; shorter ones are an error where a slow machine has let the due instant pass.
+MOMENT = timedelta(seconds=2)
 
 #: Celery acknowledges before the task by default, and a crash loses it: acks_late is what the others do.
 ACKNOWLEDGED = {"task_ignore_result": True, "task_acks_late": True, "broker_connection_retry_on_startup": True}
@@ -69,7 +71,7 @@ async def fill(peer: str, bodies: Sequence[bytes], due: float | None) -> None:
     if peer == "taskiq":
         await taskiq_broker.startup()
         for first in range(0, len(bodies), 100):
-            labels = HEADERS if due is None else {**HEADERS, "delay": due - time.time()}
+            labels = HEADERS if due is None else {**HEADERS, "delay": max(0.001, due - time.time())}
             kicker = work_taskiq.kicker().with_labels(**labels)
             await asyncio.gather(*(kicker.kiq(body.decode()) for body in bodies[first : first + 100]))
         await taskiq_broker.shutdown()
@@ -90,9 +92,11 @@ def sends(peer: str, bodies: Sequence[bytes], due: float | None) -> Iterator[Non
             declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
     for body in bodies:
         if peer == "dramatiq":
-            delay = None if due is None else int((due - time.time()) * 1000) + 1
+            delay = None if due is None else max(1, int((due - time.time()) * 1000) + 1)
             work_dramatiq.send_with_options(args=(body.decode(),), delay=delay)
         else:
             task = work_eta if peer == "celery-eta" else work_native
-            task.apply_async((body.decode(),), eta=eta, headers=HEADERS)
+            task.apply_async(
+                (body.decode(),), eta=max(eta, datetime.now(UTC) + MOMENT) if eta else None, headers=HEADERS
+            )
         yield

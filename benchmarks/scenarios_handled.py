@@ -50,10 +50,10 @@ async def sqlite_handled_queued(folder: Path) -> Figures:
 
 
 async def pg_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, beside its peers."""
+    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, beside the fastest."""
     del folder
     with _postgresql() as server:
-        figures, runs = await compare(server, [BARE, *_ours(due=True), *_peers_postgresql(due=True)])
+        figures, runs = await compare(server, [BARE, *_ours(due=True), *_fastest(due=True)])
     ours = "due, at least once, best"
     return figures | {
         "times PgQueuer": ratio(runs, ours, "PgQueuer, 100"),
@@ -62,12 +62,21 @@ async def pg_handled(folder: Path) -> Figures:
     }
 
 
+async def pg_handled_peers(folder: Path) -> Figures:
+    """`pg_handled` beside awa, pg-boss, Procrastinate and oban-py."""
+    del folder
+    ours = Contender("due, at least once, best", "delayline", _with(AT_LEAST_ONCE | BEST), due=True)
+    with _postgresql() as server:
+        figures, _ = await compare(server, [ours, *_others()])
+    return figures
+
+
 async def pg_handled_queued(folder: Path) -> Figures:
     """The same from an immediate send: they are in the queue when the worker starts."""
     del folder
     bare = Contender("bare claim, 500", "bare")
     with _postgresql() as server:
-        figures, runs = await compare(server, [bare, *_ours(due=False), *_peers_postgresql(due=False)])
+        figures, runs = await compare(server, [bare, *_ours(due=False), *_fastest(due=False)])
     ours = "queued, at least once, best"
     return figures | {
         "times PgQueuer": ratio(runs, ours, "PgQueuer, 100"),
@@ -80,8 +89,7 @@ async def pg_handled_flush(folder: Path) -> Figures:
     """`pg_handled` with a flush of 1 ms, as disks have: the bare loop, PgQueuer and graphile-worker beside it."""
     del folder
     with _postgresql(flush=1000) as server:
-        peers = [one for one in _peers_postgresql(due=True) if one.peer in {"PgQueuer", "graphile-worker"}]
-        figures, runs = await compare(server, [BARE, *_ours(due=True), *peers])
+        figures, runs = await compare(server, [BARE, *_ours(due=True), *_fastest(due=True)])
     return figures | {"ratio to the bare loop": ratio(runs, "due, at least once, best", BARE.name)}
 
 
@@ -183,19 +191,23 @@ def _ours(*, due: bool, stored: float = 10_000) -> list[Contender]:
     ]
 
 
-def _peers_postgresql(*, due: bool) -> list[Contender]:
+def _fastest(*, due: bool) -> list[Contender]:
+    peers = [Contender("PgQueuer, 100", "PgQueuer", {"batch": 100}, due)]
+    if peer_installs.node_modules():
+        settings = {"concurrentJobs": 24, "localQueue": 500}
+        peers.append(Contender("graphile-worker, 24", "graphile-worker", settings, due))
+    return peers
+
+
+def _others() -> list[Contender]:
     peers = [
-        Contender("PgQueuer, 100", "PgQueuer", {"batch": 100}, due),
-        Contender("awa, 256", "awa", {"workers": 256}, due, stored=5000),
-        Contender("Procrastinate, 10", "Procrastinate", {"concurrency": 10}, due, FEW, stored=1000),
+        Contender("awa, 256", "awa", {"workers": 256}, due=True, stored=5000),
+        Contender("Procrastinate, 10", "Procrastinate", {"concurrency": 10}, due=True, number=FEW, stored=1000),
     ]
     if peer_installs.node_modules():
-        peers += [
-            Contender("graphile-worker, 24", "graphile-worker", {"concurrentJobs": 24, "localQueue": 500}, due),
-            Contender("pg-boss, 1000 x 2", "pg-boss", {"batch": 1000, "workers": 2}, due),
-        ]
+        peers.append(Contender("pg-boss, 2000 x 4", "pg-boss", {"batch": 2000, "workers": 4}, due=True))
     if peer_installs.oban_python():
-        peers.append(Contender("oban-py, 50", "oban", {"limit": 50}, due, FEW, stored=1000))
+        peers.append(Contender("oban-py, 50", "oban", {"limit": 50}, due=True, number=FEW, stored=1000))
     return peers
 
 
