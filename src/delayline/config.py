@@ -339,7 +339,7 @@ async def examine(
     if scheme_of(url) == AZURE:
         from delayline.azure.doctor import examine as examine_account
 
-        return await examine_account(url)
+        return await examine_account(url, endpoint=endpoint)
     if is_third_party(url):
         return [("back end", True, f"{scheme_of(url)}: is installed; it has no own checks")]
     _must_be_sql(url, "database")

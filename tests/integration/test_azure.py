@@ -22,15 +22,15 @@ from tests.integration.azure_parts import PATIENCE, SECOND, HandledMessages, con
 from delayline import Endpoint, Event, Headers, InvalidMessage, Message, MessageContext, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery
 from delayline.azure.envelope import unwrap, wrap
-from delayline.azure.names import delays_name, place_key
+from delayline.azure.names import delays_name, message_key, place_key
 from delayline.delayed.store import Outcome
-from delayline.testing import Signals
+from delayline.testing import ManualClock, Signals
 from delayline.testing.conformance.messages import delayed
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
 
@@ -430,3 +430,59 @@ async def test_requests_are_logged_on_request_only(azure_url: str, caplog: pytes
         caplog.set_level("INFO", logger="delayline.azure.http")
         await endpoint.send("sales", b"", message_id="n")
         assert any("queue" in record.getMessage() for record in caplog.records if record.name == "delayline.azure.http")
+
+
+async def orphaned(table: TableClient, store: AzureDelayedTable, ids: Sequence[str], due: datetime) -> None:
+    """Store messages, and delete their rows, as a .NET endpoint does that dispatches them."""
+    await store.store_many([replace(delayed(due=due), message=Message(one, {}, b"")) for one in ids])
+    for one in ids:
+        key = message_key(one, due)
+        await table.delete_entity(key.partition, key.row)
+
+
+async def index_of(table: TableClient) -> list[str]:
+    return sorted([row["RowKey"] async for row in table.list_entities() if not row["PartitionKey"].isdigit()])
+
+
+async def test_index_rows_that_point_at_nothing_are_deleted(
+    azure_url: str, table: TableClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given messages stored here and dispatched by .NET, when some time has passed, then their index rows go too."""
+    now = datetime.now(UTC)
+    clock = ManualClock(now)
+    store = AzureDelayedTable(azure_url, clock=clock)
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    await orphaned(table, store, [f"gone{number}" for number in range(120)] + ["ö/1"], now - SECOND)
+    await orphaned(table, store, ["future"], now + timedelta(days=1))
+    await store.store(replace(delayed(due=now - SECOND), message=Message("waits", {}, b"")))
+    # Then none of them is touched as long as they may belong to a message that is just being stored
+    assert (await store.count_orphans(), len(await index_of(table))) == (0, 123)
+    await clock.advance(timedelta(minutes=20))
+    assert await store.count_orphans() == 121
+    # When a poller runs
+    monkeypatch.setattr("delayline.azure.delayed_table.SWEEP_AFTER", 0.1)
+    monkeypatch.setattr("delayline.azure.delayed_table.SWEEP_PAUSE", 0.01)
+    stop = store.on_stored(lambda due: None)
+    await eventually_async(lambda: has_index(table, ["future", "waits"]))
+    stop()
+    await store.close()
+
+
+async def has_index(table: TableClient, names: list[str]) -> bool:
+    return await index_of(table) == names
+
+
+async def test_an_index_row_of_another_message_hides_no_message(
+    azure_url: str, table: TableClient, store: AzureDelayedTable
+) -> None:
+    """Given an index row that points at another message, when one of its id is stored, then both are kept."""
+    due = datetime(2050, 5, 1, 12, tzinfo=UTC)
+    await store.store(replace(delayed(due=due), message=Message("other", {}, b"")))
+    wrong = place_key("mine")
+    place = message_key("other", due).row
+    await table.create_entity({"PartitionKey": wrong.partition, "RowKey": wrong.row, "Place": place})
+    assert await store.cancel("mine") is Outcome.NOT_PENDING
+    await store.store(replace(delayed(due=due + SECOND), message=Message("mine", {}, b"")))
+    assert [message.id for message in await store.pending()] == ["other", "mine"]
+    assert await store.cancel("mine") is Outcome.DONE
+    assert [message.id for message in await store.pending()] == ["other"]

@@ -54,6 +54,7 @@ def test_doctor_looks_at_the_account(run: Run) -> None:
     findings = {one["what"]: one for one in run("doctor")["findings"]}
     assert {"queues", "tables", "containers", "clock", "queue sales", "queue error", "pending"} <= set(findings)
     assert "at least once" in findings["guarantee"]["text"]
+    assert findings["index"]["text"] == "0 rows point at no message"
 
 
 def test_failed_messages_are_listed_retried_and_purged(run: Run) -> None:

@@ -67,7 +67,8 @@ class Retries(AsyncRetryPolicy[Any, Any]):
 
 #: Logs requests at INFO, and is at WARNING: `logging.getLogger("delayline.azure.http").setLevel("INFO")` shows them.
 HTTP_LOGGER: Final = logging.getLogger("delayline.azure.http")
-HTTP_LOGGER.setLevel(logging.WARNING)
+if HTTP_LOGGER.level == logging.NOTSET:  # the application may have set a level before this import
+    HTTP_LOGGER.setLevel(logging.WARNING)
 
 
 @dataclass(slots=True)

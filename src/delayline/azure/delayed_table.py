@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
+
+from azure.core.exceptions import AzureError
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import check_size
@@ -48,6 +51,13 @@ PATIENCE: Final = (0.1, 0.2, 0.3, 0.5, 0.9)
 #: A message due later than this cannot be in a poller's hands, whatever the machines' clock difference.
 FAR: Final = timedelta(minutes=5)
 MOST_REPORTED: Final = 1000
+#: Seconds from the start until index rows without a message are deleted, up to twice that; then between two times ...
+SWEEP_AFTER: Final = 60.0
+SWEEP_EVERY: Final = 3600.0
+#: ... and after each hundred of them.
+SWEEP_PAUSE: Final = 1.0
+#: How old these rows are at least: others may belong to messages that are just being stored.
+ORPHANED_AFTER: Final = timedelta(minutes=10)
 NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, or call initialize first"
 
 
@@ -89,6 +99,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         self._reported: set[Key] = set()
         self._listeners: list[Callable[[datetime], None]] = []
         self._watch: asyncio.Task[None] | None = None
+        self._sweep: asyncio.Task[None] | None = None
 
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the table and the container."""
@@ -204,6 +215,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         self._listeners.append(callback)
         if self._watch is None:
             self._watch = asyncio.create_task(self._look_now_and_then(), name="delayline watch")
+            self._sweep = asyncio.create_task(self._sweep_now_and_then(), name="delayline sweep of orphans")
 
         def stop() -> None:
             self._listeners.remove(callback)
@@ -262,6 +274,22 @@ class AzureDelayedTable(SingleMessageVerbs):
             if due is not None and isinstance(destination, str) and destination:
                 counts[EPOCH + (due - EPOCH) // bucket * bucket, destination] += 1
         return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
+
+    async def count_orphans(self) -> int:
+        """Count index rows that point at no message; reads the index."""
+        return sum([len(chunk) async for chunk in self._where.orphans(self._clock.now() - ORPHANED_AFTER)])
+
+    async def remove_orphans(self) -> int:
+        """Delete index rows that point at no message, a hundred a second at most; return their number.
+
+        A .NET endpoint leaves them when it dispatches what was stored here. Pollers do this once an hour.
+        """
+        number = 0
+        async with contextlib.aclosing(self._where.orphans(self._clock.now() - ORPHANED_AFTER)) as orphans:  # type: ignore[type-var]
+            async for chunk in orphans:
+                number += await self._where.remove(chunk)
+                await asyncio.sleep(SWEEP_PAUSE)
+        return number
 
     @property
     def _open(self) -> Table:
@@ -378,10 +406,18 @@ class AzureDelayedTable(SingleMessageVerbs):
                 if (due := await self.next_due()) is not None:
                     self._tell(due)
 
+    async def _sweep_now_and_then(self) -> None:
+        await asyncio.sleep(SWEEP_AFTER * (1 + random.random()))  # noqa: S311 - spreads load
+        while True:
+            with contextlib.suppress(DelaylineError, AzureError):  # the next time is soon enough
+                await self.remove_orphans()
+            await asyncio.sleep(SWEEP_EVERY)
+
     def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        for task in (self._watch, self._sweep):
+            if task is not None:
+                task.cancel()
+        self._watch = self._sweep = None
 
 
 class DelayedTableDelivery(StoredDelivery):

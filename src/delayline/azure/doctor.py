@@ -7,8 +7,10 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.azure.account import AzureAccount
+from delayline.azure.delayed_table import AzureDelayedTable
 from delayline.azure.requests import Requests
 from delayline.errors import DelaylineError
+from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Callable, Sequence
@@ -19,8 +21,13 @@ Finding = tuple[str, bool, str]
 CLOCKS_DIFFER: Final = timedelta(seconds=10)
 
 
-async def examine(url: str) -> Sequence[Finding]:
-    """Return a finding for each service, and one for this machine's clock, which decides whether a message is due."""
+async def examine(url: str, *, endpoint: str | None = None) -> Sequence[Finding]:
+    """Return findings: the services, this machine's clock, which decides whether a message is due, and the index.
+
+    Args:
+        url: The account's URL.
+        endpoint: The endpoint whose table is looked at; None for none.
+    """
     account = AzureAccount(url)
     dates: list[datetime] = []
     await account.open()
@@ -33,6 +40,7 @@ async def examine(url: str) -> Sequence[Finding]:
             await _look(requests, "tables", clients.tables.list_tables(**asked)),
             await _look(requests, "containers", clients.blobs.list_containers(**asked)),
             *_clock(dates),
+            *await _index(account, endpoint),
         ]
     finally:
         await account.close()
@@ -46,6 +54,22 @@ async def _look(requests: Requests, what: str, listed: AsyncIterable[object]) ->
     except DelaylineError as error:
         return what, False, str(error)
     return what, True, "can be listed"
+
+
+async def _index(account: AzureAccount, endpoint: str | None) -> list[Finding]:
+    """Return how many rows of the endpoint's table are of no use; nothing where it has no table yet."""
+    if endpoint is None:
+        return []
+    table = AzureDelayedTable(account)
+    try:
+        await table.initialize(endpoint, TransactionMode.RECEIVE_ONLY)
+        number = await table.count_orphans()
+    except DelaylineError:
+        return []
+    finally:
+        await table.close()
+    text = f"{number} rows point at no message"
+    return [("index", True, f"{text}; a running endpoint deletes them within hours" if number else text)]
 
 
 def _clock(dates: Sequence[datetime]) -> list[Finding]:

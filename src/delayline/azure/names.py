@@ -21,6 +21,9 @@ ROW_KEY: Final = re.compile(r"([0-9]{14})(?:_.*)?", re.DOTALL)
 BEHIND_DIGITS: Final = ":"
 #: Number of partitions of the index by id. Their keys are letters, which no poller reads as due times.
 ID_PARTITIONS: Final = 4
+INDEX: Final = "id"
+#: Sorts behind the keys of the index's partitions.
+BEHIND_INDEX: Final = "ie"
 ONE_SECOND: Final = timedelta(seconds=1)
 LATEST: Final = datetime.max.replace(microsecond=0, tzinfo=UTC)
 
@@ -132,7 +135,7 @@ def place_key(message_id: str) -> Key:
     """Return the key of the index row of that message id."""
     row = id_key(message_id)
     bucket = hashlib.sha1(row.encode(), usedforsecurity=False).digest()[0] % ID_PARTITIONS
-    return Key(f"id{bucket}", row)
+    return Key(f"{INDEX}{bucket}", row)
 
 
 def _ceiling(due: datetime) -> datetime:

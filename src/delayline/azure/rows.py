@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from azure.core.exceptions import AzureError
 
-from delayline.azure.names import Key, due_of, message_key, place_key
+from delayline.azure.names import BEHIND_INDEX, INDEX, Key, due_of, id_key, latest_due, message_key, place_key
 from delayline.errors import CorruptHeaders, DelaylineError, InvalidMessage
 from delayline.message import DelayedMessage, Message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from datetime import datetime
 
     from delayline.azure.names import Key
     from delayline.azure.table import Table
@@ -135,6 +136,7 @@ def _headers(message: Message) -> tuple[str, bytes | None]:
 
 ATTEMPTS: Final = 5
 SWEPT_AT_ONCE: Final = 400
+ORPHANS_AT_ONCE: Final = 100
 
 
 class MessageIndex:
@@ -180,7 +182,7 @@ class MessageIndex:
         place = await self._table.get(place_key(message_id))
         key = None if place is None else place_in(place)
         entity = None if key is None else await self._table.get(key)
-        if entity is not None:
+        if entity is not None and entity.get("MessageId") == message_id:
             with contextlib.suppress(ForeignRow):
                 return from_entity(entity)
         async for one in self._table.waiting(only={"MessageId": message_id}):
@@ -199,6 +201,37 @@ class MessageIndex:
         finally:
             self._sweeping = None
 
+    async def orphans(self, before: datetime) -> AsyncIterator[list[Any]]:
+        """Yield the index rows that point at no message, some at a time: .NET does not delete them when it dispatches.
+
+        Only rows whose message was due `before` that time, and that are older: a message is stored after its index row.
+        """
+        latest = latest_due(before).row
+        query = f"PartitionKey ge '{INDEX}' and PartitionKey lt '{BEHIND_INDEX}' and {PLACE} lt '{latest}'"
+        chunk: list[Any] = []
+        async with contextlib.aclosing(self._table.query(query, ORPHANS_AT_ONCE)) as rows:  # type: ignore[type-var]
+            async for row in rows:
+                if row.metadata["timestamp"] < before:  # type: ignore[attr-defined]
+                    chunk.append(row)
+                if len(chunk) == ORPHANS_AT_ONCE:
+                    yield await self._orphans_of(chunk)
+                    chunk = []
+        yield await self._orphans_of(chunk)
+
+    async def remove(self, orphans: Sequence[Any]) -> int:
+        """Delete index rows that `orphans` has yielded, unless they are in use again; return their number."""
+        return sum(await self._table.delete_unchanged_each(orphans))
+
+    async def _orphans_of(self, rows: Sequence[Any]) -> list[Any]:
+        found = await asyncio.gather(*(self._holds(place_in(row), row["RowKey"]) for row in rows))
+        return [row for row, there in zip(rows, found, strict=True) if not there]
+
+    async def _holds(self, place: Key | None, id_row: str) -> bool:
+        """Return whether the message whose index row has that key is in that place."""
+        entity = None if place is None else await self._table.get(place, columns=["MessageId"])
+        named = None if entity is None else entity.get("MessageId")
+        return isinstance(named, str) and id_key(named) == id_row
+
     async def _take_over(self, row: TableRow) -> bool:
         """Claim an id that was claimed before, unless its message is there; the same message twice is one."""
         for _ in range(ATTEMPTS):
@@ -211,7 +244,7 @@ class MessageIndex:
             kept = place_in(place)
             if kept == row.key:
                 return True
-            if kept is not None and await self._table.get(kept) is not None:
+            if await self._holds(kept, id_key(row.message.id)):
                 return False
             if await self._table.replace(mine, place.metadata["etag"]):
                 return True

@@ -72,11 +72,11 @@ class Table:
         async for entity in self.query(query, min(at_least, LARGEST_PAGE), parameters=only, select=columns):
             yield entity
 
-    async def get(self, key: Key) -> Any | None:  # noqa: ANN401 - an entity, its etag in its metadata
-        """Return the entity, or None."""
-        async with self._asking("read"):
+    async def get(self, key: Key, *, columns: list[str] | None = None) -> Any | None:  # noqa: ANN401
+        """Return the entity, its etag in its metadata, or only these columns of it; None if there is none."""
+        async with self._asking("read", self._room):
             try:
-                return await self._client.get_entity(key.partition, key.row)
+                return await self._client.get_entity(key.partition, key.row, select=columns)
             except ResourceNotFoundError as error:
                 self._must_exist(error)
                 return None
@@ -101,6 +101,13 @@ class Table:
         """Write an entity in place of one that is as it was read; False when it is not."""
         conditions = {"mode": UpdateMode.REPLACE, "etag": etag, "match_condition": MatchConditions.IfNotModified}
         return await self.change_together([("update", entity, conditions)])
+
+    async def delete_unchanged_each(self, entities: Sequence[Any]) -> list[bool]:
+        """Delete entities; False for one that is not as it was read."""
+        unmodified = MatchConditions.IfNotModified
+        return await self.change_each(
+            [("delete", one, {"etag": one.metadata["etag"], "match_condition": unmodified}) for one in entities]
+        )
 
     async def move(self, old: Key, entity: Entity) -> bool:
         """Delete an entity and insert another one of the same partition, together; False when neither happened."""
