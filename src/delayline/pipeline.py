@@ -23,8 +23,11 @@ from delayline.errors import (
     BackendUnavailable,
     ConfigurationError,
     CorruptHeaders,
+    DelaylineError,
+    DispatchFailed,
     InvalidMessage,
     InvalidPayload,
+    QueueNotFound,
     UnknownMessageType,
 )
 from delayline.events import Event, emit
@@ -197,6 +200,8 @@ class Pipeline:
     """Whether messages are completed in groups, if the receiver supports that."""
     transactions: HandlerTransactions | None = None
     """Opens the transactions of handlers that ask for one."""
+    acknowledges_retries: bool = True
+    """Whether ServicePulse is notified of messages that it has sent to be retried, once they were handled."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _apart: dict[asyncio.Task[object], int] = field(default_factory=dict)
     """The tasks, with their messages' sizes, that wait to give back a message that could not be moved."""
@@ -428,7 +433,7 @@ class Pipeline:
                 context = await self._run_handlers(received, attempt, calls, running)
                 ended = time.perf_counter()
                 handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
-                await self._settle(received, context.outgoing, context.own)
+                await self._complete_handled(received, context)
             except _AlreadyHandled:
                 raise
             except Exception as error:
@@ -452,39 +457,47 @@ class Pipeline:
             seen = message.logical
             emit(logger, logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen, queue=self.queue)
 
-    async def _acknowledged_retry(self, message: Message) -> list[Outgoing]:
-        """Return the notice to ServicePulse that a message that it has sent to be retried was handled.
+    async def _complete_handled(self, received: ReceivedMessage, context: MessageContext) -> None:
+        """Complete a message that was handled; one that ServicePulse has sent to be retried with a notice to it."""
+        notice = await self._retry_notice(received.message) if self.acknowledges_retries else None
+        if notice is None:
+            await self._settle(received, context.outgoing, context.own)
+            return
+        try:
+            await self._settle(received, [notice, *context.outgoing], context.own)
+        except DispatchFailed as failed:
+            if set(failed.failures) != {0} or context.own is not None:
+                raise
+            self._log_unacknowledged(received.message, failed.failures[0])
+            sent = self.host.mode in (TransactionMode.NONE, TransactionMode.RECEIVE_ONLY)  # all but the notice
+            await self._settle(received, [one for one in context.outgoing if one.due is not None or not sent])
+
+    async def _retry_notice(self, message: Message) -> Outgoing | None:
+        """Return the notice that a retry was handled; None for other messages, or if its queue cannot be sent to.
 
         See https://docs.particular.net/servicepulse/intro-failed-message-retries.
         """
-        retry = message.headers[Headers.RETRY_ID]
-        queue = message.headers.get(Headers.RETRY_ACKNOWLEDGEMENT_QUEUE, "")
+        retry, queue = (message.headers.get(name) for name in (Headers.RETRY_ID, Headers.RETRY_ACKNOWLEDGEMENT_QUEUE))
+        if retry is None or queue is None:
+            return None
         transport, now = self.host.transport, self.host.clock.now()
-        problem = ""
         try:
             check_name(Headers.RETRY_ACKNOWLEDGEMENT_QUEUE, queue, MAXIMUM_DESTINATION_LENGTH)
             if queue == self.queue:
-                problem = "it is the queue that the message came from"
-            elif isinstance(transport, SupportsQueueLookup) and not await transport.has_queue(queue):
-                problem = "it does not exist"
-        except (InvalidMessage, BackendUnavailable) as error:
-            problem = str(error)
-        if problem:
-            text = "The retry of message %s is not acknowledged to queue %r: %s"
-            emit(
-                logger,
-                logging.WARNING,
-                Event.RETRY_UNACKNOWLEDGED,
-                text,
-                message.id,
-                queue,
-                problem,
-                message=message,
-                queue=self.queue,
-            )
-            return []
+                raise InvalidMessage("it is the queue that the message came from")
+            if isinstance(transport, SupportsQueueLookup) and not await transport.has_queue(queue):
+                raise QueueNotFound(queue)
+        except DelaylineError as error:
+            self._log_unacknowledged(message, error)
+            return None
         notice = control_message(now, {Headers.RETRY_SUCCESSFUL: to_wire_time(now), Headers.RETRY_ID: retry})
-        return [Outgoing(TransportOperation(notice, queue), None)]
+        return Outgoing(TransportOperation(notice, queue), None)
+
+    def _log_unacknowledged(self, message: Message, error: Exception) -> None:
+        text = "The retry of message %s is not acknowledged to queue %r: %s"
+        named = message.headers[Headers.RETRY_ACKNOWLEDGEMENT_QUEUE][:MAXIMUM_DESTINATION_LENGTH]
+        facts = {"message": message, "queue": self.queue}
+        emit(logger, logging.WARNING, Event.RETRY_UNACKNOWLEDGED, text, message.id, named, brief(error), **facts)
 
     async def _run_handlers(
         self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
@@ -495,8 +508,6 @@ class Pipeline:
             for call in calls:
                 running.append(call)
                 await call(context)
-            if Headers.RETRY_ID in context.message.headers and self.transactions is not None:  # no satellite's
-                context.outgoing += await self._acknowledged_retry(received.message)
         except BaseException:
             context.end()
             if context.own is not None:
@@ -841,6 +852,7 @@ async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:
         ),
         concurrency=satellite.concurrency,
         completes_together=False,  # each waits for the timeout storage by itself
+        acknowledges_retries=False,  # a satellite only moves messages
     )
 
 
