@@ -339,6 +339,15 @@ class SupportsQualifiedQueues(Protocol):
 
 
 @runtime_checkable
+class SupportsQueueComparison(Protocol):
+    """Capability: compares queues with those that it would create."""
+
+    async def difference(self, queue: str) -> str:
+        """Return in which way an existing queue differs; empty if it does not. Raises QueueNotFound."""
+        ...
+
+
+@runtime_checkable
 class SupportsQueueLookup(Protocol):
     """Capability: says whether a queue is there, so that a misspelt destination is refused by the send."""
 

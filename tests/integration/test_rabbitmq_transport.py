@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import TYPE_CHECKING
 
 import aio_pika
 import pytest
+from click.testing import CliRunner
 from pamqp import commands
 
 from delayline import (
@@ -25,6 +27,7 @@ from delayline import (
     TransactionMode,
     UnsupportedTransactionMode,
 )
+from delayline.cli import main
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication
@@ -283,6 +286,13 @@ async def test_a_queue_of_the_other_type_is_used_as_it_is(rabbitmq_url: str, tra
     texts = [record.getMessage() for record in signals.records(Event.QUEUE_DIFFERS)]
     assert len(texts) == 2
     assert "'billing' exists and is no classic queue as this endpoint would create it: using it as it is" in texts[0]
+    # And doctor reports it
+    url = f"{rabbitmq_url}?queue_type=classic"
+    ran = await asyncio.to_thread(CliRunner().invoke, main, ["doctor", "--url", url, "--endpoint", "billing", "--json"])
+    [found] = [one for one in json.loads(ran.stdout)["findings"] if one["what"] == "queue billing"]
+    assert found["text"].startswith("0 messages; no classic queue as this endpoint would create it, and used as it is")
+    same = await asyncio.to_thread(CliRunner().invoke, main, ["doctor", "--url", rabbitmq_url, "--endpoint", "billing"])
+    assert "as this endpoint would create it" not in same.output
 
 
 async def test_an_exchange_of_another_kind_is_refused(rabbitmq_url: str, transport: RabbitMQTransport) -> None:

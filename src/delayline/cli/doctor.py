@@ -27,6 +27,7 @@ from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import DelaylineError, QueueNotFound
 from delayline.setting_values import masked
 from delayline.timeouts.draining import remaining_timeouts
+from delayline.transport import SupportsQueueComparison
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -155,7 +156,8 @@ async def _queues(settings: Settings) -> AsyncIterator[Finding]:
                 yield Finding(f"queue {name}", ok=False, text=text)
                 continue
             hint = ": see them with delayline errors list" if number and name == settings.error_queue else ""
-            yield Finding(f"queue {name}", ok=True, text=f"{number} messages{hint}")
+            differs = await transport.difference(name) if isinstance(transport, SupportsQueueComparison) else ""
+            yield Finding(f"queue {name}", ok=True, text=f"{number} messages{hint}{differs and f'; {differs}'}")
 
 
 async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:

@@ -76,7 +76,7 @@ class ConventionalTopology:
 
     async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
         """Create the queue, its exchange and their binding."""
-        await channel.call(_declaration(queue, queue_type))
+        await channel.call(queue_declaration(queue, queue_type))
         await channel.call(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
         await channel.call(QueueBind(queue=queue, exchange=queue))
 
@@ -111,7 +111,7 @@ class DirectTopology:
 
     async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
         """Create the queue."""
-        await channel.call(_declaration(queue, queue_type))
+        await channel.call(queue_declaration(queue, queue_type))
 
     async def check(self, channel: Channel, destination: str) -> None:
         """No-op: the broker returns messages without a queue."""
@@ -140,7 +140,8 @@ def _event_key(event_type: str) -> str:
     return f"#.{event_type.replace(':', '.').replace('.', '-')}.#"
 
 
-def _declaration(queue: str, queue_type: str | None) -> QueueDeclare:
+def queue_declaration(queue: str, queue_type: str | None) -> QueueDeclare:
+    """Return the declaration of a queue; without a type one that fails unless the queue exists."""
     if queue_type is None:
         return QueueDeclare(queue=queue, passive=True)
     return QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type]))

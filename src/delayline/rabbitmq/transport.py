@@ -23,7 +23,7 @@ from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
-from delayline.rabbitmq.topology import TOPOLOGIES
+from delayline.rabbitmq.topology import TOPOLOGIES, queue_declaration
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -252,6 +252,15 @@ class RabbitMQTransport:
                 ) from error
             text = "Queue %r exists and is no %s queue as this endpoint would create it: using it as it is (%s)"
             emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, text, queue, self.address.queue_type, different)
+
+    async def difference(self, queue: str) -> str:
+        """Return in which way a queue is not as this transport would create it; empty if it is."""
+        try:
+            await self._look(queue, browsing.count)
+            await self.connection.run(lambda channel: channel.call(queue_declaration(queue, self.address.queue_type)))
+        except PreconditionFailed as error:
+            return f"no {self.address.queue_type} queue as this endpoint would create it, and used as it is ({error})"
+        return ""
 
     async def _restore(self, queue: str) -> bool:
         """Declare a queue of this process again, with its bindings; False for other queues."""
