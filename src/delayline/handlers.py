@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import reprlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -316,7 +317,7 @@ class Handlers:
                 return [typed.call(self._payload(message, name, typed.kind))]
         if not self._plain:
             known = ", ".join(map(repr, sorted(self._typed)))
-            what = f"is of type {named!r}" if named else f"has no {Headers.ENCLOSED_MESSAGE_TYPES} header"
+            what = f"is of type {reprlib.repr(named)}" if named else f"has no {Headers.ENCLOSED_MESSAGE_TYPES} header"
             raise UnknownMessageType(
                 f"message {message.id!r} {what}, and no handler takes that. Handlers are registered for {known}"
             )

@@ -198,6 +198,8 @@ async def test_typed_messages_sent_by_handlers_and_later(clock: ManualClock) -> 
             b"<OrderPlaced/>",
             "is 'text/xml', and this endpoint reads 'application/json'",
         ),
+        (headers_of("Contoso.Messages.OrderPlaced"), b"<OrderPlaced/>", "JSON is malformed"),
+        (headers_of("Contoso.Messages." + "X" * 20_000), b"{}", "Handlers are registered for 'Contoso.Messages.Order"),
     ],
     ids=lambda value: None if isinstance(value, dict) else repr(value)[:40],
 )
@@ -240,7 +242,7 @@ async def test_type_names_of_other_systems(clock: ManualClock, names: str, takes
         seen.append(order)
 
     async with scenario.endpoint:
-        await put(scenario, headers_of(names), b'{"order_id":"1"}')
+        await put(scenario, headers_of(names), b'\xef\xbb\xbf{"order_id":"1"}')
     assert seen == ([OrderPlaced("1")] if takes else [])
 
 
