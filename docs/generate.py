@@ -402,7 +402,7 @@ HEADER_MEANING: Final = {
     "HOST_DISPLAY_NAME": "That machine and its Python implementation.",
     "EXCEPTION_TYPE": "The exception's class.",
     "INNER_EXCEPTION_TYPE": "The class of its cause, where it has one.",
-    "EXCEPTION_HELP_LINK": "Always empty.",
+    "EXCEPTION_HELP_LINK": "Always without a value.",
     "EXCEPTION_MESSAGE": "Its text, 16,384 characters at most.",
     "EXCEPTION_SOURCE": "The module of its class.",
     "EXCEPTION_STACK_TRACE": "Its traceback.",

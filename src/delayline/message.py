@@ -38,6 +38,16 @@ TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9
 WIRE_TIME_LENGTH: Final = 28  # yyyy-MM-dd HH:mm:ss:ffffff Z; .NET's parser accepts no other length
 
 
+class _NoValue(str):
+    """An empty text that stands for no text at all."""
+
+    __slots__ = ()
+
+
+#: The value of a header without one, as .NET writes it for null: handlers see an empty text, and queues keep it so.
+NO_VALUE: Final = _NoValue()
+
+
 class Headers:
     """Header names as NServiceBus writes them, so that both worlds can exchange messages."""
 
@@ -314,7 +324,7 @@ def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {type(headers).__name__}, not an object")
     if TEXTS.issuperset(map(type, headers.values())):
         return headers
-    return {name: "" if value is None else str(value) for name, value in headers.items()}
+    return {name: NO_VALUE if value is None else str(value) for name, value in headers.items()}
 
 
 def encode_body(body: Body, serializer: Serializer = JSON) -> tuple[bytes, str]:

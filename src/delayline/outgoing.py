@@ -187,9 +187,11 @@ class Composer:
     def forward(
         self, received: Message, destination: str, delay: timedelta | None, deliver_at: datetime | None
     ) -> Outgoing:
-        """Return the received message, as it is, for another queue."""
+        """Return the received message, as it is, for another queue; with a delay it has no time to be received."""
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
         due = due_time(self._now(), delay, deliver_at)
+        if due is not None:
+            received = _waiting(received, due)
         return Outgoing(TransportOperation(received, destination), due)
 
     def reply(self, to: Message, body: Body, headers: HeaderMap | None, delay: timedelta | None) -> Outgoing:
@@ -222,11 +224,15 @@ class Composer:
         """
         due = due_time(self._now(), delay, deliver_at)
         own = received.headers.get(Headers.MESSAGE_ID) or received.id
-        named = received.with_headers(
-            {Headers.MESSAGE_ID: own, **(headers or {})}, without=(Headers.TIME_TO_BE_RECEIVED,)
-        )
+        named = _waiting(received, due).with_headers({Headers.MESSAGE_ID: own, **(headers or {})})
         copy = Message(id_from(COPIES, received.id), named.headers, received.body)
         return Outgoing(TransportOperation(copy, queue), due)
+
+
+def _waiting(received: Message, due: datetime | None) -> Message:
+    """Return a received message as it waits until `due`, without a time to be received."""
+    deliver_at = {} if due is None else {Headers.DELIVER_AT: to_wire_time(due)}
+    return received.with_headers(deliver_at, without=(Headers.TIME_TO_BE_RECEIVED,))
 
 
 def due_time(now: datetime, delay: timedelta | None, deliver_at: datetime | None) -> datetime | None:

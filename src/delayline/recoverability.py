@@ -25,7 +25,7 @@ from delayline.errors import (
     NotStarted,
     QueueNotFound,
 )
-from delayline.message import Headers, Message, from_wire_time, to_wire_time, usable_id
+from delayline.message import NO_VALUE, Headers, Message, from_wire_time, to_wire_time, usable_id
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ def failure_headers(
     headers = {Headers.EXCEPTION_TYPE: _type_name(error)}
     if size:
         headers |= {
-            Headers.EXCEPTION_HELP_LINK: "",
+            Headers.EXCEPTION_HELP_LINK: NO_VALUE,
             Headers.EXCEPTION_MESSAGE: cut(_text_of(error), min(size, MAXIMUM_EXCEPTION_MESSAGE)),
             Headers.EXCEPTION_SOURCE: cut(str(type(error).__module__), MAXIMUM_TYPE_NAME),
             Headers.EXCEPTION_STACK_TRACE: cut(_stack_trace(error), min(size, MAXIMUM_STACK_TRACE)),

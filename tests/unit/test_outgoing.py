@@ -105,7 +105,16 @@ def test_a_copy_to_handle_again_does_not_expire(composer: Composer) -> None:
     """Given a received message with a time to be received, when deferred, then the copy has none."""
     received = Message("m", {Headers.TIME_TO_BE_RECEIVED: "00:00:05", "mine": "1"}, b"")
     copy = composer.again(received, "sales", delay=timedelta(seconds=9)).operation.message
-    assert copy.headers == {Headers.MESSAGE_ID: "m", "mine": "1"}
+    due = to_wire_time(NOW + timedelta(seconds=9))
+    assert copy.headers == {Headers.MESSAGE_ID: "m", "mine": "1", Headers.DELIVER_AT: due}
+
+
+def test_a_message_that_is_forwarded_with_a_delay_does_not_expire(composer: Composer) -> None:
+    """Given a received message with a time to be received, when forwarded, then it has none if it waits first."""
+    received = Message("m", {Headers.TIME_TO_BE_RECEIVED: "00:00:05", "mine": "1"}, b"")
+    assert composer.forward(received, "sales", None, None).operation.message is received
+    waiting = composer.forward(received, "sales", timedelta(seconds=9), None).operation.message
+    assert waiting.headers == {"mine": "1", Headers.DELIVER_AT: to_wire_time(NOW + timedelta(seconds=9))}
 
 
 def test_a_reply_without_an_address_is_refused(composer: Composer) -> None:

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import CorruptHeaders, InvalidMessage
-from delayline.message import Headers, Message
+from delayline.message import NO_VALUE, Headers, Message
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,7 +114,7 @@ def _unwrapped(wrapper: Any) -> Message:  # noqa: ANN401 - whatever JSON there i
     body = _bytes_of(wrapper, "Body")
     if "EncodedHeaders" in wrapper:
         return Message.from_encoded(message_id, _bytes_of(wrapper, "EncodedHeaders"), body)
-    found = {name: "" if value is None else str(value) for name, value in headers.items()}
+    found = {name: NO_VALUE if value is None else str(value) for name, value in headers.items()}
     if isinstance(reply_to := wrapper.get("ReplyToAddress"), str):
         found[Headers.REPLY_TO] = reply_to
     if isinstance(correlation := wrapper.get("CorrelationId"), str):
@@ -142,7 +142,7 @@ def _text(message: Message) -> str:
             "MessageIntent": _intent(headers),
             "ReplyToAddress": headers.get(Headers.REPLY_TO),
             "TimeToBeReceived": "00:00:00",
-            "Headers": headers,
+            "Headers": {name: None if value is NO_VALUE else value for name, value in headers.items()},
             "Body": body,
             "CorrelationId": headers.get(Headers.CORRELATION_ID),
             "Recoverable": False,

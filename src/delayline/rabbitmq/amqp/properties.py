@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pamqp import decode
 
 from delayline.errors import InvalidMessage
-from delayline.message import Headers, Message, in_utc, to_wire_time
+from delayline.message import NO_VALUE, Headers, Message, in_utc, to_wire_time
 from delayline.rabbitmq.amqp.wire import (
     DAMAGED_HEADERS,
     ENCLOSED_TYPES,
@@ -189,7 +189,7 @@ def as_text(value: Any) -> str:  # noqa: ANN401 - whatever AMQP has
     """Return a header's value as the .NET transport turns it into text; never fails."""
     match value:
         case None:
-            return ""
+            return NO_VALUE
         case str():
             return value
         case bytes() | bytearray():

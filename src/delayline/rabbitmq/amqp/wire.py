@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import CorruptHeaders, InvalidMessage
-from delayline.message import UNUSABLE_IDS, Headers, Message, encode_headers, id_from
+from delayline.message import NO_VALUE, UNUSABLE_IDS, Headers, Message, encode_headers, id_from
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY
 
 if TYPE_CHECKING:
@@ -262,7 +262,8 @@ def headers_in_body(message_id: str, field: object, body: bytes) -> Message:
 def encode_properties(message: Message, delay: int | None, in_body: int | None = None) -> bytes:
     """Return a message's property flags and list as NServiceBus.RabbitMQ writes them. Raises InvalidMessage.
 
-    Every header is a field of type 'S'. A value that is too long for a property is only in its header.
+    Every header is a field of type 'S', or 'V' without a value. A value that is too long for a property is only in its
+    header. Failed messages and copies for further attempts are durable, whatever their headers say.
 
     Args:
         message: The message to send.
@@ -274,7 +275,8 @@ def encode_properties(message: Message, delay: int | None, in_body: int | None =
     except CorruptHeaders:
         return _damaged(message, delay)
     table = _table(headers, message.id, delay, in_body)
-    kept = b"\x01" if NON_PERSISTENT in headers else b"\x02"
+    express = NON_PERSISTENT in headers and Headers.FAILED_QUEUE not in headers and Headers.RETRIES not in headers
+    kept = b"\x01" if express else b"\x02"
     content_type = _shorts[headers.get(Headers.CONTENT_TYPE) or "application/octet-stream"]
     correlation_id = _short(headers.get(Headers.CORRELATION_ID, ""))
     reply_to = _shorts[headers.get(Headers.REPLY_TO, "")]
@@ -302,9 +304,13 @@ def _table(headers: Mapping[str, str], message_id: str, delay: int | None, in_bo
     if not NOT_SENT.isdisjoint(headers):
         headers = {name: value for name, value in headers.items() if name not in NOT_SENT}
     try:
-        fields = [_names[name] + _length(len(raw := value.encode())) + raw for name, value in headers.items()]
+        if "" in headers.values():
+            fields = [_field(name, value, "strict") for name, value in headers.items()]
+        else:
+            fields = [_names[name] + _length(len(raw := value.encode())) + raw for name, value in headers.items()]
     except UnicodeEncodeError:
-        return _table_with_surrogates(headers, delay)
+        # A message that could be stored with lone surrogates, as JSON has them, is not refused.
+        fields = [_field(name, value, "surrogatepass") for name, value in headers.items()]
     except AttributeError as error:
         name, value = next(one for one in headers.items() if not isinstance(one[1], str))
         raise InvalidMessage(
@@ -316,14 +322,12 @@ def _table(headers: Mapping[str, str], message_id: str, delay: int | None, in_bo
     return _length(len(encoded)) + encoded
 
 
-def _table_with_surrogates(headers: Mapping[str, str], delay: int | None) -> bytes:
-    """Encode lone surrogates too, as a store's JSON headers do: a message that could be stored is not refused."""
-    fields = [_delay_field(delay)]
-    for name, value in headers.items():
-        raw = value.encode("utf-8", "surrogatepass")
-        fields += (_names[name], _length(len(raw)), raw)
-    encoded = b"".join(fields)
-    return _length(len(encoded)) + encoded
+def _field(name: str, value: str, errors: str) -> bytes:
+    """Return a header as a field of type 'S', or 'V' where it has no value."""
+    if value is NO_VALUE:
+        return short_string(name, "header name") + b"V"
+    raw = value.encode("utf-8", errors)
+    return _names[name] + _length(len(raw)) + raw
 
 
 def _delay_field(delay: int | None) -> bytes:
