@@ -4,153 +4,346 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import struct
 import sys
 import uuid
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import aio_pika
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from pamqp import commands, encode
+from pamqp import encode
 from tests.eventually import eventually_async
+from tests.integration.recordings import (
+    DELAY,
+    OPTIONS,
+    UNSEEN,
+    Seen,
+    Types,
+    body_of,
+    load,
+    look,
+    properties_of,
+    publish,
+    recorded,
+    tap,
+    types_of,
+    values_of,
+)
 from tests.integration.test_timeouts import DDL, run_sql
 
-from delayline import Endpoint, Headers, InvalidMessage, Message, MessageContext, Recoverability
+from delayline import DelaylineError, Endpoint, Headers, InvalidMessage, Message, MessageContext, Recoverability
+from delayline.cli import main
+from delayline.clock import SystemClock
+from delayline.handlers import Handlers
 from delayline.message import TimeoutHeaders, from_wire_time
-from delayline.rabbitmq import RabbitMQTransport
+from delayline.outgoing import Composer
+from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import operations
 from delayline.rabbitmq.amqp.properties import Delivery, Undecodable, decode_properties, message_from, sent_on
+from delayline.rabbitmq.amqp.wire import Publication, PublishFrames
+from delayline.recoverability import FAILURE_HEADERS, error_operations
 from delayline.sql import SqlTransport
-from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
+from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DATA: Final = Path(__file__).parents[1] / "data" / "nservicebus"
-FILES: Final = ["rabbitmq-v2-conventional", "rabbitmq-v2-direct", "rabbitmq-v1-conventional", "rabbitmq-v1-direct"]
-#: Headers of the recordings that a handler does not see: the sender's or the broker's own business.
-UNSEEN: Final = {
-    "x-dotnet-pub-seq-no",
-    "NServiceBus.Transport.RabbitMQ.ConfirmationId",
-    "NServiceBus.Transport.RabbitMQ.DelayInSeconds",
-    "NServiceBus.Transport.RabbitMQ.UseNonPersistentDelivery",
+    from tests.servers.rabbitmq import RabbitmqServer
+
+MARK: Final = "Tests.Row"
+SECOND: Final = timedelta(seconds=1)
+#: What a delayed retry adds to a message, and what the error queue adds, with their types.
+RETRIED: Final = {
+    Headers.RETRIES: "longstr",
+    Headers.RETRIES_TIMESTAMP: "longstr",
+    Headers.DELIVER_AT: "longstr",
+    DELAY: "int32",
 }
-#: Headers in the error queue that only one side writes: .NET's details of the exception, and its retries by policy.
-DOTNET_ONLY: Final = {"NServiceBus.Retries.Timestamp"}
+FAILED: Final = dict.fromkeys(
+    [
+        Headers.EXCEPTION_TYPE,
+        Headers.EXCEPTION_MESSAGE,
+        Headers.EXCEPTION_SOURCE,
+        Headers.EXCEPTION_STACK_TRACE,
+        Headers.TIME_OF_FAILURE,
+        Headers.FAILED_QUEUE,
+        Headers.PROCESSING_MACHINE,
+        Headers.PROCESSING_ENDPOINT,
+        Headers.HOST_ID,
+        Headers.HOST_DISPLAY_NAME,
+    ],
+    "longstr",
+) | {Headers.EXCEPTION_HELP_LINK: "void"}
+#: What .NET also writes, and what delayline does, by place and version: all differences there are.
+DIFFERENCES: Final = {
+    ("delayed", "v1"): ({"NServiceBus.NonDurableMessage": "longstr"}, {Headers.DELIVER_AT: "longstr"}),
+    ("delayed", "v2"): ({"NServiceBus.Version": "longstr"}, {}),
+    ("error", "v1"): ({"NServiceBus.NonDurableMessage": "longstr"}, {Headers.DELIVER_AT: "longstr"}),
+    ("error", "v2"): ({"NServiceBus.Version": "longstr"}, {Headers.EXCEPTION_HELP_LINK: "void"}),
+    ("sent", "v1"): ({"NServiceBus.Version": "longstr", "$.diagnostics.originating.hostid": "longstr"}, {}),
+    ("sent", "v2"): (
+        {
+            "NServiceBus.Version": "longstr",
+            "$.diagnostics.originating.hostid": "longstr",
+            "NServiceBus.OpenTelemetry.StartNewTrace": "longstr",
+        },
+        {},
+    ),
+}
+#: .NET's Exception.Data has no counterpart.
 EXCEPTION_DATA: Final = "NServiceBus.ExceptionInfo.Data."
+#: Headers whose values describe one run or one machine.
+OF_THE_RUN: Final = {
+    Headers.RETRIES_TIMESTAMP,
+    Headers.DELIVER_AT,
+    Headers.TIME_SENT,
+    Headers.TIME_OF_FAILURE,
+    Headers.EXCEPTION_TYPE,
+    Headers.EXCEPTION_MESSAGE,
+    Headers.EXCEPTION_SOURCE,
+    Headers.EXCEPTION_STACK_TRACE,
+    Headers.PROCESSING_MACHINE,
+    Headers.ORIGINATING_MACHINE,
+    Headers.HOST_ID,
+    Headers.HOST_DISPLAY_NAME,
+    Headers.MESSAGE_ID,
+    Headers.CORRELATION_ID,
+    Headers.CONVERSATION_ID,
+}
 
 
-def recorded(name: str) -> list[dict[str, Any]]:
-    """Return the messages that .NET published, one for each message id and place."""
-    rows: list[dict[str, Any]] = json.loads((DATA / f"{name}.json").read_text())
-    return [row for row in rows if row["event"] == "published" and row["properties"].get("message_id")]
+class Failing:
+    """An endpoint whose handler keeps what it has seen, and fails as long as it should."""
+
+    def __init__(self, url: str, name: str, delays: Sequence[timedelta]) -> None:
+        self.url, self.name, self.fails = url, name, True
+        self.seen: list[Message] = []
+        self.endpoint = Endpoint(
+            name,
+            transport=RabbitMQTransport(url),
+            delayed_delivery=DelayLevelDelivery(),
+            recoverability=Recoverability(0, delays=delays),
+        )
+        self.endpoint.handler(self.handle)
+
+    async def handle(self, message: Message, context: MessageContext) -> None:
+        self.seen.append(message)
+        if self.fails:
+            raise ValueError("it fails here")
+
+    async def failed(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Seen], list[Seen]]:
+        """Publish the messages, and return their copies for delayed retries and those in the error queue."""
+        await self.endpoint.setup()
+        await tap(self.url, levels_of(self.url))
+        async with self.endpoint:
+            await publish(self.url, rows, key=self.name)
+            await eventually_async(lambda: self.count("error", len(rows)))
+        return await look(self.url, "tap"), await look(self.url, "error")
+
+    async def count(self, queue: str, number: int) -> bool:
+        return bool(await self.endpoint.transport.count(queue) == number)  # type: ignore[attr-defined]
 
 
-def values_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the headers as values of AMQP."""
-    return {name: None if one["type"] == "void" else one["value"] for name, one in row["headers"].items()}
+def levels_of(url: str) -> list[str]:
+    prefix = "nsb.delay-level" if "delays=v1" in url else "nsb.v2.delay-level"
+    return [f"{prefix}-{level:02}" for level in range(4)]
 
 
-def properties_of(row: dict[str, Any]) -> commands.Basic.Properties:
-    given = dict(row["properties"])
-    return commands.Basic.Properties(headers=values_of(row), message_type=given.pop("type", None), **given)
+def marked(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a header that tells them apart."""
+    return [
+        row | {"headers": row["headers"] | {MARK: {"type": "longstr", "value": str(number)}}}
+        for number, row in enumerate(rows)
+    ]
 
 
-async def publish(url: str, rows: Sequence[dict[str, Any]], exchange: str = "", key: str = "sales") -> None:
-    """Publish the messages as they were recorded."""
-    connection = await aio_pika.connect(url)
-    channel = await (await connection.channel()).get_underlay_channel()
+def by_mark(messages: Sequence[Seen]) -> dict[str, Seen]:
+    """Return the messages by that header; of several with one the first."""
+    return {one.values[MARK]: one for one in reversed(messages)}
+
+
+@pytest.mark.parametrize("file", OPTIONS)
+async def test_recorded_messages_go_the_whole_way(rabbitmq_url: str, file: str) -> None:
+    """Given all messages of .NET, when they fail and are retried, then nothing of them is lost or changed anywhere."""
+    rows, url = marked(recorded(file)), f"{rabbitmq_url}{OPTIONS[file]}"
+    sales = Failing(url, "sales", delays=[SECOND, SECOND])
+    copies, failed = await sales.failed(rows)
+    arguments = ["errors", "retry", "--all", "--url", url]
+    ran = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    assert ran.exit_code == 0, ran.output
+    again = await look(url, "sales")
+    handled = sorted(sales.seen, key=lambda one: int(one.headers[MARK]))
+    sales.fails, sales.seen = False, []
+    async with sales.endpoint:
+        await eventually_async(lambda: len(sales.seen) == len(rows))
     for row in rows:
-        body = base64.b64decode(row["body_base64"])
-        await channel.basic_publish(body, exchange=exchange, routing_key=key, properties=properties_of(row))
-    await connection.close()
-
-
-@pytest.mark.parametrize("file", FILES)
-async def test_recorded_messages_are_handled(rabbitmq_url: str, file: str) -> None:
-    """Given every message that .NET has published, when an endpoint receives them, then handlers see all of each."""
-    rows, seen = recorded(file), []
-    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url))
-
-    @endpoint.handler
-    async def handle(message: Message, context: MessageContext) -> None:
-        seen.append(message)
-
-    await endpoint.setup()
-    async with endpoint:
-        await publish(rabbitmq_url, rows)
-        await eventually_async(lambda: len(seen) == len(rows))
-        assert await endpoint.transport.count("error") == 0  # type: ignore[attr-defined]
-    by_content = sorted(seen, key=lambda one: (one.id, one.body))
-    for row, message in zip(sorted(rows, key=_order), by_content, strict=True):
-        assert message.body == base64.b64decode(row["body_base64"])
-        expected = {name: "" if value is None else str(value) for name, value in values_of(row).items()}
-        found = dict(message.headers)
-        assert {name: found.get(name) for name in expected.keys() - UNSEEN} == {
-            name: value for name, value in expected.items() if name not in UNSEEN
+        mark, types = row["headers"][MARK]["value"], {k: v for k, v in types_of(row).items() if k not in UNSEEN}
+        # Then handlers have seen every header and the whole body, at each attempt
+        attempts = [one for one in handled if one.headers[MARK] == mark]
+        rounds = int(values_of(row).get(Headers.RETRIES, 0))
+        assert len(attempts) == 3 - rounds
+        for attempt in attempts:
+            assert attempt.body == body_of(row)
+        first = attempts[0].headers
+        assert first.keys() == types.keys()
+        assert {name: first[name] for name in types} == {
+            name: "" if value is None else value for name, value in values_of(row).items() if name not in UNSEEN
         }
+        # Then the delayed copy, the one in the error queue and the one sent back have what they should, and no more
+        expected = {name: kind for name, kind in types.items() if name != Headers.TIME_TO_BE_RECEIVED}
+        copy, error, back = (by_mark(place)[mark] for place in (copies, failed, again))
+        assert copy.types == expected | RETRIED
+        in_error = expected | RETRIED | FAILED
+        del in_error[Headers.RETRIES], in_error[DELAY]
+        assert error.types == in_error
+        assert back.types == {name: kind for name, kind in in_error.items() if not name.startswith(FAILURE_HEADERS)}
+        for one in (copy, error, back):
+            assert (one.properties["delivery_mode"], one.body) == (2, body_of(row))
+            kept = {name: value for name, value in values_of(row).items() if name in one.values}
+            changed = {name for name, value in kept.items() if one.values[name] != (value or "")}
+            assert changed <= {*RETRIED, *FAILED}
+        assert error.properties["message_id"] == values_of(row)[Headers.MESSAGE_ID]
 
 
-def _order(row: dict[str, Any]) -> tuple[str, bytes]:
-    shown = row["headers"].get(Headers.MESSAGE_ID, {}).get("value")
-    return shown or row["properties"]["message_id"], base64.b64decode(row["body_base64"])
+@pytest.mark.parametrize("file", OPTIONS)
+async def test_failures_differ_from_dotnets_only_as_listed(rabbitmq_url: str, file: str) -> None:
+    """Given a message that failed at .NET, when it fails here, then retry and error queue differ as listed, exactly."""
+    rows, version, url = recorded(file), file[9:11], f"{rabbitmq_url}{OPTIONS[file]}"
+    retried = next(row for row in rows if Headers.RETRIES in row["headers"] and "delay-level" in row["exchange"])
+    message_id, theirs = values_of(retried)[Headers.MESSAGE_ID], {"delayed": retried}
+    theirs["error"] = next(
+        row
+        for row in rows
+        if Headers.FAILED_QUEUE in row["headers"] and values_of(row)[Headers.MESSAGE_ID] == message_id
+    )
+    name = values_of(theirs["error"])[Headers.FAILED_QUEUE]
+    added = {*RETRIED, "NServiceBus.Version", "NServiceBus.NonDurableMessage"}
+    sent = retried | {"headers": {one: value for one, value in retried["headers"].items() if one not in added}}
+    delay = timedelta(seconds=retried["headers"][DELAY]["value"])
+    copies, [error] = await Failing(url, name, delays=[delay]).failed([sent])
+    copy = copies[0]  # the others are the same on its way down the levels
+    for place, ours in (("delayed", copy), ("error", error)):
+        row = theirs[place]
+        types = {one: kind for one, kind in types_of(row).items() if one not in UNSEEN - {DELAY}}
+        types = {one: kind for one, kind in types.items() if not one.startswith(EXCEPTION_DATA)}
+        assert difference(types, ours.types) == DIFFERENCES[place, version]
+        same = ours.values.keys() & types.keys() - OF_THE_RUN
+        assert {one: ours.values[one] for one in same} == {one: values_of(row)[one] or "" for one in same}
+    assert (copy.exchange, copy.routing_key) == (retried["exchange"], retried["routing_key"])
+    wanted = dict(retried["properties"])
+    assert {**copy.properties, "message_id": wanted["message_id"]} == {"message_type": wanted.pop("type"), **wanted}
+    assert error.properties == copy.properties | {"message_id": message_id}
 
 
-@pytest.mark.parametrize("file", FILES[:2])
-async def test_failed_messages_are_as_dotnet_writes_them(rabbitmq_url: str, file: str) -> None:
-    """Given a message that failed at .NET, when the same fails here, then the error queue has the same headers."""
-    rows = recorded(file)
-    theirs = next(values_of(row) for row in rows if Headers.FAILED_QUEUE in row["headers"])
-    came = [row for row in rows if Headers.FAILED_QUEUE not in row["headers"]]
-    endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), recoverability=Recoverability(0))
+def difference(theirs: Types, ours: Types) -> tuple[Types, Types]:
+    """Return what only one of them has, or has with another type."""
+    return dict(theirs.items() - ours.items()), dict(ours.items() - theirs.items())
 
-    @endpoint.handler
-    async def handle(message: Message, context: MessageContext) -> None:
-        raise ValueError("it fails here")
 
+@pytest.mark.parametrize("file", OPTIONS)
+async def test_own_delayed_sends_are_as_dotnets(rabbitmq_url: str, file: str) -> None:
+    """Given the delayed sends of .NET, when the same is sent here, then it is published in the same way."""
+    version, url = file[9:11], f"{rabbitmq_url}{OPTIONS[file]}"
+    rows = [row for row in recorded(file) if DELAY in row["headers"] and Headers.RETRIES not in row["headers"]]
+    assert len(rows) >= 4
+    names = {values_of(row)[Headers.ORIGINATING_ENDPOINT] for row in rows}
+    [name] = names
+    destination = rows[0]["routing_key"].split(".", 28)[28]
+    endpoint = Endpoint(name, transport=RabbitMQTransport(url), delayed_delivery=DelayLevelDelivery())
     await endpoint.setup()
+    await endpoint.transport.setup_infrastructure([destination])
+    await tap(url, levels_of(url))
+    own = {*OF_THE_RUN, Headers.ORIGINATING_ENDPOINT, Headers.REPLY_TO, Headers.INTENT, *UNSEEN}
     async with endpoint:
-        await publish(rabbitmq_url, came)
-        await eventually_async(lambda: failed_all(endpoint, len(came)))
-    connection = await aio_pika.connect(rabbitmq_url)
-    queue = await (await connection.channel()).get_queue("error")
-    for _ in came:
-        failed = await queue.get(timeout=5, no_ack=True)
-        ours: dict[str, Any] = {name: value for name, value in failed.headers.items() if not name.startswith("x-")}
-        assert failed.delivery_mode == 2
-        assert {name for name, value in ours.items() if not isinstance(value, str)} == set()
-        added = {name for name in theirs if _describes_failure(name)}
-        assert {name for name in ours if _describes_failure(name)} - {Headers.EXCEPTION_HELP_LINK} == added
-        assert (ours[Headers.FAILED_QUEUE], ours[Headers.PROCESSING_ENDPOINT]) == ("sales", "sales")
-        assert Headers.RETRIES not in ours
-        assert from_wire_time(ours[Headers.TIME_OF_FAILURE])
-        assert uuid.UUID(hex=ours[Headers.HOST_ID])
-    await connection.close()
+        for row in rows:
+            headers = {
+                one: value
+                for one, value in values_of(row).items()
+                if one not in own and one not in DIFFERENCES["sent", version][0]
+            }
+            delay = timedelta(seconds=row["headers"][DELAY]["value"])
+            await endpoint.send(
+                destination, body_of(row), headers=headers, delay=delay, message_id=row["properties"]["message_id"]
+            )
+    found = {one.properties["message_id"]: one for one in await look(url, "tap")}
+    for row in rows:
+        ours = found[row["properties"]["message_id"]]
+        assert (ours.exchange, ours.routing_key) == (row["exchange"], row["routing_key"])
+        theirs = {one: kind for one, kind in types_of(row).items() if one not in UNSEEN - {DELAY}}
+        assert difference(theirs, ours.types) == DIFFERENCES["sent", version]
+        wanted = dict(row["properties"])
+        assert ours.properties == {"message_type": wanted.pop("type"), **wanted}
+        assert ours.body == body_of(row)
 
 
-async def failed_all(endpoint: Endpoint, number: int) -> bool:
-    return bool(await endpoint.transport.count("error") == number)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("topology", ["conventional", "direct"])
+async def test_declared_topology_is_that_of_dotnet(rabbitmq: RabbitmqServer, rabbitmq_url: str, topology: str) -> None:
+    """Given endpoints of the names of .NET's, when set up, then queues, exchanges and bindings are those of .NET."""
+    theirs = load("rabbitmq-v1-topology")[topology]
+    url = f"{rabbitmq_url}?delays=v1&queue_type=classic&topology={topology}"
+    for name in ("Net.Sales", "Py.Shop"):
+        endpoint = Endpoint(name, transport=RabbitMQTransport(url), delayed_delivery=DelayLevelDelivery())
+        await endpoint.setup()
+        async with endpoint:
+            pass
+    await operations.subscribe(BrokerAddress.parse(url), "Py.Shop", "Lab.Messages.OrderPlaced")
+    vhost = rabbitmq_url.rsplit("/", 1)[1]
+    ours = {kind: rabbitmq.api("GET", f"{kind}/{vhost}").json() for kind in ("queues", "exchanges", "bindings")}
+    for kind in ("queues", "exchanges"):
+        found = {one["name"]: one for one in ours[kind] if one["name"] and not one["name"].startswith("amq.")}
+        # .NET declares an exchange for each type that an event is derived from, too
+        assert found.keys() ^ theirs[kind].keys() == (OF_BASE_TYPES if theirs[kind].keys() & OF_BASE_TYPES else set())
+        for name, one in found.items():
+            assert {fact: one[fact] for fact in theirs[kind][name]} == theirs[kind][name]
+    bound = {
+        (one["source"], one["destination_type"], one["destination"], one["routing_key"])
+        for one in ours["bindings"]
+        if one["source"]
+    }
+    assert bound ^ {tuple(one[:4]) for one in theirs["bindings"]} == OTHER_BINDINGS[topology]
 
 
-def _describes_failure(name: str) -> bool:
-    """Tell whether a header describes the failure; .NET's Exception.Data has no counterpart here."""
-    about = (Headers.EXCEPTION_PREFIX, "NServiceBus.Processing", "$.diagnostics.host", "NServiceBus.FailedQ")
-    return name.startswith((*about, "NServiceBus.TimeOfFailure")) and not name.startswith(EXCEPTION_DATA)
+OF_BASE_TYPES: Final = {"NServiceBus:IEvent", "NServiceBus:IMessage", "System:Object"}
+#: .NET's exchanges for base types; and the second binding of a direct subscriber, which the first one contains.
+OTHER_BINDINGS: Final = {
+    "conventional": {("Lab.Messages:OrderPlaced", "exchange", base, "") for base in OF_BASE_TYPES},
+    "direct": {("amq.topic", "queue", "Py.Shop", "Lab-Messages-OrderPlaced.#")},
+}
+
+
+async def test_messages_that_wait_in_levels_are_read(rabbitmq_url: str) -> None:
+    """Given messages as they lie in a level for eight years, when they arrive, then handlers see all of each."""
+    rows = [row | {"event": "published"} for row in load("rabbitmq-v1-waiting")]
+    for row in rows:
+        row["properties"] = dict(row["properties"])
+        row["properties"]["type"] = row["properties"].pop("message_type")
+        row["properties"]["delivery_mode"] = int(row["properties"]["delivery_mode"])
+    sales = Failing(rabbitmq_url, "sales", delays=[])
+    sales.fails = False
+    await sales.endpoint.setup()
+    async with sales.endpoint:
+        await publish(rabbitmq_url, rows)
+        await eventually_async(lambda: len(sales.seen) == len(rows))
+    for row in rows:
+        [message] = [one for one in sales.seen if one.id == row["properties"]["message_id"]]
+        assert dict(message.headers) == {one: value for one, value in values_of(row).items() if one not in UNSEEN}
+        assert message.body == body_of(row)
 
 
 @pytest.mark.parametrize(
     ("file", "options", "exchange", "key"),
     [
-        (FILES[0], "", "Contoso.Lab:Happened", ""),
-        (FILES[1], "?topology=direct", "amq.topic", "Contoso-Lab-Happened"),
+        ("rabbitmq-v2-conventional", "", "Contoso.Lab:Happened", ""),
+        ("rabbitmq-v2-direct", "?topology=direct", "amq.topic", "Contoso-Lab-Happened"),
     ],
 )
 async def test_events_of_dotnet_are_subscribed_to(
@@ -182,7 +375,7 @@ async def test_events_of_dotnet_are_subscribed_to(
 async def test_recorded_timeouts_are_dispatched(product: str, name: str, request: pytest.FixtureRequest) -> None:
     """Given the rows that .NET has stored, and a saga that is over, then all others reach their queues as they were."""
     url = request.getfixturevalue(f"{product}_url")
-    table = json.loads((DATA / f"timeout-table-{product}.json").read_text())
+    table = load(f"timeout-table-{product}")
     quote = '"' if product == "postgresql" else "`"
     ddl = [text.replace("Sales_Eu_", f"{name.replace('.', '_')}_") for text in DDL[product]]
     columns = [column["name"] for column in table["columns"]]
@@ -228,6 +421,51 @@ async def test_recorded_timeouts_are_dispatched(product: str, name: str, request
         assert changed <= {Headers.TIME_SENT, Headers.REPLY_TO, TimeoutHeaders.OLD_REPLY_TO}
 
 
+@pytest.mark.parametrize(("product", "name"), [("postgresql", "Net.Legacy"), ("mariadb", "Net.Maria")])
+async def test_table_and_rows_of_timeouts_are_as_dotnets(
+    product: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Given .NET's timeouts table and a row, when table and row are made here, then columns and types are the same."""
+    url = request.getfixturevalue(f"{product}_url")
+    theirs, quote = load(f"timeout-table-{product}"), '"' if product == "postgresql" else "`"
+    persister = SqlTimeoutPersister(url)
+    await persister.setup_infrastructure(name)
+    facts, indexes = CATALOGUE[product]
+    table = f"{name.replace('.', '_')}_TimeoutData"
+    columns = [tuple(column.values()) for column in theirs["columns"]]
+    assert run_sql(product, url, (facts, (table,))) == columns
+    assert run_sql(product, url, (indexes, (table,))) == sorted(tuple(one.values()) for one in theirs["indexes"])
+    # When a message of .NET's content is stored
+    row = theirs["rows"][0]
+    message = Message("0197a1c5-7e52-7d3e-b7a6-0242ac120002", json.loads(row["Headers"]), b"state")
+    due = from_wire_time(json.loads(row["Headers"])[TimeoutHeaders.EXPIRE])
+    await persister.open(name)
+    await persister.add(Timeout(message.id, message, name, due, uuid.UUID(row["SagaId"])))
+    await persister.close()
+    [found] = run_sql(product, url, (f"select * from {quote}{table}{quote}", ()))  # noqa: S608
+    ours = dict(zip([column["name"] for column in theirs["columns"]], found, strict=True))
+    assert json.loads(ours["Headers"]) == json.loads(row["Headers"])
+    assert (str(ours["SagaId"]), bytes(ours["State"]), ours["Destination"]) == (row["SagaId"], b"state", name)
+    kept = datetime.fromisoformat(row["Time"])
+    assert timedelta(0) <= ours["Time"] - kept <= SECOND  # rounded up where theirs is cut off
+
+
+#: Statements that describe a table as the recorder did: its columns, and its indexes.
+CATALOGUE: Final = {
+    "postgresql": (
+        "select column_name, data_type, udt_name, character_maximum_length, is_nullable "
+        "from information_schema.columns where table_name = %s order by ordinal_position",
+        "select indexname, indexdef from pg_indexes where tablename = %s order by indexname",
+    ),
+    "mariadb": (
+        "select column_name, column_type, is_nullable, character_set_name, collation_name "
+        "from information_schema.columns where table_name = %s and table_schema = database() order by ordinal_position",
+        "select index_name, column_name, non_unique from information_schema.statistics "
+        "where table_name = %s and table_schema = database() order by index_name",
+    ),
+}
+
+
 async def _queued(endpoint: Endpoint, number: int) -> Any:  # noqa: ANN401
     transport: Any = endpoint.transport
     async with asyncio.timeout(20):
@@ -237,7 +475,7 @@ async def _queued(endpoint: Endpoint, number: int) -> Any:  # noqa: ANN401
         yield message
 
 
-EVERY: Final = [row for file in FILES for row in recorded(file)]
+EVERY: Final = [row for file in OPTIONS for row in recorded(file)]
 
 
 @given(st.sampled_from(EVERY), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=6), st.data())
@@ -266,9 +504,54 @@ def test_damaged_recordings_stop_no_receiver(
         return
 
 
+NAMES: Final = sorted(
+    {name for row in EVERY for name in row["headers"]} | set(FAILURE_HEADERS) | {"", "\x00", "X" * 300}
+)
+VALUES: Final = st.one_of(
+    st.text(max_size=40),
+    st.sampled_from(["", "True", "-1", "9" * 400, "00:00:00", "\ud800", "A.B," * 5_000, "5f3c9f2a", "Reply"]),
+)
+
+
+@given(st.sampled_from(EVERY), st.dictionaries(st.sampled_from(NAMES), VALUES), st.sets(st.sampled_from(NAMES)))
+def test_odd_headers_of_recordings_fail_as_one_message(
+    row: dict[str, Any], changed: dict[str, str], without: set[str]
+) -> None:
+    """Given a recorded message with any headers changed or missing, then whatever is done to it works or is refused."""
+    headers = {name: value or "" for name, value in values_of(row).items() if name not in without} | changed
+    headers |= {name.lower(): value for name, value in changed.items()}
+    message = Message(row["properties"]["message_id"], {name: str(value) for name, value in headers.items()}, b"{}")
+    composer, now = Composer("sales", SystemClock(), reply_to="sales"), datetime.now(UTC)
+    handlers = Handlers()
+    handlers.add_typed("Contoso.Lab.Ping", handle_nothing)
+    for work in (
+        lambda: message.logical,
+        lambda: handlers.calls(message),
+        lambda: composer.reply(message, b"", None, SECOND),
+        lambda: composer.again(message, "sales", delay=SECOND),
+        lambda: composer.forward(message, "sales", SECOND, None),
+        lambda: Recoverability().decide(ValueError(), 99, message.headers, now),
+        lambda: PublishFrames(1, 131_072).encode(Publication(message, "", "sales")),
+    ):
+        with contextlib.suppress(DelaylineError):
+            work()
+    forms = error_operations(
+        message, ValueError(), failed_queue="sales", error_queue="error", endpoint_name="sales", now=now
+    )
+    for operation in forms:  # one of them is kept, or the last one is refused
+        with contextlib.suppress(DelaylineError):
+            PublishFrames(1, 131_072).encode(Publication(operation.message, "", "error"))
+
+
+async def handle_nothing(message: Any, context: MessageContext) -> None:  # noqa: ANN401
+    """A typed handler."""
+
+
 async def test_the_example_answers_dotnet(rabbitmq_url: str, tmp_path: Path) -> None:
     """Given the Python half of the example, when a command of .NET comes, then it is answered now and in a while."""
-    [ping] = [row for row in recorded(FILES[0]) if row["properties"].get("type") == "Contoso.Lab.Ping"][:1]
+    [ping] = [
+        row for row in recorded("rabbitmq-v2-conventional") if row["properties"].get("type") == "Contoso.Lab.Ping"
+    ][:1]
     types = "Contoso.Messages.BillOrder, App, Version=1.0.0.0, Culture=neutral, PublicKeyToken=null"
     headers = {**ping["headers"], Headers.ENCLOSED_MESSAGE_TYPES: {"type": "longstr", "value": types}}
     command = {**ping, "headers": headers, "body_base64": base64.b64encode(b'{"OrderId":"17"}').decode()}

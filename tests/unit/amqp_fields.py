@@ -85,16 +85,16 @@ def read(encoded: bytes) -> Frames:
     assert isinstance(content, header.ContentHeader)
     body = b"".join(part.value for part, _ in bodies)  # type: ignore[union-attr]
     assert content.body_size == len(body)
-    return Frames(publish, content.properties, taken_apart(_headers(raw)), body, sizes)
+    return Frames(publish, content.properties, taken_apart(table_in(raw[19:])), body, sizes)
 
 
-def _headers(raw: bytes) -> bytes:
-    """Return the table in a header frame: behind the content type, where there is one."""
-    flags, at = struct.unpack_from(">H", raw, 19)[0], 21
+def table_in(encoded: bytes) -> bytes:
+    """Return the header table in property flags and list: behind content type and encoding, where there are any."""
+    flags, at = struct.unpack_from(">H", encoded)[0], 2
     for flag in (1 << 15, 1 << 14):
         if flags & flag:
-            at += 1 + raw[at]
-    return raw[at : at + 4 + struct.unpack_from(">I", raw, at)[0]]
+            at += 1 + encoded[at]
+    return encoded[at : at + 4 + struct.unpack_from(">I", encoded, at)[0]]
 
 
 def delivered(flags: int, properties: bytes, body: bytes = b"") -> Delivery:
