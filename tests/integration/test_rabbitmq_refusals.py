@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
+from tests.eventually import eventually_async
 
-from delayline import BackendUnusable, Endpoint, InvalidDueTime, InvalidMessage, QueueNotFound
+from delayline import (
+    BackendUnusable,
+    Endpoint,
+    InvalidDueTime,
+    InvalidMessage,
+    Message,
+    MessageContext,
+    QueueNotFound,
+    Recoverability,
+    Send,
+)
+from delayline.cli import main
 from delayline.message import Headers
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import MAXIMUM_DELAY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.servers.rabbitmq import RabbitmqServer
 
 MINUTE = timedelta(minutes=1)
@@ -65,6 +82,60 @@ async def test_bad_input_is_refused_and_nothing_is_sent(rabbitmq_url: str) -> No
         # And the longest delay there is goes out after all that
         await endpoint.send("sales", b"", delay=timedelta(seconds=MAXIMUM_DELAY))
         assert await kept(rabbitmq_url) == {V2.level(27): 1}
+
+
+TOO_LONG = timedelta(days=4000)
+#: The calls that take a delay or due time, each made with a time that is too far away.
+TOO_FAR: list[Callable[[MessageContext], object]] = [
+    lambda context: context.send("sales", b"", delay=TOO_LONG),
+    lambda context: context.send("sales", b"", deliver_at=datetime.now(UTC) + TOO_LONG),
+    lambda context: context.send_many([Send("sales", b"", delay=TOO_LONG)]),
+    lambda context: context.reply(b"", delay=TOO_LONG),
+    lambda context: context.forward("sales", delay=TOO_LONG),
+    lambda context: context.defer(TOO_LONG),
+    lambda context: context.defer(deliver_at=datetime.now(UTC) + TOO_LONG),
+]
+#: The instant and the time until then are named, and no argument that was not given.
+NAMED = r"a message due at '\d{4}-.*', in '(4000\.00:00:00|3999\.23:59:59\.\d+)', cannot wait in delay levels"
+
+
+@pytest.mark.parametrize("number", range(len(TOO_FAR)))
+async def test_what_a_handler_delays_too_long_is_in_the_error_queue(rabbitmq_url: str, number: int) -> None:
+    """Given a handler that delays a message for eleven years, then the reason names the time that it has given."""
+    endpoint = endpoint_on(rabbitmq_url)
+    endpoint.recoverability = Recoverability(0, delayed_retries=0)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        TOO_FAR[number](context)
+
+    transport: Any = endpoint.transport
+    async with endpoint:
+        await endpoint.send("sales", b"")
+        await eventually_async(lambda: is_there(transport, "error"))
+        [failed] = await transport.browse("error", 10)
+    assert re.search(NAMED, failed.headers[Headers.EXCEPTION_MESSAGE])
+
+
+async def is_there(transport: Any, queue: str) -> bool:  # noqa: ANN401
+    return bool(await transport.count(queue))
+
+
+async def test_a_send_that_is_delayed_too_long_names_what_was_given(rabbitmq_url: str) -> None:
+    """Given the ways to send from outside a handler, when the delay is too long, then the error names it."""
+    async with endpoint_on(rabbitmq_url) as endpoint:
+        for send in (
+            lambda: endpoint.send("sales", b"", delay=TOO_LONG),
+            lambda: endpoint.send("sales", b"", deliver_at=datetime.now(UTC) + TOO_LONG),
+            lambda: endpoint.send_many([Send("sales", b"", delay=TOO_LONG)]),
+        ):
+            with pytest.raises(InvalidDueTime, match=NAMED):
+                await send()
+    arguments = ["send", "sales", "x", "--delay", "4000d", "--url", rabbitmq_url, "--endpoint", "sales"]
+    ran = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    assert ran.exit_code
+    assert re.search(NAMED, ran.output + str(ran.exception))
+    assert "DoNotDeliverBefore" not in ran.output
 
 
 PERMISSIONS = [

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import InvalidDueTime, InvalidMessage
+from delayline.message import to_time_span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -102,36 +103,15 @@ def seconds_until(due: datetime, now: datetime) -> int:
     return seconds_of(due - now)
 
 
-def checked_delay(delay: timedelta) -> int:
-    """Return `seconds_of(delay)`; raises InvalidDueTime for one that 28 bits cannot hold."""
-    seconds = seconds_of(delay)
-    if seconds > MAXIMUM_DELAY:
-        raise InvalidDueTime(
-            f"a message cannot be delayed by {to_time_span(delay)!r} (delay=): delay levels hold at most "
-            f"'3106.21:24:15'. {_LONGER}"
-        )
-    return seconds
-
-
 def checked_until(due: datetime, now: datetime) -> int:
     """Return `seconds_until(due, now)`; raises InvalidDueTime where 28 bits cannot hold it."""
     seconds = seconds_until(due, now)
     if seconds > MAXIMUM_DELAY:
         raise InvalidDueTime(
-            f"a message cannot be delivered at {due.isoformat()!r} (deliver_at= or delay=): delay levels hold at most "
-            f"'3106.21:24:15'. {_LONGER}"
+            f"a message due at {due.isoformat()!r}, in {to_time_span(due - now)!r}, cannot wait in delay levels, which "
+            f"hold at most '3106.21:24:15'. {_LONGER}"
         )
     return seconds
-
-
-def to_time_span(delay: timedelta) -> str:
-    """Return the length as .NET writes it: `[d.]hh:mm:ss[.fffffff]`, with a minus in front where it is negative."""
-    length = abs(delay)
-    minutes, seconds = divmod(length.seconds, 60)
-    days = f"{length.days}." if length.days else ""
-    fraction = f".{length.microseconds * 10:07}" if length.microseconds else ""
-    sign = "-" if delay < timedelta(0) else ""
-    return f"{sign}{days}{minutes // 60:02}:{minutes % 60:02}:{seconds:02}{fraction}"
 
 
 def check_destination(destination: str) -> None:
