@@ -6,6 +6,7 @@ The destination of a delayed message is looked up when it is sent: a misspelt on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import reprlib
 import uuid
@@ -203,7 +204,8 @@ class Composer:
                 "Use context.send with a destination"
             )
         answer = {Headers.CORRELATION_ID: to.headers.get(Headers.CORRELATION_ID, to.id), Headers.INTENT: "Reply"}
-        answer |= {name: to.headers[origin] for origin, name in OF_SAGA.items() if to.headers.get(origin)}
+        if _is_guid(to.headers.get(Headers.ORIGINATING_SAGA_ID, "")):
+            answer |= {name: to.headers[origin] for origin, name in OF_SAGA.items() if to.headers.get(origin)}
         sent = answer | dict(check_headers(headers or {}))
         return self.compose(address, body, headers=sent, delay=delay, related_to=to)
 
@@ -261,6 +263,13 @@ def check_name(what: str, name: str, longest: int) -> None:
         raise InvalidMessage(f"{what} has {len(name)} characters, {longest} at most: {name[:40]!r}...")
     if not name.isprintable() or name != name.strip():
         raise InvalidMessage(f"{what} {name!r} has control characters, or spaces around it: remove them")
+
+
+def _is_guid(text: str) -> bool:
+    """Return whether a header has the id of a saga, which every reader of it takes for a GUID."""
+    with contextlib.suppress(ValueError):
+        return bool(uuid.UUID(text))
+    return False
 
 
 def check_endpoint_name(name: str) -> str:

@@ -93,9 +93,11 @@ def test_a_reply_to_a_saga_names_the_saga(composer: Composer) -> None:
     assert headers[Headers.SAGA_TYPE] == "S, A"
 
 
-def test_a_reply_names_no_saga_where_the_request_has_none(composer: Composer) -> None:
-    """Given a request with empty saga headers, when answered, then the reply has none."""
-    request = Message("request", {Headers.REPLY_TO: "shop", Headers.ORIGINATING_SAGA_ID: ""}, b"")
+@pytest.mark.parametrize("saga", ["", "no guid", "5f3c9f2a", "{}", "\0", "f" * 20_000])
+def test_a_reply_names_no_saga_where_the_request_has_none(composer: Composer, saga: str) -> None:
+    """Given a request whose saga header is empty or no GUID, when answered, then the reply has none."""
+    of_saga = {Headers.ORIGINATING_SAGA_ID: saga, Headers.ORIGINATING_SAGA_TYPE: "S, A"}
+    request = Message("request", {Headers.REPLY_TO: "shop", **of_saga}, b"")
     headers = composer.reply(request, b"yes", None, None).operation.message.headers
     assert Headers.SAGA_ID not in headers
     assert Headers.SAGA_TYPE not in headers
