@@ -298,3 +298,13 @@ def test_make_has_every_target_that_a_page_names() -> None:
         text = page.read_text(encoding="utf-8")
         for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)`?", text, re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{name_of(page)} names make {target}"
+
+
+def test_the_page_on_dotnet_shows_its_example() -> None:
+    """Given the two programs of the example, then the page has the Python one whole, and the heart of the other."""
+    blocks, example = blocks_of(ROOT / "docs" / "how-to" / "dotnet.md"), ROOT / "examples" / "dotnet"
+    assert [one.text for one in blocks if one.language == "python"] == [(example / "billing.py").read_text()]
+    [heart] = [one.text for one in blocks if one.language == "csharp"]
+    program = (example / "Program.cs").read_text()
+    assert heart in program
+    assert f"the {len(program.splitlines())} lines in" in (ROOT / "docs" / "how-to" / "dotnet.md").read_text()
