@@ -34,12 +34,12 @@ from delayline import (
     UnsupportedTransactionMode,
     errors,
     guarantee,
+    handler_rows,
 )
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.cli import main as command_line
 from delayline.config import Settings, describe_setting, flag_of, setting_names, variable_of
 from delayline.events import Event
-from delayline.external import SupportsExternalTransactions
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema
 from delayline.sql.databases import database_at
@@ -102,13 +102,12 @@ def guarantees() -> str:
         except UnsupportedTransactionMode:
             return "refuses to start"
 
-    def with_rows(transport: Transport) -> str:
-        if not isinstance(transport, SupportsExternalTransactions):
-            return "no"
-        return "yes" if transport.transaction_domain is not both else "without delayed sends"
+    def with_rows(transport: Transport, waiting: DelayedMessageStore | DelayLevelDelivery) -> str:
+        delivery = waiting if isinstance(waiting, DelayLevelDelivery) else StoredDelivery(waiting)
+        return str(handler_rows(transport, delivery, transport.highest_transaction_mode))
 
     rows = [
-        [name, *(cell(transport, store, mode) for mode in TransactionMode), with_rows(transport)]
+        [name, *(cell(transport, store, mode) for mode in TransactionMode), with_rows(transport, store)]
         for name, transport, store in pairs
     ]
     rows += timeout_guarantees(one, two)
@@ -120,13 +119,14 @@ def timeout_guarantees(one: str, two: str) -> list[list[str]]:
     rows = []
     for name, place in (("one file", one), ("two files", two)):
         cells = []
+        delivery = TimeoutManagerDelivery(SqlTimeoutPersister(place))
+        kept = str(handler_rows(SqlTransport(one), delivery, TransactionMode.SENDS_ATOMIC_WITH_RECEIVE))
         for mode in TransactionMode:
             try:
-                delivery = TimeoutManagerDelivery(SqlTimeoutPersister(place))
                 cells.append(str(guarantee(SqlTransport(one), delivery, mode)))
             except UnsupportedTransactionMode:
                 cells.append("refuses to start")
-        rows.append([f"SQLite, queues and timeout manager in {name}", *cells, "yes"])
+        rows.append([f"SQLite, queues and timeout manager in {name}", *cells, kept])
     return rows
 
 

@@ -30,6 +30,7 @@ from delayline.errors import (
     UnsupportedTransactionMode,
 )
 from delayline.events import Event
+from delayline.handler_transactions import HandlerRows, handler_rows
 from delayline.handlers import MessageContext
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
@@ -83,6 +84,7 @@ __all__ = [
     "Endpoint",
     "Event",
     "Guarantee",
+    "HandlerRows",
     "Headers",
     "InvalidDueTime",
     "InvalidMessage",
@@ -114,5 +116,6 @@ __all__ = [
     "UnsupportedTransactionMode",
     "exponential",
     "guarantee",
+    "handler_rows",
     "message_type",
 ]

@@ -36,7 +36,7 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
-from delayline.handler_transactions import HandlerTransactions
+from delayline.handler_transactions import HandlerRows, HandlerTransactions, handler_rows
 from delayline.handlers import Handlers, name_of
 from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
 from delayline.outgoing import Composer, Destinations, HeaderMap, Send, check_endpoint_name, report_sent
@@ -123,6 +123,8 @@ class Endpoint:
         recoverability: Retries of failing handlers; by default as many as the transaction mode allows.
         concurrency: Messages handled at once; 1 or more. Handlers that wait for other systems, such as HTTP services,
             gain from more.
+        transaction_connections: The most connections to open for `context.transaction()` without a source; 1 or more,
+            by default `concurrency`. Receiving and dispatching have others.
         send_only: No input queue and no handlers; the delayed delivery still runs.
         on_critical_error: Called, after logging, when a fault has lasted too long. The default stops the endpoint.
         setup_infrastructure: Create queues and tables at start; False leaves that to `delayline setup`.
@@ -154,6 +156,7 @@ class Endpoint:
         error_queue: str = "error",
         recoverability: Recoverability | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
+        transaction_connections: int | None = None,
         send_only: bool = False,
         on_critical_error: CriticalErrorAction = log_and_stop,
         setup_infrastructure: bool = True,
@@ -172,8 +175,14 @@ class Endpoint:
         self.send_only = send_only
         self.transaction_mode = _mode(transaction_mode, transport, delayed_delivery)
         self.guarantee: Guarantee = guarantee(transport, delayed_delivery, self.transaction_mode)
+        self.handler_rows: HandlerRows = handler_rows(transport, delayed_delivery, self.transaction_mode)
         self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
         self.concurrency = whole_number("concurrency", concurrency, at_least=1)
+        self.transaction_connections = (
+            self.concurrency
+            if transaction_connections is None
+            else whole_number("transaction_connections", transaction_connections, at_least=1)
+        )
         self._handlers = Handlers(serializer, threads=self.concurrency)
         self._on_critical_error = on_critical_error
         self._setup = setup_infrastructure
@@ -766,7 +775,7 @@ class Endpoint:
             self._running.push_async_callback(delivery.stop)
             await delivery.start()
         if self._handlers:
-            transactions = HandlerTransactions(self.transport, self.transaction_mode, self.concurrency)
+            transactions = HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
             self._pipeline = Pipeline(
                 host=self._host,
                 queue=self._queue,

@@ -8,6 +8,8 @@ import logging
 import sys
 import threading
 from concurrent.futures import Future
+from enum import StrEnum
+from inspect import isawaitable, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from delayline.errors import ConfigurationError
@@ -16,23 +18,79 @@ from delayline.external import ExternalTransaction, SupportsExternalTransactions
 from delayline.transaction import Transaction, TransactionMode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
     from sqlalchemy.orm import Session, sessionmaker
 
+    from delayline.transaction import TransactionParticipant
+    from delayline.transport import Transport
+
+    class ConnectionPool(Protocol):
+        """Common interface of the pools of psycopg and psycopg2."""
+
+        def getconn(self) -> Any:  # noqa: ANN401 - a connection, or an awaitable of one
+            """Return a connection."""
+            ...
+
+        def putconn(self, conn: Any) -> Any:  # noqa: ANN401
+            """Take it back."""
+            ...
+
     #: Makes the connections or sessions of transactions; a str is an alias of Django's DATABASES.
-    TransactionSource: TypeAlias = Engine | sessionmaker[Session] | AsyncEngine | async_sessionmaker[AsyncSession] | str
+    TransactionSource: TypeAlias = (
+        Engine
+        | sessionmaker[Session]
+        | AsyncEngine
+        | async_sessionmaker[AsyncSession]
+        | ConnectionPool
+        | Callable[[], Any]
+        | str
+    )
 
 logger = logging.getLogger(__name__)
 
 SYNCHRONOUS: Final = (("sqlalchemy", "Engine"), ("sqlalchemy.orm", "sessionmaker"))
 ASYNCHRONOUS: Final = (("sqlalchemy.ext.asyncio", "AsyncEngine"), ("sqlalchemy.ext.asyncio", "async_sessionmaker"))
-SOURCES: Final = "an Engine, AsyncEngine, sessionmaker or async_sessionmaker of SQLAlchemy, or an alias of Django's"
+SOURCES: Final = (
+    "an Engine, AsyncEngine, sessionmaker or async_sessionmaker of SQLAlchemy, a pool of psycopg's, a function that "
+    "connects, or an alias of Django's"
+)
+
+
+class HandlerRows(StrEnum):
+    """Whether rows that a handler writes in `context.transaction()` commit with the end of its message."""
+
+    YES = "yes"
+    WITHOUT_DELAYED_SENDS = "without delayed sends"
+    NO = "no"
+
+
+def handler_rows(transport: Transport, delivery: TransactionParticipant | None, mode: TransactionMode) -> HandlerRows:
+    """Return whether rows of a handler, the end of its message and its sends can be one transaction.
+
+    Args:
+        transport: The transport of the handled messages.
+        delivery: The delayed delivery; None for none.
+        mode: The endpoint's transaction mode.
+    """
+    if mode < TransactionMode.SENDS_ATOMIC_WITH_RECEIVE or not isinstance(transport, SupportsExternalTransactions):
+        return HandlerRows.NO
+    reached = transport.external_domain if isinstance(transport, SupportsEngines) else transport.transaction_domain
+    if delivery is None or delivery.transaction_domain == reached:
+        return HandlerRows.YES
+    return HandlerRows.WITHOUT_DELAYED_SENDS
 
 
 @runtime_checkable
 class SupportsEngines(Protocol):
     """Capability of a transport: make Engines of SQLAlchemy on the database of its queues."""
+
+    @property
+    def external_domain(self) -> Hashable:
+        """The transaction domain of external transactions."""
+        ...
 
     def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
         """Return an Engine with at most `size` connections. Raises ConfigurationError or MissingExtra."""
@@ -70,7 +128,8 @@ class HandlerTransactions:
     Args:
         transport: The transport of the handled messages.
         mode: The endpoint's transaction mode.
-        size: The most connections to open where a handler names no source of its own; 1 or more.
+        size: The most connections to open where a handler names no source of its own; 1 or more. Further handlers
+            wait for one of them.
     """
 
     def __init__(self, transport: object, mode: TransactionMode, size: int) -> None:
@@ -87,16 +146,18 @@ class HandlerTransactions:
         self._check()
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
-            if source is not None and not any(_is(source, *kind) for kind in ASYNCHRONOUS):
+            if source is not None and not _connects(source, asynchronous=True):
                 raise ConfigurationError(
-                    f"context.transaction() of a coroutine handler takes an AsyncEngine or an async_sessionmaker, not "
-                    f"{_name(source)}, which would block the event loop: make the handler a `def` function"
+                    f"context.transaction() of a coroutine handler takes an AsyncEngine, an async_sessionmaker, an "
+                    f"AsyncConnectionPool or a coroutine function that connects, not {_name(source)}, which would "
+                    "block the event loop: make the handler a `def` function"
                 )
             return LoopTransaction(source or self._engine(asynchronous=True))
-        if source is not None and not isinstance(source, str) and not any(_is(source, *kind) for kind in SYNCHRONOUS):
+        if source is not None and not isinstance(source, str) and not _connects(source, asynchronous=False):
             raise ConfigurationError(
-                f"context.transaction() of a function takes an Engine, a sessionmaker or an alias of Django's, not "
-                f"{_name(source)}: make the handler a coroutine function to use {SOURCES}"
+                f"context.transaction() of a function takes an Engine, a sessionmaker, a pool or a function that "
+                f"connects, or an alias of Django's, not {_name(source)}: make the handler a coroutine function to use "
+                f"{SOURCES}"
             )
         return ThreadTransaction(source or self._engine(asynchronous=False))
 
@@ -165,8 +226,8 @@ class LoopTransaction:
     async def begin(self) -> Any:  # noqa: ANN401 - the connection or session
         """Open the connection, once, and return it."""
         if self.connection is None:
-            connects = _is(self.source, *ASYNCHRONOUS[0])
-            self.connection = await self.source.connect() if connects else self.source()
+            made = _made_by(self.source, *ASYNCHRONOUS[0])
+            self.connection = await made if isawaitable(made) else made
         return self.connection
 
     async def commit(self) -> None:
@@ -181,7 +242,11 @@ class LoopTransaction:
         connection, self.connection = self.connection, None
         if connection is not None:
             try:
-                await connection.close()
+                if hasattr(self.source, "putconn"):
+                    await connection.rollback()
+                    await self.source.putconn(connection)
+                else:
+                    await connection.close()
             except Exception as error:
                 _log_unclosed(error)
 
@@ -212,8 +277,7 @@ class ThreadTransaction:
             if isinstance(self.source, str):
                 self.connection = self._begin_in_django(self.source)
             else:
-                connects = _is(self.source, *SYNCHRONOUS[0])
-                self.connection = self.source.connect() if connects else self.source()
+                self.connection = _made_by(self.source, *SYNCHRONOUS[0])
         return self.connection
 
     def serve(self, *, given_up: bool) -> None:
@@ -263,6 +327,9 @@ class ThreadTransaction:
         try:
             if atomic is not None:
                 atomic.__exit__(Undone, Undone(), None)
+            elif connection is not None and hasattr(self.source, "putconn"):
+                connection.rollback()
+                self.source.putconn(connection)
             elif connection is not None and not isinstance(self.source, str):
                 connection.close()
         except Exception as error:
@@ -291,6 +358,25 @@ class Undone(Exception):
 def _is(source: object, module: str, name: str) -> bool:
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(source, getattr(loaded, name))
+
+
+def _connects(source: object, *, asynchronous: bool) -> bool:
+    """Return whether a handler that is a coroutine function, or one that is not, can use the source."""
+    fits, others = (ASYNCHRONOUS, SYNCHRONOUS) if asynchronous else (SYNCHRONOUS, ASYNCHRONOUS)
+    if any(_is(source, *kind) for kind in fits):
+        return True
+    makes = getattr(source, "getconn", source)
+    if any(_is(source, *kind) for kind in others) or not callable(makes):
+        return False
+    function = getattr(makes, "func", makes)  # of a functools.partial
+    return iscoroutinefunction(function) is asynchronous
+
+
+def _made_by(source: Any, module: str, engine: str) -> Any:  # noqa: ANN401 - a connection, or an awaitable of one
+    """Return a new connection or session of the source."""
+    if _is(source, module, engine):
+        return source.connect()
+    return source.getconn() if hasattr(source, "getconn") else source()
 
 
 def _name(source: object) -> str:

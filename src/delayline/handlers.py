@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
     from sqlalchemy.orm import Session, sessionmaker
 
-    from delayline.handler_transactions import HandlerTransaction, HandlerTransactions, TransactionSource
+    from delayline.handler_transactions import (
+        ConnectionPool,
+        HandlerTransaction,
+        HandlerTransactions,
+        TransactionSource,
+    )
     from delayline.message import Body
     from delayline.outgoing import Composer, HeaderMap, Outgoing, Send
     from delayline.recoverability import Recoverability
@@ -195,6 +200,10 @@ class MessageContext:
     @overload
     def transaction(self, source: async_sessionmaker[AsyncSession]) -> Awaitable[AsyncSession]: ...
     @overload
+    def transaction(self, source: Callable[[], Result_co]) -> Result_co: ...
+    @overload
+    def transaction(self, source: ConnectionPool) -> Any: ...  # noqa: ANN401
+    @overload
     def transaction(self, source: str | None = None) -> Any: ...  # noqa: ANN401
 
     def transaction(self, source: TransactionSource | None = None) -> Any:
@@ -204,9 +213,10 @@ class MessageContext:
         yourself. Your rows are in the database of the queues.
 
         Args:
-            source: Makes the connection: an Engine or sessionmaker of SQLAlchemy or an alias of Django's DATABASES in a
-                function; an AsyncEngine or async_sessionmaker in a coroutine function, which awaits the result. By
-                default an Engine on the database of the queues, with a connection for each message handled at once.
+            source: Makes the connection. In a function: an Engine or sessionmaker of SQLAlchemy, a pool or a function
+                that connects, as psycopg's, or an alias of Django's DATABASES. In a coroutine function, which awaits
+                the result: an AsyncEngine, an async_sessionmaker, an AsyncConnectionPool or a coroutine function. By
+                default an Engine on the database of the queues, with `transaction_connections` of the endpoint.
 
         Returns:
             The connection or session; in a coroutine function an awaitable of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,9 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import psycopg
+import psycopg_pool
+import pymysql
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
@@ -19,7 +23,16 @@ from sqlalchemy.orm import sessionmaker
 from tests.eventually import eventually_async
 from tests.integration.test_django import django_at
 
-from delayline import Endpoint, Recoverability, TransactionMode
+from delayline import (
+    ConfigurationError,
+    Endpoint,
+    HandlerRows,
+    Recoverability,
+    StoredDelivery,
+    TransactionMode,
+    TwoPhaseCommit,
+    handler_rows,
+)
 from delayline.memory import MemoryTransport
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
@@ -66,6 +79,7 @@ class Shop:
         self.failures = failures
         self.attempts = 0
         self.engines: list[Any] = []
+        self.pools: list[Any] = []
         settings = {"recoverability": Recoverability(immediate_retries=2, delayed_retries=0), **settings}
         self.endpoint = Endpoint(
             "shop", transport=self.transport, delayed_delivery=SqlDelayedMessageStore(url), **settings
@@ -81,6 +95,9 @@ class Shop:
     async def handled(self, number: int = 1) -> None:
         """Send messages to the endpoint, and wait until its queue is empty."""
         await self.transport.setup_infrastructure(["out"])
+        for pool in self.pools:
+            if isinstance(pool, psycopg_pool.AsyncConnectionPool):
+                await pool.open()
         async with self.endpoint:
             for n in range(number):
                 await self.endpoint.send("shop", b"", message_id=f"m{n}")
@@ -92,6 +109,11 @@ class Shop:
             ended = engine.dispose()
             if ended is not None:
                 await ended
+        for pool in self.pools:
+            assert pool.get_stats()["pool_available"] == pool.get_stats()["pool_size"]  # all were given back
+            ended = pool.close()
+            if ended is not None:
+                await ended
 
     async def is_empty(self) -> bool:
         return await self.transport.count("shop") == 0
@@ -101,7 +123,7 @@ def in_a_coroutine(shop: Shop, source: object = None) -> None:
     @shop.endpoint.handler
     async def handle(message: Message, context: MessageContext) -> None:
         connection = await context.transaction(source)  # type: ignore[call-overload]
-        await connection.execute(text(ROW), {"id": message.id})
+        await insert(connection, message.id)
         shop.send_and_fail(context)
 
 
@@ -109,7 +131,7 @@ def in_a_function(shop: Shop, source: object = None) -> None:
     @shop.endpoint.handler
     def handle(message: Message, context: MessageContext) -> None:
         connection = context.transaction(source)  # type: ignore[call-overload]
-        connection.execute(text(ROW), {"id": message.id})
+        insert(connection, message.id)
         shop.send_and_fail(context)
 
 
@@ -130,12 +152,76 @@ def of_the_endpoint(shop: Shop) -> None:
     in_a_coroutine(shop)
 
 
+def of_drivers(shop: Shop) -> None:
+    """Let a function that is no Engine connect."""
+    if shop.url.startswith("postgresql"):
+        in_a_function(shop, partial(psycopg.connect, shop.url))
+    else:
+        engine = engine_at(shop.url)
+        shop.engines = [engine]
+
+        def connect() -> Any:  # noqa: ANN401
+            pooled = engine.raw_connection()
+            driver = pooled.driver_connection
+            pooled.detach()
+            return driver
+
+        in_a_function(shop, connect)
+
+
+def of_pools(shop: Shop) -> None:
+    needs_postgresql(shop.url)
+    pool = psycopg_pool.ConnectionPool(shop.url, min_size=1, max_size=4, open=True)
+    shop.pools = [pool]
+    in_a_function(shop, pool)
+
+
+def of_async_psycopg(shop: Shop) -> None:
+    needs_postgresql(shop.url)
+    in_a_coroutine(shop, partial(psycopg.AsyncConnection.connect, shop.url))
+
+
+def of_async_pools(shop: Shop) -> None:
+    needs_postgresql(shop.url)
+    pool = psycopg_pool.AsyncConnectionPool(shop.url, min_size=1, max_size=4, open=False)
+    shop.pools = [pool]
+    in_a_coroutine(shop, pool)
+
+
+def needs_postgresql(url: str) -> None:
+    if not url.startswith("postgresql"):
+        pytest.skip("a pool of psycopg's")
+
+
+def insert(connection: Any, id: str) -> Any:  # noqa: ANN401 - a connection of any kind, the outcome or an awaitable
+    """Insert a row with a connection of SQLAlchemy's, psycopg's, PyMySQL's or sqlite3's."""
+    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
+        return connection.execute("INSERT INTO orders VALUES (%s)", [id])
+    if isinstance(connection, sqlite3.Connection):
+        return connection.execute("INSERT INTO orders VALUES (?)", [id])
+    if isinstance(connection, pymysql.Connection):
+        return connection.cursor().execute("INSERT INTO orders VALUES (%s)", [id])
+    return connection.execute(text(ROW), {"id": id})
+
+
 def needs_async_driver(url: str) -> None:
     if url.startswith("mariadb"):
         pytest.skip("no driver for asyncio here")
 
 
-@pytest.mark.parametrize("register", [of_the_endpoint, in_a_function, of_sessions, of_async_sessions])
+EVERY = [
+    of_the_endpoint,
+    in_a_function,
+    of_sessions,
+    of_async_sessions,
+    of_drivers,
+    of_pools,
+    of_async_psycopg,
+    of_async_pools,
+]
+
+
+@pytest.mark.parametrize("register", EVERY)
 async def test_rows_sends_and_the_messages_end_commit_together(url: str, register: Callable[[Shop], None]) -> None:
     """Given a handler that fails at first, when it has succeeded, then its row and its sends are there once."""
     shop = Shop(url, failures=2)
@@ -144,7 +230,9 @@ async def test_rows_sends_and_the_messages_end_commit_together(url: str, registe
     assert (orders(url), shop.attempts, shop.sent, shop.waiting, shop.failed) == (["m0"], 3, 1, 1, 0)
 
 
-@pytest.mark.parametrize("register", [of_the_endpoint, in_a_function])
+@pytest.mark.parametrize(
+    "register", [of_the_endpoint, in_a_function, of_drivers, of_pools, of_async_psycopg, of_async_pools]
+)
 async def test_a_handler_that_fails_for_good_leaves_no_rows(url: str, register: Callable[[Shop], None]) -> None:
     """Given a handler that always fails, when its message is in the error queue, then its rows are rolled back."""
     shop = Shop(url, failures=99)
@@ -222,6 +310,46 @@ async def test_others_do_not_wait_for_transactions_of_handlers(postgresql_url: s
         await eventually_async(shop.is_empty)
 
 
+async def test_handlers_wait_for_a_connection_of_their_pool(postgresql_url: str) -> None:
+    """Given a pool of two connections and eight handlers at once, then two hold one each, and the others follow."""
+    shop = Shop(postgresql_url, concurrency=8, transaction_connections=2)
+    holding = most = handled = 0
+
+    @shop.endpoint.handler
+    async def hold(message: Message, context: MessageContext) -> None:
+        nonlocal holding, most, handled
+        await context.transaction()
+        holding += 1
+        most = max(most, holding)
+        await asyncio.sleep(0.05)
+        holding -= 1
+        handled += 1
+
+    async with shop.endpoint:
+        await asyncio.gather(*(shop.endpoint.send("shop", b"") for _ in range(8)))
+        await eventually_async(shop.is_empty)
+    assert (most, handled) == (2, 8)
+    with pytest.raises(ConfigurationError, match="transaction_connections must be"):
+        Endpoint("shop", transport=SqlTransport(postgresql_url), transaction_connections=0)
+
+
+def test_whose_rows_take_part_is_reported() -> None:
+    """Given parts and modes, then it is reported whether rows of handlers commit with the message and its sends."""
+    here, there = SqlTransport("postgresql://server/one"), SqlDelayedMessageStore("postgresql://server/two")
+    near, scope = SqlDelayedMessageStore("postgresql://server/one"), TransactionMode.TRANSACTION_SCOPE
+    atomic = TransactionMode.SENDS_ATOMIC_WITH_RECEIVE
+    assert handler_rows(here, StoredDelivery(near), scope) is HandlerRows.YES
+    assert handler_rows(here, None, atomic) is HandlerRows.YES
+    assert handler_rows(here, StoredDelivery(there), atomic) is HandlerRows.WITHOUT_DELAYED_SENDS
+    assert handler_rows(here, StoredDelivery(near), TransactionMode.RECEIVE_ONLY) is HandlerRows.NO
+    assert handler_rows(MemoryTransport(), None, scope) is HandlerRows.NO
+    assert Endpoint("shop", transport=here, delayed_delivery=near).handler_rows is HandlerRows.YES
+    both = TwoPhaseCommit()
+    joined = SqlTransport("postgresql://server/one", two_phase=both)
+    across = StoredDelivery(SqlDelayedMessageStore("postgresql://server/two", two_phase=both))
+    assert handler_rows(joined, across, scope) is HandlerRows.WITHOUT_DELAYED_SENDS
+
+
 async def test_a_function_that_takes_too_long_is_rolled_back(url: str) -> None:
     """Given a function that outlives its timeout in a transaction, when it returns, then its rows are undone."""
     shop, returned, began = Shop(url), threading.Event(), threading.Event()
@@ -295,8 +423,9 @@ async def test_sources_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             await endpoint.send("shop", b"")
             await eventually_async(partial(is_at, errors, expected))
     assert all("queues in your database, and this endpoint's are in MemoryTransport" in one for one in errors[:3])
-    assert "takes an AsyncEngine or an async_sessionmaker, not a Engine" in errors[3]
-    assert "takes an Engine, a sessionmaker or an alias of Django's, not a AsyncEngine" in errors[4]
+    assert "takes an AsyncEngine, an async_sessionmaker, an AsyncConnectionPool or a coroutine function" in errors[3]
+    assert "not a Engine, which would block the event loop" in errors[3]
+    assert "a function that connects, or an alias of Django's, not a AsyncEngine" in errors[4]
 
 
 def is_at(errors: list[str], number: int) -> bool:

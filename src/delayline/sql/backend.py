@@ -37,6 +37,11 @@ class SqlBackend:
         self._stops = 0
 
     @property
+    def external_domain(self) -> Hashable:
+        """The domain of external transactions, which reach this one database."""
+        return self._database.domain
+
+    @property
     def transaction_domain(self) -> Hashable:
         """The database, or the two-phase commit that joins two."""
         return self._two_phase or self._database.domain
