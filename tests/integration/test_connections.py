@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ COUNT = {
     "postgresql": "SELECT count(*) - 1 FROM pg_stat_activity WHERE datname = current_database()",
     "mariadb": "SELECT count(*) FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
 }
+#: Connections of an idle endpoint: claims and statements, on PostgreSQL notifications too.
+IDLE = {"postgresql": 3, "mariadb": 2}
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])
@@ -145,6 +148,44 @@ async def test_the_size_of_the_pool_bounds_the_connections(url: str, size: int) 
             watch.commit()
     watch.close()
     assert most <= size + 3  # notifications, claims, single inserts
+
+
+async def test_an_idle_endpoint_has_few_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given connections that are at rest sooner than usual
+    monkeypatch.setattr("delayline.sql.server_database.PING_AFTER", 0.2)
+    monkeypatch.setattr("delayline.sql.server_database.CLOSE_AFTER", 0.5)
+    product = "postgresql" if url.startswith("postgresql") else "mariadb"
+    handled: list[str] = []
+    endpoint = Endpoint(
+        "sales",
+        transport=SqlTransport(url),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)),
+    )
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled.append(message.id)
+        await context.send("done", b"")
+
+    await endpoint.transport.setup_infrastructure(["done"])
+    with contextlib.closing(connect_to(url)) as watch:
+        watch.autocommit = True if product == "postgresql" else watch.autocommit(True)
+
+        def connections() -> int:
+            with watch.cursor() as cursor:
+                cursor.execute(COUNT[product])
+                return int(cursor.fetchone()[0])
+
+        async with endpoint:
+            # When it has been busy, sending one by one and many together, with and without a delay
+            for number in range(2):
+                await endpoint.send("done", b"")
+                await endpoint.send("sales", b"", delay=timedelta(milliseconds=10))
+                await asyncio.gather(*(endpoint.send("sales", b"") for _ in range(50)))
+                await eventually_async(lambda: len(handled) == 51 * (number + 1))  # noqa: B023
+                # Then at rest it has those for claims, notifications and statements
+                await eventually_async(lambda: connections() <= IDLE[product])
+            await endpoint.send("done", b"")
 
 
 @pytest.mark.parametrize("size", [1, 0, -1, 1001, "many", 2.5, True])

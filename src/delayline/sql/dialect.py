@@ -290,6 +290,10 @@ class Inserts(Protocol):
         """Return how many rows were inserted; None when it has to go the ordinary way, and nothing was done."""
         ...
 
+    def rest(self) -> None:
+        """Give a connection that has not been used for a while back to the pool. Never blocks."""
+        ...
+
     def close(self) -> None:
         """Finish the work in progress and accept no more; blocks."""
         ...
@@ -570,6 +574,10 @@ class ServerSession(Protocol):
 
     def failed(self, error: Exception, *, commits: bool) -> Exception:
         """Return delayline's error for a driver's, having given the connection up if that was its end."""
+        ...
+
+    def give_back(self) -> None:
+        """Let others use the connection."""
         ...
 
     def close(self) -> None:

@@ -147,6 +147,10 @@ class Session:
                 self.close()
         return translated
 
+    def give_back(self) -> None:
+        """Let others use the connection."""
+        self._database.give_back(self)
+
     def close(self) -> None:
         """Disconnect. Idempotent; leaves a connection that another process has made to that one.
 
@@ -464,6 +468,8 @@ class ServerDatabase(Database):
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next work; close one that has not been used for a while."""
+        if self._inserts is not None:
+            self._inserts.rest()
         if session in self._all and not session.is_at_work:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again

@@ -161,6 +161,7 @@ LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its 
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit
 #: The types in which values are sent, as they are kept: varchar, timestamptz, bytea, int4.
 OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 23}
+NAMES: Final = "delayline inserts"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 MICROSECONDS: Final = struct.Struct(">q")
 NUMBER: Final = struct.Struct(">i")
 
@@ -168,7 +169,7 @@ NUMBER: Final = struct.Struct(">i")
 class LoopInserts:
     """Inserts messages one at a time, for the first event loop that uses it while that loop lives.
 
-    `_free` is held from the start of an insert until its answer has been read.
+    `_free` is held from the start of an insert until its answer has been read. At rest its connection is the pool's.
     """
 
     def __init__(self, database: ServerSessions, dialect: Server) -> None:
@@ -211,6 +212,31 @@ class LoopInserts:
             with contextlib.suppress(RuntimeError):  # closed just now
                 watch.loop.call_soon_threadsafe(self._abandon)
 
+    def rest(self) -> None:
+        """Give a connection that has not been used for a while back to the pool. Never blocks."""
+        watch = self._watch
+        if self._session is None or self._session.trusted:
+            return
+        if watch is None:
+            self._give_back(None)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the next one takes the connection over
+                watch.loop.call_soon_threadsafe(self._give_back, watch)
+
+    def _give_back(self, watch: SocketWatch | None) -> None:
+        """Let others use the connection; on the event loop that watches it, which must not read their answers."""
+        if not self._free.acquire(blocking=False):
+            return
+        session = self._session
+        at_rest = session is not None and not session.trusted and watch is self._watch
+        if at_rest:
+            self._session = self._watch = None
+            if watch is not None:
+                watch.end_here()
+        self._free.release()
+        if session is not None and at_rest:
+            session.give_back()
+
     def _take(self, loop: asyncio.AbstractEventLoop) -> bool:
         if not self._free.acquire(blocking=False):
             return False
@@ -243,7 +269,7 @@ class LoopInserts:
     def _prepare_and_insert(self, statement: Prepared, row: tuple[Any, ...], connection: Connection) -> int:
         driver: Any = connection.connection.driver_connection
         if driver is not self._driver:
-            self._driver, self._names = driver, {}
+            self._driver, self._names = driver, connection.info.setdefault(NAMES, {})
         usable = driver.prepare_threshold is not None and driver.info.encoding == "utf-8"
         if usable and statement.sql not in self._names:
             name = f"delayline_{len(self._names)}".encode()
@@ -373,11 +399,12 @@ class SocketWatch:
     def end(self) -> None:
         """Watch no more; from any thread, once."""
         try:
-            self.loop.call_soon_threadsafe(self._end)
+            self.loop.call_soon_threadsafe(self.end_here)
         except RuntimeError:  # the loop is closed
             os.close(self._descriptor)
 
-    def _end(self) -> None:
+    def end_here(self) -> None:
+        """Watch no more, from now on; on the event loop, once."""
         self.loop.remove_reader(self._descriptor)
         self.loop.remove_writer(self._descriptor)
         os.close(self._descriptor)
