@@ -34,7 +34,7 @@ from delayline.message import (
     to_wire_time,
 )
 from delayline.recoverability import MACHINE
-from delayline.serialization import names_of_value
+from delayline.serialization import PLAIN, names_of_value
 from delayline.transport import SupportsQueueLookup, TransportOperation
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Composer:
         else:
             check_name("message_id", message_id, MAXIMUM_ID_LENGTH)
         encoded, content_type = encode_body(body, self._serializer)
-        if types := names_of_value(body):
+        if type(body) not in PLAIN and (types := names_of_value(body)):
             headers = {Headers.ENCLOSED_MESSAGE_TYPES: types, **(headers or {})}
         if expires is not None:
             headers = {**(headers or {}), Headers.TIME_TO_BE_RECEIVED: _time_to_be_received(expires)}

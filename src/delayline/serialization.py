@@ -14,7 +14,7 @@ from delayline.errors import ConfigurationError, InvalidMessage, InvalidPayload
 Kind = TypeVar("Kind", bound=type)
 _NAME: Final = "__delayline_message_type__"
 #: Types whose values have no type name on the wire.
-_PLAIN: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
+PLAIN: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
 #: How deep the search for a value that cannot be serialized goes.
 _DEPTH: Final = 50
 
@@ -129,7 +129,7 @@ def name_of_kind(kind: Any) -> str:  # noqa: ANN401 - a type, or a name
 
 def is_message_kind(kind: type) -> bool:
     """Return whether values of the class are typed messages, whose type name is sent with them."""
-    return kind not in _PLAIN and (
+    return kind not in PLAIN and (
         _NAME in vars(kind)
         or dataclasses.is_dataclass(kind)
         or issubclass(kind, msgspec.Struct)
@@ -141,7 +141,7 @@ def is_message_kind(kind: type) -> bool:
 def names_of_value(value: object) -> str | None:
     """Return the type names of a typed message, most derived first, as the header has them; None for other values."""
     kind = type(value)
-    if kind in _PLAIN or not is_message_kind(kind):
+    if not is_message_kind(kind):
         return None
     bases = [name_of_kind(base) for base in kind.__mro__[1:] if _NAME in vars(base)]
     return ";".join([name_of_kind(kind), *bases])
