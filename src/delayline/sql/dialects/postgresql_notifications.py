@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 PROBE_EVERY: Final = 30.0  # seconds between proofs that a notification still comes through
 PROBE_WITHIN: Final = 5.0
 POLL_EVERY: Final = 1.0  # seconds between looks while notifications do not come through
+TELL_EVERY: Final = 0.002  # seconds between notifications of other processes: each costs as much as an insert
+LOST_AFTER: Final = 1.0  # seconds after which a scheduled one is lost: its event loop has ended
 
 
 #: A poller that sleeps shorter than this needs no notification.
@@ -74,7 +77,9 @@ class PostgresqlNotifications:
         self.me = uuid.uuid4().hex[:12]
         self._lock = threading.Lock()
         self._untold: dict[str, int] = {}
-        self._telling = False
+        self._tells_at: float | None = None
+        """When other processes are notified next; None if that is not scheduled."""
+        self._told_at = 0.0
         self._sleeping: dict[str, str] = {}
         self._said: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
@@ -133,12 +138,21 @@ class PostgresqlNotifications:
         self.spawn_telling()
 
     def spawn_telling(self) -> None:
-        """Notify other processes of pending news, unless that is in progress."""
+        """Notify other processes of pending news, unless that is scheduled: now, or a moment after the last time."""
+        now = time.monotonic()
         with self._lock:
-            if self._telling or not self._untold:
+            if not self._untold or (self._tells_at is not None and now < self._tells_at + LOST_AFTER):
                 return
-            self._telling = True
-        self._database.spawn(self._tell_others)
+            self._tells_at = max(now, self._told_at + TELL_EVERY)
+            pause = self._tells_at - now
+        try:
+            loop = asyncio.get_running_loop() if pause else None
+        except RuntimeError:  # a thread of the database
+            loop = None
+        if loop is None:
+            self._database.spawn(self._tell_others)
+        else:
+            loop.call_later(pause, self._database.spawn, self._tell_others)
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
         """Tell every listener, in this process too, when the transaction on the connection commits."""
@@ -149,6 +163,7 @@ class PostgresqlNotifications:
         with self._lock:  # the thread, which may be awake already, closes the pipe after that
             self.closing = True
             os.write(self._woken, b"c")
+        self._database.spawn(self._tell_others)  # its time may come too late
         if self._thread is None:
             self._close_pipe()
         else:
@@ -177,7 +192,9 @@ class PostgresqlNotifications:
     def _tell_others(self) -> None:
         with self._lock:
             untold, self._untold = self._untold, {}
-            self._telling = False
+            self._tells_at, self._told_at = None, time.monotonic()
+        if not untold:
+            return
         try:
             try:
                 self.send(untold)
