@@ -19,6 +19,7 @@ missing=""
 PATH="$PATH:/usr/sbin:/usr/local/sbin" command -v mariadbd >/dev/null || missing="$missing mariadb-server"
 [ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
 [ -x /usr/sbin/pgbouncer ] || missing="$missing pgbouncer"
+command -v prometheus >/dev/null && command -v promtool >/dev/null || missing="$missing prometheus"
 [ -e /usr/share/java/postgresql.jar ] || missing="$missing libpostgresql-jdbc-java"
 # What mssql-python, the driver for SQL Server, loads at its first connection.
 for library in libltdl.so.7:libltdl7 libodbc.so.2:libodbc2; do

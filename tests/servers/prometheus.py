@@ -1,0 +1,65 @@
+"""A private Prometheus that scrapes one address."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from tests.servers.own_process import OwnProcess
+from tests.servers.postgresql import free_port
+
+ROOT: Final = Path(__file__).parents[2]
+RULES: Final = ROOT / "deploy" / "prometheus" / "delayline-alerts.yml"
+SETTINGS: Final = """
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: ["{rules}"]
+scrape_configs:
+  - job_name: delayline
+    static_configs: [{{targets: ["{target}"]}}]
+"""
+
+
+class PrometheusServer(OwnProcess):
+    """Scrapes the target every second, and evaluates the alert rules."""
+
+    product = "Prometheus"
+    install = "apt-get install prometheus"
+
+    def __init__(self, target: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="delayline-prometheus-"))
+        self.url = f"http://127.0.0.1:{free_port()}"
+        settings = self.folder / "prometheus.yml"
+        settings.write_text(SETTINGS.format(rules=RULES, target=target))
+        self._begin(
+            [
+                "prometheus",
+                f"--config.file={settings}",
+                f"--storage.tsdb.path={self.folder / 'data'}",
+                f"--web.listen-address={self.url.removeprefix('http://')}",
+            ]
+        )
+
+    @staticmethod
+    def installed() -> bool:
+        """Tell whether the programs are there."""
+        return shutil.which("prometheus") is not None and shutil.which("promtool") is not None
+
+    def answers(self) -> bool:
+        """Tell whether it is ready."""
+        try:
+            return httpx.get(f"{self.url}/-/ready").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def ask(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON
+        """Return the data of an answer of its HTTP API."""
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def stop(self) -> None:
+        super().stop()
+        shutil.rmtree(self.folder)
