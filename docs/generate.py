@@ -43,6 +43,7 @@ from delayline.events import Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema
 from delayline.sql.databases import database_at
+from delayline.telemetry import catalog
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect, Table
 
     from delayline.spi import DelayedMessageStore, Transport
+    from delayline.telemetry.catalog import Metric
 
 ROOT: Final = Path(__file__).parents[1]
 SOURCE: Final = ROOT / "src" / "delayline"
@@ -349,6 +351,37 @@ def log_events() -> str:
     return table(["event", "name", "level", "facts", "meaning"], rows)
 
 
+def metrics_of(some: Sequence[Metric]) -> str:
+    """Return metrics with their names for OpenTelemetry and Prometheus."""
+    rows = [
+        [
+            code(one.name),
+            code(one.prometheus_name),
+            one.kind.value,
+            code(one.unit),
+            ", ".join(map(code, one.attributes)),
+            one.meaning,
+        ]
+        for one in some
+    ]
+    return table(["metric", "for Prometheus", "type", "unit", "attributes", "meaning"], rows)
+
+
+def own_metrics() -> str:
+    """Return delayline's own metrics."""
+    return metrics_of(catalog.OWN)
+
+
+def messaging_metrics() -> str:
+    """Return the metrics of the semantic conventions."""
+    return metrics_of(catalog.MESSAGING)
+
+
+def nservicebus_metrics() -> str:
+    """Return the metrics that are named as NServiceBus names them."""
+    return metrics_of(catalog.NSERVICEBUS)
+
+
 def error_tree() -> str:
     """Return the errors, children below their parents, with what they mean and what else catches them."""
     rows: list[list[str]] = []
@@ -499,6 +532,9 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "configuration": configuration,
     "commands": command_reference,
     "log-events": log_events,
+    "own-metrics": own_metrics,
+    "messaging-metrics": messaging_metrics,
+    "nservicebus-metrics": nservicebus_metrics,
     "errors": error_tree,
     "headers": headers,
     "sqlite-schema": sqlite_schema,

@@ -279,8 +279,11 @@ def _guarded(name: str, calls: Sequence[Callable[..., None]]) -> Callable[..., N
 
     def report(error: Exception) -> None:
         nonlocal failed
-        level, failed = (logging.DEBUG if failed else logging.WARNING), True
         text = "An observer's method %r failed, and may go on to fail: %s"
-        emit(logger, level, Event.OBSERVER_FAILED, text, name, error, exception=error)
+        if failed:
+            emit(logger, logging.DEBUG, Event.OBSERVER_FAILED, text, name, error)
+        else:
+            emit(logger, logging.WARNING, Event.OBSERVER_FAILED, text, name, error, exception=error)
+        failed = True
 
     return call_all
