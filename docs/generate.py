@@ -298,7 +298,7 @@ EVENT_MEANING: Final = {
     Event.BACKED_OFF: "A message that could not be sent waits for its next attempt.",
     Event.NOTIFY_FAILED: "A notification to other processes failed; it is sent when the server is back.",
     Event.BACKGROUND_TASK_FAILED: "A background task failed, such as reading the server's time.",
-    Event.RETRY_UNACKNOWLEDGED: "A message that ServicePulse had retried was handled, and its queue cannot be told.",
+    Event.RETRY_UNACKNOWLEDGED: "A message that ServicePulse had retried was handled; the notice cannot be sent.",
     Event.QUEUE_DIFFERS: "On RabbitMQ a queue exists with other arguments than this endpoint gives it, and is used.",
     Event.BINDINGS_OVERLAP: "On RabbitMQ an endpoint gets another's delayed messages: one name ends in the other.",
     Event.UNDELIVERABLE_CAUGHT: "Whether a set-up of RabbitMQ's levels has due messages without a destination caught.",

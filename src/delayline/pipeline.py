@@ -496,8 +496,17 @@ class Pipeline:
     def _log_unacknowledged(self, message: Message, error: Exception) -> None:
         text = "The retry of message %s is not acknowledged to queue %r: %s"
         named = message.headers[Headers.RETRY_ACKNOWLEDGEMENT_QUEUE][:MAXIMUM_DESTINATION_LENGTH]
-        facts = {"message": message, "queue": self.queue}
-        emit(logger, logging.WARNING, Event.RETRY_UNACKNOWLEDGED, text, message.id, named, brief(error), **facts)
+        emit(
+            logger,
+            logging.WARNING,
+            Event.RETRY_UNACKNOWLEDGED,
+            text,
+            message.id,
+            named,
+            brief(error),
+            message=message,
+            queue=self.queue,
+        )
 
     async def _run_handlers(
         self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
