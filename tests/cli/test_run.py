@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -164,7 +165,7 @@ def test_metrics_are_served_while_it_runs(shop: Callable[..., Result], processes
     process = delayline_process("run", "shop:billing", "--metrics", "127.0.0.1:0", "--nservicebus-metrics")
     processes.append(process)
     assert process.stdout is not None
-    url = process.stdout.readline().removeprefix("metrics at ").strip()
+    url = process.stdout.readline().removeprefix("serves ").strip()
     eventually(lambda: 'nservicebus_messaging_successes_total{delayline_endpoint="billing"' in httpx.get(url).text)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
@@ -172,10 +173,11 @@ def test_metrics_are_served_while_it_runs(shop: Callable[..., Result], processes
         httpx.get(url)
 
 
-def test_a_port_in_use_ends_it_at_once(shop: Callable[..., Result]) -> None:
+@pytest.mark.parametrize("option", ["--metrics", "--health"])
+def test_a_port_in_use_ends_it_at_once(shop: Callable[..., Result], option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        found = shop("run", "shop:billing", "--metrics", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert found.code == 1
+        found = shop("run", "shop:billing", option, f"127.0.0.1:{taken.getsockname()[1]}")
+    assert found.code == 2
     assert "is in use by another process: choose another port" in found.err
 
 
@@ -194,3 +196,46 @@ def test_handled_messages_are_logged_at_info_on_request(
     assert {one["level"] for one in documents} == {"info"}
     [handled] = [one for one in documents if one.get("event") == "receive.handled"]
     assert (handled["message_id"], handled["endpoint"], handled["queue"]) == ("order-17", "billing", "billing")
+
+
+def test_probes_are_served_while_it_runs(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:
+    """Given --health and --heartbeat, when it has started, then both probes answer 200, and the file is there."""
+    process = delayline_process("run", "shop:billing", "--health", "127.0.0.1:0", "--heartbeat", "heartbeat")
+    processes.append(process)
+    assert process.stdout is not None
+    live, metrics, ready = process.stdout.readline().strip().removeprefix("serves ").split(", ")
+    assert "billing runs" in process.stdout.readline()
+    for url in (live, ready):
+        assert httpx.get(url).json() == {"ok": True, "reasons": []}
+    assert "delayline_messages_pending" in httpx.get(metrics).text
+    assert Path("heartbeat").exists()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert not Path("heartbeat").exists()
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_notified(
+    shop: Callable[..., Result],
+    processes: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    abstract: bool,
+) -> None:
+    """Given a service manager's socket, when it starts, turns and stops, then each is notified."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        address = f"@delayline-{os.getpid()}" if abstract else str(folder / "notify")
+        manager.bind(address.replace("@", "\0", 1) if abstract else address)
+        manager.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        monkeypatch.setenv("WATCHDOG_USEC", "300000")
+        process = delayline_process("run", "shop:billing")
+        processes.append(process)
+        notified = {manager.recv(1000).decode().partition("\n")[0] for _ in range(4)}
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        manager.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                notified.add(manager.recv(1000).decode().partition("\n")[0])
+    assert notified == {"READY=1", "WATCHDOG=1", "STOPPING=1"}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -25,12 +26,15 @@ from delayline.endpoint import GRACE, Endpoint
 from delayline.errors import ConfigurationError
 from delayline.sync import SyncEndpoint
 from delayline.telemetry.http_server import HttpServer
+from delayline.telemetry.measurements import Measurements
+from delayline.telemetry.probes import Probes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
     from delayline.config import Settings
+    from delayline.telemetry.http_server import Response
 
 
 @click.command(
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
         "delayline run shop.billing:endpoint",
         "delayline run shop.billing:endpoint --grace 2m --log-format json",
         "delayline run shop.billing:endpoint --metrics 127.0.0.1:9464",
+        "delayline run shop.billing:endpoint --health 127.0.0.1:8081",
         "delayline run --endpoint sales   (dispatches due messages, handles none)",
     )
 )
@@ -70,6 +75,17 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Report to OpenTelemetry's global providers, as `opentelemetry-instrument` sets them up.",
 )
+@click.option(
+    "--health",
+    metavar="HOST:PORT",
+    help="Serve /live, /ready and, with the extra telemetry, /metrics over HTTP, as in 127.0.0.1:8081.",
+)
+@click.option(
+    "--heartbeat",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Touch this file every 5 seconds while the event loop turns.",
+)
 @settings_options()
 @json_option
 def run(  # noqa: PLR0913 - the options of the command
@@ -84,12 +100,15 @@ def run(  # noqa: PLR0913 - the options of the command
     metrics: str | None,
     nservicebus_metrics: bool,
     opentelemetry: bool,
+    health: str | None,
+    heartbeat: Path | None,
 ) -> None:
     """Run the Endpoint object of a module, found from the current directory, until SIGINT or SIGTERM.
 
     It then finishes messages in flight within the grace period; the messages of handlers that take longer are handled
     again. A second signal ends it at once. Without a module it runs the endpoint of the settings, which only dispatches
-    due messages. Exit code 1 when a critical error stopped it.
+    due messages. Exit code 1 when a critical error stopped it. Under systemd it reports its start, its stop and, with
+    WatchdogSec, each turn of its event loop.
     """
     if target is None:
         refuse_memory(settings)
@@ -98,13 +117,14 @@ def run(  # noqa: PLR0913 - the options of the command
         endpoint = load_endpoint(target)
     level = "debug" if verbose else log_level
     log_to_stderr(level, log_format, endpoint=endpoint.name, handled=log_handled)
+    if opentelemetry:
+        _opentelemetry(endpoint)
+    probes = Probes(Measurements.of(endpoint), heartbeat=heartbeat)
     with contextlib.ExitStack() as serving:
-        if opentelemetry:
-            _opentelemetry(endpoint)
-        if metrics is not None:
-            server = serving.enter_context(_metrics_server(endpoint, metrics, nservicebus=nservicebus_metrics))
-            screen.echo(f"metrics at http://{server.address}/metrics")
-        stopped_by = asyncio.run(run_until_stopped(endpoint, lambda: screen.echo(_started(endpoint)), grace=grace))
+        for server in _servers(endpoint, probes, health, metrics, nservicebus=nservicebus_metrics):
+            serving.enter_context(server)
+            screen.echo(f"serves {', '.join(f'http://{server.address}{path}' for path in server.paths)}")
+        stopped_by = asyncio.run(_run(endpoint, probes, screen, grace))
     screen.echo(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
     screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
     if stopped_by is None:
@@ -112,12 +132,21 @@ def run(  # noqa: PLR0913 - the options of the command
         click.get_current_context().exit(FAILED)
 
 
-def _metrics_server(endpoint: Endpoint, address: str, *, nservicebus: bool) -> HttpServer:
-    from delayline.telemetry.prometheus import PrometheusMetrics  # an extra
+def _servers(
+    endpoint: Endpoint, probes: Probes, health: str | None, metrics: str | None, *, nservicebus: bool
+) -> list[HttpServer]:
+    """Return a server for each address that is asked for; the one of the probes serves the metrics too."""
+    wanted: dict[str, dict[str, Callable[[str], Response]]] = {}
+    if health is not None:
+        wanted[health] = dict(probes.routes())
+    if metrics is not None or (health is not None and importlib.util.find_spec("prometheus_client") is not None):
+        from delayline.telemetry.prometheus import PrometheusMetrics  # an extra
 
-    metrics = PrometheusMetrics(nservicebus=nservicebus)
-    metrics.watch(endpoint)
-    return HttpServer(address, {"/metrics": metrics.respond})
+        exposed = PrometheusMetrics(nservicebus=nservicebus)
+        exposed.watch(endpoint)
+        for address in {health, metrics} - {None}:
+            wanted.setdefault(str(address), {})["/metrics"] = exposed.respond
+    return [HttpServer(address, paths) for address, paths in wanted.items()]
 
 
 def _opentelemetry(endpoint: Endpoint) -> None:
@@ -157,8 +186,23 @@ def load_endpoint(target: str) -> Endpoint:
     return found
 
 
+async def _run(endpoint: Endpoint, probes: Probes, screen: Screen, grace: timedelta) -> str | None:
+    def started() -> None:
+        text = _started(endpoint)
+        screen.echo(text)
+        probes.started(text)
+
+    async with probes:
+        return await run_until_stopped(endpoint, started, grace=grace, stopping=probes.stopping)
+
+
 async def run_until_stopped(
-    endpoint: Endpoint, started: Callable[[], None], *, grace: timedelta = GRACE, parent_pipe: int | None = None
+    endpoint: Endpoint,
+    started: Callable[[], None],
+    *,
+    grace: timedelta = GRACE,
+    stopping: Callable[[], None] = lambda: None,
+    parent_pipe: int | None = None,
 ) -> str | None:
     """Run the endpoint and return the signal that stopped it, None if it stopped by itself.
 
@@ -166,6 +210,7 @@ async def run_until_stopped(
         endpoint: The endpoint, not started.
         started: Called when it has started.
         grace: How long handlers may take after the signal.
+        stopping: Called when it begins to stop.
         parent_pipe: A file descriptor; the end of the process at its other side stops the endpoint too.
     """
     stopped_by: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -176,6 +221,7 @@ async def run_until_stopped(
             either: list[asyncio.Future[Any]] = [stopped_by, by_itself]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             by_itself.cancel()
+            stopping()
             await endpoint.stop(grace)
     return stopped_by.result() if stopped_by.done() else None
 

@@ -3,7 +3,9 @@
 import typing
 
 from delayline.observer import Action, ObservedEndpoint, Observer, SupportsMeasures, SupportsTraces
+from delayline.telemetry.http_server import HttpServer, Response
 from delayline.telemetry.measurements import Activity, Histogram, Measurements, PollerCounts, Snapshot
+from delayline.telemetry.probes import Probes, Verdict
 
 if typing.TYPE_CHECKING:
     from delayline.telemetry.opentelemetry import OpenTelemetry as OpenTelemetry
@@ -30,11 +32,15 @@ __all__ = [
     "Action",
     "Activity",
     "Histogram",
+    "HttpServer",
     "Measurements",
     "ObservedEndpoint",
     "Observer",
     "PollerCounts",
+    "Probes",
+    "Response",
     "Snapshot",
     "SupportsMeasures",
     "SupportsTraces",
+    "Verdict",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import socket
+import sys
 import threading
 import time
 from http import HTTPStatus
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from delayline.errors import ConfigurationError
+from delayline.events import Event, emit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,11 @@ class HttpServer:
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths that it answers."""
+        return sorted(self._server.paths)
 
     def __enter__(self) -> Self:
         self.start()
@@ -165,7 +172,8 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """Log that a request has failed: clients come and go."""
         del request
-        logger.debug("a request of %s failed", client_address, exc_info=True)
+        error = sys.exception()
+        emit(logger, logging.DEBUG, Event.HTTP_REQUEST_FAILED, "a request of %s failed: %s", client_address, error)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -188,8 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 response = respond(self.headers.get("Accept", ""))
-            except Exception:
-                logger.exception("The answer to %s failed", urlsplit(self.path).path)
+            except Exception as error:
+                path, failed = urlsplit(self.path).path, Event.HTTP_REQUEST_FAILED
+                emit(logger, logging.ERROR, failed, "The answer to %s failed: %s", path, error, exception=error)
                 response = Response("failed; the log says why\n", HTTPStatus.INTERNAL_SERVER_ERROR)
         body = response.body.encode()
         self.send_response(response.status)
@@ -203,4 +212,4 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log requests at DEBUG, and not to standard error."""
-        logger.debug(format.replace("\n", " "), *args)
+        emit(logger, logging.DEBUG, Event.HTTP_REQUEST, format.replace("\n", " "), *args)
