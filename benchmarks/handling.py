@@ -104,7 +104,7 @@ class TooLateError(Exception):
 
 async def _run(server: Server, one: Contender) -> Run:
     """Measure one worker; again with more time before the due instant if storing took longer than expected."""
-    ahead = one.number / one.stored + 4
+    ahead = one.number / one.stored + 6
     for _ in range(3):
         with contextlib.suppress(TooLateError):
             return await _measured(server, one, ahead)
