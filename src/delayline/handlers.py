@@ -432,10 +432,25 @@ class _Registered:
             ) from error
 
     async def _run(self, argument: Any, context: MessageContext) -> None:  # noqa: ANN401 - as above
-        if self._coroutine:
-            await _run(self.function(argument, context), self.function)
-        else:
-            await self._owner.in_thread(partial(self.function, argument, context), context)
+        """Run the function; what would end the event loop, such as SystemExit, is a failure like any other.
+
+        KeyboardInterrupt in a coroutine ends the loop, as it may be the user's.
+        """
+        try:
+            if self._coroutine:
+                handling = self.function(argument, context)
+                await (Watched(handling, self.function) if inspect.iscoroutine(handling) else handling)
+            else:
+                await self._owner.in_thread(partial(self.function, argument, context), context)
+        except Exception:
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            if isinstance(error, GeneratorExit) or (isinstance(error, KeyboardInterrupt) and self._coroutine):
+                raise
+            raise RuntimeError(f"handler {name_of(self.function)} raised {error!r}") from error
 
 
 class Call:
@@ -455,17 +470,6 @@ class Call:
     async def __call__(self, context: MessageContext) -> None:
         """Run the handler."""
         await self._registered.run(self._argument, context)
-
-
-async def _run(handling: Awaitable[None], function: Callable[..., Any]) -> None:
-    try:
-        await (Watched(handling, function) if inspect.iscoroutine(handling) else handling)
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # Something the handler waited for was cancelled, not the handler: a failure like any other.
-        raise RuntimeError("the handler ended with a CancelledError without being cancelled") from error
 
 
 def _settle(done: asyncio.Future[None], failure: BaseException | None) -> None:

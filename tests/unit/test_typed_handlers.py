@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import json
 import logging
 import threading
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import msgspec
 import pydantic
 import pytest
+from tests.eventually import eventually_async
 from tests.unit.conftest import Scenario, build
 
 from delayline import (
@@ -413,3 +415,141 @@ async def test_a_coroutine_that_blocks_the_loop_is_logged(
     # Then that is logged with its name
     [record] = [record for record in caplog.records if vars(record).get("event") == Event.HANDLER_BLOCKED]
     assert "slow has blocked the event loop for 0.0 s" in record.getMessage()
+
+
+class Unusual(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+UNUSUAL = [SystemExit(3), asyncio.CancelledError(), Unusual("odd")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("coroutine", error) for error in UNUSUAL] + [("function", error) for error in (*UNUSUAL, KeyboardInterrupt())],
+    ids=repr,
+)
+async def test_whatever_a_handler_raises_is_its_failure(clock: ManualClock, kind: str, error: BaseException) -> None:
+    # Given a handler that raises what would end the event loop or the task
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=1, delayed_retries=0))
+    attempts = []
+
+    async def coroutine(message: Message, context: MessageContext) -> None:
+        attempts.append(context.attempt)
+        raise error
+
+    def function(message: Message, context: MessageContext) -> None:
+        attempts.append(context.attempt)
+        raise error
+
+    scenario.endpoint.handler(coroutine if kind == "coroutine" else function)
+    async with scenario.endpoint as endpoint:
+        await endpoint.send("sales", b"", message_id="m")
+        # When its attempts are used up
+        await eventually_async(functools.partial(scenario.ids, "error"))
+        # Then the message is in the error queue, and the exception is named
+        failed = await scenario.only("error")
+    assert attempts == [1, 2]
+    assert repr(error) in failed.headers[Headers.EXCEPTION_MESSAGE]
+
+
+async def test_a_task_that_outlives_its_handler_cannot_send(clock: ManualClock) -> None:
+    # Given a handler that leaves a task behind
+    scenario, left, go_on = build(clock), [], asyncio.Event()
+
+    @scenario.endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        async def late() -> None:
+            await go_on.wait()
+            await context.send("out", b"")
+
+        left.append(asyncio.create_task(late()))
+
+    await scenario.transport.setup_infrastructure(["out"])
+    async with scenario.endpoint as endpoint:
+        await endpoint.send("sales", b"", message_id="m")
+        await settle()
+        # When the task sends after the handler's end
+        go_on.set()
+        # Then it fails, and the message is handled
+        with pytest.raises(InvalidMessage, match=r"handler of message 'm' has ended: this message would be lost"):
+            await left[0]
+        assert (await scenario.ids("error"), await scenario.ids("out")) == ([], [])
+
+
+@dataclass
+class Node:
+    children: list[Node] = field(default_factory=list)
+
+
+async def test_recursive_types(clock: ManualClock) -> None:
+    # Given a handler of a type that contains itself
+    scenario, seen = build(clock), []
+
+    @scenario.endpoint.handles(Node)
+    async def handle(node: Node, context: MessageContext) -> None:
+        seen.append(node)
+
+    tree, endless = Node([Node([Node()]), Node()]), Node()
+    endless.children.append(endless)
+    async with scenario.endpoint as endpoint:
+        # Then a tree arrives as it was sent
+        await endpoint.send("sales", tree)
+        await settle()
+        assert seen == [tree]
+        # And one that contains itself is refused by the send
+        with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
+            await endpoint.send("sales", endless)
+        # And one that is nested too deep goes to the error queue
+        await put(scenario, headers_of(f"{__name__}.Node"), b'{"children":[' * 100_000 + b"]}" * 100_000)
+        failed = await scenario.only("error")
+    assert "cannot be read as" in failed.headers[Headers.EXCEPTION_MESSAGE]
+    assert seen == [tree]
+
+
+def test_two_types_of_the_same_name_are_refused() -> None:
+    # Given a handler of a type
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+
+    async def first(value: object, context: MessageContext) -> None: ...
+
+    async def second(value: object, context: MessageContext) -> None: ...
+
+    endpoint.handles(OrderPlaced)(first)
+
+    @message_type("Contoso.Messages.OrderPlaced")
+    @dataclass
+    class Other:
+        number: int
+
+    # Then another type with its name is refused, and the error names the handler that there is
+    with pytest.raises(ConfigurationError, match=r"'Contoso\.Messages\.OrderPlaced' have the handler .*first already"):
+        endpoint.handles(Other)(second)
+
+
+class Broken:
+    """A serializer that cannot write."""
+
+    content_type = "application/x-broken"
+
+    def dumps(self, value: Any) -> bytes:  # noqa: ANN401
+        raise LookupError("the schema registry does not answer")
+
+    def loads(self, data: bytes, kind: Any) -> Any:  # noqa: ANN401
+        raise LookupError("the schema registry does not answer")
+
+
+async def test_a_serializer_that_fails_fails_the_send_or_the_handler(clock: ManualClock) -> None:
+    scenario = build(clock, serializer=Broken(), recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+
+    @scenario.endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        await context.send("out", Ping(1))
+
+    async with scenario.endpoint as endpoint:
+        with pytest.raises(InvalidMessage, match="the schema registry does not answer"):
+            await endpoint.send("sales", Ping(1))
+        await endpoint.send("sales", b"bytes need no serializer")
+        await settle()
+        failed = await scenario.only("error")
+    assert "the schema registry does not answer" in failed.headers[Headers.EXCEPTION_MESSAGE]
