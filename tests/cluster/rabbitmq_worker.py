@@ -1,14 +1,20 @@
-"""A process of endpoint `sales` on RabbitMQ, which journals the messages that it handles until it is killed."""
+"""A process of endpoint `sales` on RabbitMQ, which journals the messages that it handles until it is killed.
+
+`rabbitmq_worker.py URL STORE_URL JOURNAL [MODE STEP]` kills itself at a step of its first acknowledgement of dozens of
+messages: before it, after it, or in a handler that runs after it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 
-from delayline import Endpoint, Message, MessageContext, StoredDelivery
+from delayline import Endpoint, Message, MessageContext, StoredDelivery, TransactionMode
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.rabbitmq.receiver import RabbitMQReceiver
 from delayline.sql import SqlDelayedMessageStore
 
 
@@ -18,13 +24,45 @@ def journal(path: str, line: str) -> None:
     os.close(descriptor)
 
 
-async def main(url: str, store_url: str, path: str) -> None:
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_acknowledging(path: str, step: str) -> list[int]:
+    """Die at the step of the first acknowledgement of at least 24 messages; return a list that gets their number."""
+    flush, numbers = RabbitMQReceiver._flush, list[int]()
+
+    async def fatal(receiver: RabbitMQReceiver) -> None:
+        number = len(receiver._acknowledged)
+        if number >= 24:
+            numbers.append(number)
+            journal(f"{path}.acknowledged", str(number))
+            if step == "before":
+                die()
+        await flush(receiver)
+        if number >= 24 and step == "after":
+            die()
+
+    RabbitMQReceiver._flush = fatal  # type: ignore[method-assign,assignment]
+    return numbers
+
+
+async def main(url: str, store_url: str, path: str, mode: str = "RECEIVE_ONLY", step: str = "") -> None:
     delivery = StoredDelivery(SqlDelayedMessageStore(store_url), batch_size=5) if store_url else DelayLevelDelivery()
-    endpoint = Endpoint("sales", transport=RabbitMQTransport(url), delayed_delivery=delivery, concurrency=8)
+    endpoint = Endpoint(
+        "sales",
+        transport=RabbitMQTransport(url),
+        delayed_delivery=delivery,
+        transaction_mode=TransactionMode[mode],
+        concurrency=64 if step else 8,
+    )
+    acknowledged = die_acknowledging(path, step) if step else []
 
     @endpoint.handler
     async def handle(message: Message, context: MessageContext) -> None:
         journal(path, f"{message.id} {time.time()}")
+        if acknowledged and step == "in handler":
+            die()
         await asyncio.sleep(0.005)
 
     async with endpoint:
@@ -32,4 +70,4 @@ async def main(url: str, store_url: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:4]))
+    asyncio.run(main(*sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -128,6 +129,16 @@ class Workers:
         command = [sys.executable, str(WORKER), self.url, self.store_url if stored else "", str(self._journal)]
         self._running += [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(number)]
 
+    def die(self, mode: str, step: str) -> None:
+        """Run a process that kills itself at the step of an acknowledgement of dozens of messages."""
+        command = [sys.executable, str(WORKER), self.url, "", str(self._journal), mode, step]
+        process = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=PATIENCE, check=False)
+        assert process.returncode == -signal.SIGKILL, f"was not killed {step}"
+
+    def acknowledged(self) -> list[int]:
+        """Return how many messages were acknowledged by each process that has killed itself."""
+        return [int(line) for line in Path(f"{self._journal}.acknowledged").read_text().split()]
+
     def kill(self) -> None:
         for process in self._running:
             process.kill()
@@ -172,6 +183,44 @@ async def test_consumers_and_pollers_killed_again_and_again(workers: Workers, st
             await asyncio.sleep(0.1)
     early = [(message_id, at) for message_id, at in workers.lines() if at < due[message_id]]
     assert early == []
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("RECEIVE_ONLY", ["before", "after"]), ("NONE", ["in handler"] * 3)])
+@pytest.mark.sample(1)
+async def test_consumers_killed_while_many_messages_are_acknowledged(
+    workers: Workers, mode: str, steps: list[str]
+) -> None:
+    # Given messages in a queue
+    sender = Endpoint("sales", transport=RabbitMQTransport(workers.url), delayed_delivery=DelayLevelDelivery())
+    await sender.setup()
+    ids = {f"m{number}" for number in range(1000)}
+    async with sender:
+        await asyncio.gather(*(sender.send("sales", b"", message_id=one) for one in ids))
+    # When consumers are killed while they acknowledge dozens together
+    for step in steps:
+        await asyncio.to_thread(workers.die, mode, step)
+    assert len(workers.acknowledged()) == len(steps)
+    # Then the next one handles the rest
+    workers.start(1, stored=False)
+    transport = RabbitMQTransport(workers.url)
+    await transport.start()
+    async with asyncio.timeout(PATIENCE):
+        while await transport.count("sales") or len(handled(workers)) < len(ids) - 64 * len(steps):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await transport.stop()
+    times = handled(workers)
+    lost, doubled = len(ids - set(times)), sum(times.values()) - len(times)
+    print(f"{mode}: acknowledged {workers.acknowledged()}, {lost} lost, {doubled} doubled")  # noqa: T201
+    # And in mode NONE none is handled twice, in the other none is lost
+    if mode == "NONE":
+        assert (doubled, lost <= 64 * len(steps)) == (0, True)
+    else:
+        assert (lost, doubled <= 64 * len(steps)) == (0, True)
+
+
+def handled(workers: Workers) -> Counter[str]:
+    """Return how often each message was handled."""
+    return Counter(message_id for message_id, _ in workers.lines())
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ def die() -> None:
 
 def faults_of(settings: Settings, part: str) -> list[Fault]:
     """The steps at which this process kills itself."""
+    if "completing" in settings:
+        return in_completion(settings["completing"], settings["journal"]) if part == "transport" else []
     return [
         Fault(
             step["on"] if isinstance(step["on"], str) else tuple(step["on"]),
@@ -67,6 +69,21 @@ def faults_of(settings: Settings, part: str) -> list[Fault]:
         for step in settings.get("faults", [])
         if step["part"] == part
     ]
+
+
+def in_completion(step: Settings, journal: str) -> list[Fault]:
+    """Die before or after the step, `acknowledge` or `commit`, of the first completion of at least so many messages."""
+    sizes: list[int] = []
+
+    def is_large(received: object) -> bool:
+        if isinstance(received, list) and len(received) >= step["at_least"] and not sizes:
+            sizes.append(len(received))
+            Journal(journal).note("completing", len(received))
+        return False
+
+    before, after = (die, None) if step["at"] == "before" else (None, die)
+    fatal = Fault(step["on"], when=lambda *_: bool(sizes), before=before, after=after)
+    return [Fault("acknowledge", when=is_large), fatal]
 
 
 #: What moves messages inside a database, by SQLAlchemy's name of its dialect.
@@ -145,14 +162,14 @@ def note_dispatches(journal: Journal) -> None:
 
 def endpoint_of(settings: Settings, journal: Journal) -> Endpoint:
     transport = transport_at(settings["transport"], timedelta(seconds=settings.get("poll_interval", 1)))
-    if settings.get("faults") and not settings.get("plain_transport"):
+    if (settings.get("faults") or "completing" in settings) and not settings.get("plain_transport"):
         transport = FaultyTransport(transport, *faults_of(settings, "transport"))
     endpoint = Endpoint(
         "orders",
         transport=transport,
         delayed_delivery=delivery_of(settings),
         transaction_mode=TransactionMode[settings["mode"]],
-        concurrency=4,
+        concurrency=settings.get("concurrency", 4),
     )
     if settings["role"] == "receiver":
         endpoint.handler(handler(journal, settings))

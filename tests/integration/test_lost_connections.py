@@ -12,10 +12,21 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from delayline import BackendUnavailable, NotStarted, SqlDelayedMessageStore, SqlTransport, TransactionMode
+from delayline import (
+    BackendUnavailable,
+    Endpoint,
+    Event,
+    Message,
+    MessageContext,
+    NotStarted,
+    SqlDelayedMessageStore,
+    SqlTransport,
+    TransactionMode,
+)
 from delayline.message import in_utc
 from delayline.sql.databases import database_at
 from delayline.sql.server_database import POOL_SIZE, ServerDatabase
+from delayline.testing import Signals
 from delayline.testing.conformance.messages import AT, delayed, operation
 
 if TYPE_CHECKING:
@@ -180,6 +191,44 @@ async def test_claims_outlive_their_connection(transport: SqlTransport, server: 
             acknowledged.append(await receiver.acknowledge(held))
     assert acknowledged == [True]
     assert await receiver.acknowledge(held) is False
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+async def test_a_second_handling_after_a_lost_claim_is_logged_and_has_no_effect(
+    postgresql_url: str, server: Server, first_to_end: int
+) -> None:
+    # Given a message in the handler of one endpoint, and another endpoint on the queue that shares nothing with it
+    begun, may_end = [asyncio.Event(), asyncio.Event()], [asyncio.Event(), asyncio.Event()]
+
+    def endpoint(number: int, transport: SqlTransport) -> Endpoint:
+        made = Endpoint("sales", transport=transport, concurrency=1)
+
+        @made.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            await context.send("out", str(number))
+            begun[number].set()
+            await may_end[number].wait()
+
+        return made
+
+    transport, other = SqlTransport(postgresql_url), SqlTransport(f"{postgresql_url}?keepalives=1")
+    await transport.setup_infrastructure(["sales", "error", "out"])
+    async with asyncio.timeout(PATIENCE), endpoint(0, transport) as one:
+        await one.send("sales", b"", message_id="m")
+        await begun[0].wait()
+        # When the session that claims it is ended, and the other endpoint gets the message too
+        assert server.terminate("pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory')") == 1
+        async with endpoint(1, other):
+            await begun[1].wait()
+            with Signals() as signals:
+                may_end[first_to_end].set()
+                await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
+                may_end[1 - first_to_end].set()
+                # Then the handling that ends last is logged, and only the first one's sends have left
+                [lost] = await signals.wait_for(Event.RECEIVE_LOST, timeout=PATIENCE)
+        assert "a possible duplicate" in lost.getMessage()
+        sent = await transport.browse("out", 10)
+    assert [message.body for message in sent] == [str(first_to_end).encode()]
 
 
 @pytest.mark.parametrize("victim", ["query LIKE 'LISTEN%'", "query LIKE '%pg_notify%'", "true"])
