@@ -186,6 +186,42 @@ async def test_bytes_that_are_no_parquet_are_reported(store: TwoTierStore, tmp_p
         await store.pending()
 
 
+async def test_a_forecast_counts_both_tiers(store: TwoTierStore) -> None:
+    # Given messages in the store and in files of two hours, one of them cancelled
+    await put(store, ("hot", NOON), ("hot far", NOON + 3 * HOUR))
+    await hold(store, ("a", NOON + HOUR), ("b", NOON + HOUR), ("c", NOON + 4 * HOUR))
+    await hold(store, ("d", NOON + HOUR), destination="shipping")
+    assert await store.cancel("b") is Outcome.DONE
+    # When their due times are counted between whole hours
+    found = await store.due_forecast([NOON + HOUR, NOON + 4 * HOUR], by_destination=True)
+    # Then the numbers are exact, and say which tier has the messages
+    assert [dict(one.destinations) for one in found.buckets] == [
+        {"billing": 1},
+        {"billing": 2, "shipping": 1},
+        {"billing": 1},
+    ]
+    assert [one.count for one in found.buckets] == [1, 3, 1]
+    assert (found.exact, found.earliest) == (True, NOON)
+    cold = await store.cold_forecast([NOON + HOUR, NOON + 4 * HOUR])
+    assert ([one.count for one in cold.buckets], cold.earliest) == ([0, 2, 1], NOON + HOUR)
+
+
+async def test_a_forecast_divides_an_hour_of_the_files(store: TwoTierStore) -> None:
+    # Given ten messages of one hour in a file
+    await hold(store, *((f"m{number}", NOON + number * timedelta(minutes=1)) for number in range(10)))
+    # When edges divide the hour
+    half, later = NOON + timedelta(minutes=30), NOON + timedelta(minutes=45)
+    found = await store.due_forecast([NOON - HOUR, half, later, NOON + 2 * HOUR])
+    # Then its messages are divided by time, marked as estimates, and none is missing
+    assert [(one.count, one.exact) for one in found.buckets] == [
+        (0, True),
+        (5, False),
+        (2, False),
+        (3, False),
+        (0, True),
+    ]
+
+
 def test_an_hour_of_many_messages_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayline.bulk.cold_folder.ROWS_A_FILE", 10)
     writer = HourWriter(ColdFolder(str(tmp_path), "t"))

@@ -22,11 +22,19 @@ from delayline.azure.lease import ContainerLease
 from delayline.azure.names import Key, checked_table_name, delays_name, due_of, id_key
 from delayline.azure.requests import Requests
 from delayline.azure.rows import RETRIES, ForeignRow, MessageIndex, TableRow, from_entity, row_of, to_entity
-from delayline.azure.table import Table
+from delayline.azure.table import LARGEST_PAGE, Table
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH, SystemClock
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.store import DueCount, Outcome, SingleMessageVerbs
+from delayline.delayed.store import (
+    DueBucket,
+    DueCount,
+    DueForecast,
+    Outcome,
+    SingleMessageVerbs,
+    checked_edges,
+    spans_of,
+)
 from delayline.errors import ConfigurationError, DelaylineError, NotStarted, UnsupportedTransactionMode
 from delayline.events import Event, emit
 from delayline.message import in_utc
@@ -58,6 +66,8 @@ SWEEP_EVERY: Final = 3600.0
 SWEEP_PAUSE: Final = 1.0
 #: How old these rows are at least: others may belong to messages that are just being stored.
 ORPHANED_AFTER: Final = timedelta(minutes=10)
+#: Requests of one forecast at a time.
+FORECASTS_AT_ONCE: Final = 8
 NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, or call initialize first"
 
 
@@ -290,6 +300,27 @@ class AzureDelayedTable(SingleMessageVerbs):
                 number += await self._where.remove(chunk)
                 await asyncio.sleep(SWEEP_PAUSE)
         return number
+
+    async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        """Count up to 1000 messages of each bucket, which is then at least as large: Azure keeps no statistics."""
+        spans, room = spans_of(checked_edges(edges)), asyncio.Semaphore(FORECASTS_AT_ONCE)
+
+        async def bucket(start: datetime | None, end: datetime | None) -> DueBucket:
+            destinations: Counter[str] = Counter()
+            reading = self._open.between(start, end, at_least=LARGEST_PAGE, columns=["RowKey", "Destination"])
+            async with room, contextlib.aclosing(reading) as entities:  # type: ignore[type-var]
+                async for entity in entities:
+                    destination = entity.get("Destination")
+                    if due_of(entity["RowKey"]) is not None and isinstance(destination, str) and destination:
+                        destinations[destination] += 1
+                        if destinations.total() == LARGEST_PAGE:
+                            break
+            number = destinations.total()
+            shares = dict(destinations.most_common()) if by_destination else {}
+            return DueBucket(start, end, number, number < LARGEST_PAGE, number == LARGEST_PAGE, shares)
+
+        buckets = await asyncio.gather(*(bucket(*span) for span in spans))
+        return DueForecast(buckets, await self.next_due())
 
     @property
     def _open(self) -> Table:

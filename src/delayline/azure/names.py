@@ -124,6 +124,11 @@ def latest_due(at: datetime) -> Key:
     return Key(digits[:10], digits)
 
 
+def latest_before(edge: datetime) -> Key:
+    """Return the greatest key that a message due before `edge` may have; due times are whole seconds."""
+    return latest_due(_ceiling(edge) - ONE_SECOND)
+
+
 def id_key(message_id: str) -> str:
     """Return the part of a key that stands for the id: the id, or, where Azure would refuse it, its SHA-1."""
     if PLAIN_ID.fullmatch(message_id):

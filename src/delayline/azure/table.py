@@ -10,7 +10,7 @@ from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
 from azure.data.tables import TableTransactionError, UpdateMode
 
-from delayline.azure.names import BEHIND_DIGITS, Key, latest_due
+from delayline.azure.names import BEHIND_DIGITS, Key, latest_before, latest_due
 from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
@@ -70,6 +70,19 @@ class Table:
         only = only or {}
         query = " and ".join([f"PartitionKey lt '{BEHIND_DIGITS}'", *(f"{name} eq @{name}" for name in only)])
         async for entity in self.query(query, min(at_least, LARGEST_PAGE), parameters=only, select=columns):
+            yield entity
+
+    async def between(
+        self, start: datetime | None, end: datetime | None, *, at_least: int, columns: list[str]
+    ) -> AsyncIterator[Entity]:
+        """Yield messages due from `start` on and before `end`, earliest first, with these columns."""
+        first, last = (None if edge is None else latest_before(edge) for edge in (start, end))
+        parts = [f"PartitionKey lt '{BEHIND_DIGITS}'"]
+        if first is not None:
+            parts.append(f"PartitionKey ge '{first.partition}' and RowKey gt '{first.row}'")
+        if last is not None:
+            parts.append(f"PartitionKey le '{last.partition}' and RowKey le '{last.row}'")
+        async for entity in self.query(" and ".join(parts), min(at_least, LARGEST_PAGE), select=columns):
             yield entity
 
     async def get(self, key: Key, *, columns: list[str] | None = None) -> Any | None:  # noqa: ANN401

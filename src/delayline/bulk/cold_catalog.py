@@ -221,6 +221,15 @@ class ColdFiles:
             waiting[hour, destination] -= messages
         return {key: messages for key, messages in waiting.items() if messages}
 
+    def earliest(self, connection: Connection) -> int | None:
+        """Return the earliest due time in files, of cancelled messages too; None where there are none."""
+        columns = self.tables.files.c
+        query = select(func.min(columns.min_due)).where(
+            columns.store == self._store, columns.state == FileState.HELD.value
+        )
+        found = connection.execute(query).scalar()
+        return None if found is None else int(found)
+
     def retired(self, connection: Connection) -> list[ColdFile]:
         """Return the files that have been obsolete for a day."""
         columns = self.tables.files.c

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -13,7 +15,7 @@ from delayline.bulk.cold_catalog import HOUR, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.checks import time_span
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
-from delayline.delayed.store import DueCount, Outcome
+from delayline.delayed.store import DueBucket, DueCount, DueForecast, Outcome, checked_edges, spans_of
 from delayline.message import DelayedMessage, Message, in_utc
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
@@ -96,6 +98,52 @@ class TwoTierStore(SqlDelayedMessageStore):
         for one in await super().count_by_due(bucket):
             counts[one.start, one.destination] += one.count
         return [DueCount(*key, number) for key, number in sorted(counts.items())]
+
+    async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        """Count pending messages of both tiers between the edges; see `SupportsDueForecast`."""
+        cold = await self.cold_forecast(edges, by_destination=by_destination)  # before the store, as in `pending`
+        hot = await super().due_forecast(edges, by_destination=by_destination)
+        buckets = []
+        for one, other in zip(hot.buckets, cold.buckets, strict=True):
+            shares = Counter(one.destinations) + Counter(other.destinations)
+            both, exact = one.count + other.count, one.exact and other.exact
+            buckets.append(replace(one, count=both, exact=exact, destinations=dict(shares.most_common())))
+        known = [each for each in (hot.earliest, cold.earliest) if each is not None]
+        return DueForecast(buckets, min(known, default=None))
+
+    async def cold_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        """Count the messages in files between the edges, from the catalog; an hour is divided evenly at an edge."""
+        catalog, checked = self._catalog, checked_edges(edges)
+        bounds = [to_microseconds(edge) for edge in checked]
+        shares: list[Counter[str]] = [Counter() for _ in range(len(bounds) + 1)]
+        exact = [True] * len(shares)
+
+        def read(connection: Connection) -> tuple[Mapping[tuple[str, str], int], int | None]:
+            if not catalog.exist(connection):
+                return {}, None
+            return catalog.waiting(connection), catalog.earliest(connection)
+
+        hours, earliest = await self._database.read(read)
+        for (hour, destination), number in hours.items():
+            start, left = _start_of(hour), number
+            first, last = bisect_right(bounds, start), bisect_left(bounds, start + HOUR)
+            since = start
+            for position in range(first, last):
+                part = number * (bounds[position] - since) // HOUR
+                shares[position][destination] += part
+                left, since = left - part, bounds[position]
+            shares[last][destination] += left
+            if first != last:
+                exact[first : last + 1] = [False] * (last + 1 - first)
+        return DueForecast(
+            [
+                DueBucket(
+                    *span, found.total(), known, destinations=dict((+found).most_common()) if by_destination else {}
+                )
+                for span, found, known in zip(spans_of(checked), shares, exact, strict=True)
+            ],
+            None if earliest is None else from_microseconds(earliest),
+        )
 
     @long_work
     async def _count_hours(self, width: int) -> Mapping[tuple[int, str], int]:

@@ -6,15 +6,18 @@ here with `isinstance` when it starts. `delayline.testing.StoreConformance` test
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from delayline.errors import ConfigurationError
+from delayline.message import in_utc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
-    from datetime import datetime, timedelta
+    from datetime import timedelta
 
     from delayline.clock import Clock
     from delayline.message import DelayedMessage
@@ -426,6 +429,79 @@ class SupportsManagement(Protocol):
             bucket: The length of a bucket; buckets are aligned to 1970 UTC.
         """
         ...
+
+
+#: The most edges of a forecast.
+MOST_EDGES: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class DueBucket:
+    """The number of messages that are due from `start` on and before `end`."""
+
+    start: datetime | None
+    """None: from the earliest message on."""
+    end: datetime | None
+    """None: up to the latest message."""
+    count: int
+    exact: bool = True
+    """Whether the numbers are exact; else they come from samples or the database's statistics."""
+    at_least: bool = False
+    """Whether there may be more messages, because the back end can only count the first ones."""
+    destinations: Mapping[str, int] = field(default_factory=dict)
+    """The number by destination, the largest first; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DueForecast:
+    """When the pending messages of a store are due."""
+
+    buckets: Sequence[DueBucket]
+    """One before the first edge, one between each two, one from the last edge on."""
+    earliest: datetime | None
+    """The earliest due time; it is past while a message is overdue. None for an empty store."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number is exact."""
+        return all(bucket.exact for bucket in self.buckets)
+
+
+@runtime_checkable
+class SupportsDueForecast(Protocol):
+    """Capability: count pending messages by due time in bounded time, however many there are."""
+
+    async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        """Return the number of messages in each bucket of due times, without reading all of them.
+
+        Buckets with few messages are counted exactly, by an index. Larger ones are estimated from samples or from the
+        database's statistics, or have a lower bound. With the present time as the first edge, the first bucket counts
+        the overdue messages.
+
+        Args:
+            edges: The times between buckets, aware and rising; 1 to 200.
+            by_destination: Whether to divide each bucket by destination too; in larger buckets by a sample.
+
+        Raises:
+            ConfigurationError: The edges do not rise, or are too many or too few.
+        """
+        ...
+
+
+def checked_edges(edges: Sequence[datetime]) -> list[datetime]:
+    """Return the edges of a forecast in UTC. Raises ConfigurationError."""
+    if not 1 <= len(edges) <= MOST_EDGES:
+        raise ConfigurationError(f"edges must be 1 to {MOST_EDGES} times, not {len(edges)}")
+    found = [in_utc(edge) for edge in edges]
+    for before, after in pairwise(found):
+        if before >= after:
+            raise ConfigurationError(f"edges must rise, but {before.isoformat()} is before {after.isoformat()}")
+    return found
+
+
+def spans_of(edges: Sequence[datetime]) -> list[tuple[datetime | None, datetime | None]]:
+    """Return the start and the end of each bucket between the edges."""
+    return list(pairwise([None, *edges, None]))
 
 
 def managed(store: object) -> SupportsManagement:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice, pairwise
 from typing import TYPE_CHECKING
 
 from delayline.checks import time_span
 from delayline.clock import EPOCH
-from delayline.delayed.store import DueCount, Outcome, SingleMessageVerbs, StoreResult
+from delayline.delayed.store import (
+    DueBucket,
+    DueCount,
+    DueForecast,
+    Outcome,
+    SingleMessageVerbs,
+    StoreResult,
+    checked_edges,
+    spans_of,
+)
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
 from delayline.message import in_utc
 
@@ -165,6 +174,19 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
             for message in self._messages.values()
         )
         return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
+
+    async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        """Count pending messages between the edges; see `SupportsDueForecast`."""
+        edges = checked_edges(edges)
+        ends = [0, *(bisect.bisect_left(self._order, (edge, -1, "")) for edge in edges), len(self._order)]
+        buckets = []
+        for span, (first, end) in zip(spans_of(edges), pairwise(ends), strict=True):
+            shares: dict[str, int] = {}
+            if by_destination:
+                ids = (message_id for _, _, message_id in islice(self._order, first, end))
+                shares = dict(Counter(self._messages[message_id].destination for message_id in ids).most_common())
+            buckets.append(DueBucket(*span, end - first, destinations=shares))
+        return DueForecast(buckets, await self.next_due())
 
     def _outcome(self, message_id: str) -> Outcome:
         if message_id not in self._messages:

@@ -420,6 +420,13 @@ class BulkWork(Protocol):
         """Let the server plan the transaction's statements for whole tables."""
         ...
 
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return about how many rows of a store are due before, between and from the edges on.
+
+        Reads a bounded number of rows, or the database's statistics; there is no open transaction.
+        """
+        ...
+
     def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
         """Delete the rows whose keys are in `copy`, and return their number."""
         ...

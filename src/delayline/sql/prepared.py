@@ -26,14 +26,17 @@ class Prepared:
     """One statement, given its parameters in the order of `names`, whatever the order in its SQL.
 
     A parameter that SQLAlchemy expands (`column.in_(bindparam(..., expanding=True))`) takes a list that is not empty.
+    `prefix` is put before the statement, as in `EXPLAIN `.
     """
 
-    def __init__(self, statement: ClauseElement, dialect: sqlalchemy.Dialect, names: Sequence[str]) -> None:
+    def __init__(
+        self, statement: ClauseElement, dialect: sqlalchemy.Dialect, names: Sequence[str], *, prefix: str = ""
+    ) -> None:
         if isinstance(statement, Insert):
             statement = statement.inline()  # no caller needs the new row's number
         values = isinstance(statement, Insert) and statement.select is None
         compiled = statement.compile(dialect=dialect, column_keys=names if values else None)
-        self.sql = str(compiled)
+        self.sql = f"{prefix}{compiled}"
         order = list(getattr(compiled, "positiontup", None) or [])
         constants = [name for name in order if name not in names]
         self._constants = tuple(compiled.params[name] for name in constants)

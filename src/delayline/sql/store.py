@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageVerbs, StoreResult
+from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageVerbs, StoreResult, checked_edges
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
+from delayline.sql.due_forecast import forecast
 from delayline.sql.journal import JOURNAL, Journal
 from delayline.sql.notifications import ChangePoller
 from delayline.sql.row_claims import row_claims
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine, Executable, Table
 
+    from delayline.delayed.store import DueForecast
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
     from delayline.sql.prepared import Prepared
@@ -334,6 +336,13 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         query = self._statements.by_due(time_span("bucket", bucket) // MICROSECOND)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [DueCount(from_microseconds(int(start)), destination, number) for start, destination, number in rows]
+
+    async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        """Count pending messages between the edges in bounded time; see `SupportsDueForecast`."""
+        checked, statements = checked_edges(edges), self._statements
+        return await self._database.read(
+            lambda connection: forecast(connection, statements, checked, by_destination=by_destination)
+        )
 
     async def _due_times(self, earliest: Prepared) -> list[datetime | None]:
         [found] = await self._database.read(earliest.rows)

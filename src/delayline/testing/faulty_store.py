@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Self
 from delayline.delayed.store import (
     DelayedMessageStore,
     DueCount,
+    DueForecast,
     Forwarded,
     Outcome,
     SupportsBatches,
     SupportsClock,
     SupportsClose,
+    SupportsDueForecast,
     SupportsForwarding,
     SupportsManagement,
     SupportsNotifications,
@@ -171,6 +173,15 @@ class _Management(Faulty):
         return await self.faults.call("count_by_due", lambda: self._inner.count_by_due(bucket), bucket)
 
 
+class _Forecasts(Faulty):
+    _inner: SupportsDueForecast
+
+    async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        return await self.faults.call(
+            "due_forecast", lambda: self._inner.due_forecast(edges, by_destination=by_destination)
+        )
+
+
 class _Notifications(Faulty):
     _inner: SupportsNotifications
 
@@ -197,6 +208,7 @@ CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (SupportsTransactions, _Transactions),
     (SupportsBatches, _Batches),
     (SupportsManagement, _Management),
+    (SupportsDueForecast, _Forecasts),
     (SupportsNotifications, _Notifications),
     (SupportsClock, _Clock),
     (SupportsClose, _Closable),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -27,6 +28,8 @@ from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
+from delayline.sql.due_forecast import edge_parameters, selected_by_bucket
+from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
 if TYPE_CHECKING:
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Finding, ServerSessions, Stage
     from delayline.sql.dialects.postgresql_binary import LoopInserts
-    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
 
 OLDEST: Final = 13
@@ -212,6 +214,19 @@ class Postgresql(ServerDialect):
         """Undo the settings of connections, which are for small batches found by their index."""
         for setting in FOR_SCANS:
             run(connection, setting)
+
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return the planner's estimates, from the histogram of due times that ANALYZE keeps."""
+        names = [edge.key for edge in edge_parameters(table, len(edges))]
+        explain = Prepared(selected_by_bucket(table, len(edges)), self.sql, names, prefix="EXPLAIN (FORMAT JSON) ")
+        self.begin(connection)
+        try:
+            run(connection, "SET LOCAL max_parallel_workers_per_gather = 0")  # which would hide and reorder the buckets
+            found = explain.one(connection, *edges)
+        finally:
+            self.rollback(connection)
+        [plan] = json.loads(found) if isinstance(found, str) else found
+        return [float(bucket["Plan Rows"]) for bucket in plan["Plan"]["Plans"]]
 
     @property
     def timeout_shape(self) -> TimeoutShape:

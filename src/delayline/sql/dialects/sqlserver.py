@@ -8,6 +8,7 @@ import importlib.util
 import math
 import re
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import (
@@ -385,6 +386,16 @@ class SqlServer(ServerDialect):
             for row in rows:
                 insert.change(connection, *row)
 
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return estimates from the histogram of the index of due times."""
+        name = self.sql.identifier_preparer.format_table(table)
+        steps = run(connection, HISTOGRAM, name, "Index_Time")
+        [(rows,)] = run(connection, ROWS, name)
+        below = [_rows_before(edge, steps) for edge in edges]
+        counted = sum(between + equal for _, between, equal in steps)
+        scale = float(rows or 0) / counted if counted else 0.0
+        return [(end - start) * scale for start, end in pairwise([0.0, *below, counted])]
+
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return the column under the collation of delayline's own names, which the document's table does not have."""
         return collate(column, BINARY)
@@ -445,6 +456,28 @@ class SqlServer(ServerDialect):
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
         return translated(error, str(self))
+
+
+#: The steps of an index's histogram: the highest time of each, the rows before it, and the rows equal to it.
+HISTOGRAM: Final = """
+SELECT CAST(step.range_high_key AS datetime), step.range_rows, step.equal_rows
+FROM sys.stats AS kept CROSS APPLY sys.dm_db_stats_histogram(kept.object_id, kept.stats_id) AS step
+WHERE kept.object_id = OBJECT_ID(?) AND kept.name = ?
+ORDER BY step.step_number
+"""
+#: How many rows a table has, as its partitions have counted them.
+ROWS: Final = "SELECT SUM(rows) FROM sys.partitions WHERE object_id = OBJECT_ID(?) AND index_id IN (0, 1)"
+
+
+def _rows_before(edge: datetime, steps: Sequence[tuple[datetime, float, float]]) -> float:
+    """Return how many rows of a histogram are before the edge, as if rows of a step were evenly distributed."""
+    before, start = 0.0, None
+    for end, between, equal in steps:
+        if edge <= end:
+            part = 1.0 if start is None or start >= end else max(0.0, (edge - start) / (end - start))
+            return before + between * min(1.0, part)
+        before, start = before + between + equal, end
+    return before
 
 
 def _driver_of(url: URL) -> str:

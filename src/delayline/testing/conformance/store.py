@@ -18,6 +18,7 @@ from delayline.delayed.store import (
     StoreResult,
     SupportsBatches,
     SupportsClose,
+    SupportsDueForecast,
     SupportsManagement,
     SupportsNotifications,
     SupportsReplacement,
@@ -58,6 +59,10 @@ class TransactionalStore(DelayedMessageStore, SupportsTransactions, Protocol):
 
 class ManagedStore(DelayedMessageStore, SupportsManagement, Protocol):
     """A store that claims management."""
+
+
+class ForecastingStore(DelayedMessageStore, SupportsDueForecast, Protocol):
+    """A store that claims forecasts."""
 
 
 class NotifyingStore(DelayedMessageStore, SupportsNotifications, Protocol):
@@ -139,6 +144,13 @@ class StoreFixtures:
         """Provide an open store that people can look into."""
         if not isinstance(store, SupportsManagement):
             pytest.skip("not claimed: SupportsManagement")
+        return store
+
+    @pytest.fixture
+    def forecasting(self, store: DelayedMessageStore) -> ForecastingStore:
+        """Provide an open store that counts by due time in bounded time."""
+        if not isinstance(store, SupportsDueForecast):
+            pytest.skip("not claimed: SupportsDueForecast")
         return store
 
     @pytest.fixture
@@ -799,6 +811,58 @@ class StoreManagement(StoreFixtures):
         assert list(await managed.pending()) == []
 
 
+class StoreForecasts(StoreFixtures):
+    """Counting pending messages by due time in bounded time."""
+
+    async def test_few_messages_are_counted_exactly(self, forecasting: ForecastingStore) -> None:
+        """A bucket has its start and not its end; the first and the last have all that is before and after."""
+        dues = {"a": AT - HOUR, "b": AT, "c": AT + HOUR - self.step, "d": AT + HOUR, "e": LATER + timedelta(days=9999)}
+        for message_id, due in dues.items():
+            await forecasting.store(delayed(message_id, due))
+        found = await forecasting.due_forecast([AT, AT + HOUR, LATER])
+        assert [(one.start, one.end) for one in found.buckets] == [
+            (None, AT),
+            (AT, AT + HOUR),
+            (AT + HOUR, LATER),
+            (LATER, None),
+        ]
+        assert [one.count for one in found.buckets] == [1, 2, 1, 1]
+        assert found.exact
+        assert not any(one.at_least or one.destinations for one in found.buckets)
+        assert found.earliest == AT - HOUR
+
+    async def test_counts_are_divided_by_destination(self, forecasting: ForecastingStore) -> None:
+        """Each bucket has its destinations, the largest first, lookalikes apart."""
+        for number, destination in enumerate(["billing", "sales", "sales", "Sales", "sales"]):
+            await forecasting.store(delayed(f"m{number}", AT + number * self.step, destination=destination))
+        found = await forecasting.due_forecast([AT, AT + 4 * self.step], by_destination=True)
+        assert [dict(one.destinations) for one in found.buckets] == [
+            {},
+            {"sales": 2, "billing": 1, "Sales": 1},
+            {"sales": 1},
+        ]
+        assert next(iter(found.buckets[1].destinations)) == "sales"
+
+    async def test_fetched_messages_are_counted(self, forecasting: ForecastingStore) -> None:
+        """A message that is being dispatched is pending, and being removed it is not."""
+        await forecasting.store(delayed())
+        fetched = await forecasting.fetch_next_due(AT)
+        assert fetched is not None
+        async with asyncio.timeout(PATIENCE):
+            assert [one.count for one in (await forecasting.due_forecast([LATER])).buckets] == [1, 0]
+        assert await forecasting.remove(fetched)
+        emptied = await forecasting.due_forecast([LATER], by_destination=True)
+        assert ([one.count for one in emptied.buckets], emptied.earliest) == ([0, 0], None)
+
+    async def test_edges_that_cannot_be_are_refused(self, forecasting: ForecastingStore) -> None:
+        """Edges rise, have a time zone, and are one at least."""
+        for edges in ([], [AT, AT], [LATER, AT], [AT + one * self.step for one in range(201)]):
+            with pytest.raises(ConfigurationError, match="edges must"):
+                await forecasting.due_forecast(edges)
+        with pytest.raises(InvalidDueTime, match="no time zone"):
+            await forecasting.due_forecast([AT.replace(tzinfo=None)])
+
+
 class StoreSignals(StoreFixtures):
     """Telling the poller that something was stored."""
 
@@ -1086,7 +1150,9 @@ class StoreTransactionality(StoreFixtures):
         assert [message.id for message in left] == [f"m{number}" for number in range(4, 10)]
 
 
-class StoreConformance(StoreVerbs, StoreContent, StoreBatches, StoreTransactionality, StoreManagement, StoreSignals):
+class StoreConformance(
+    StoreVerbs, StoreContent, StoreBatches, StoreTransactionality, StoreManagement, StoreForecasts, StoreSignals
+):
     """The conformance suite of delayed message stores: subclass it, override `make_store`, run pytest.
 
     Capabilities are found as the endpoint finds them, with `isinstance`; tests of one that the store does not have

@@ -1,0 +1,477 @@
+"""What the pages of the dashboard show: frozen values without behaviour, made by `delayline.dashboard.service`.
+
+A part that a back end cannot show, or cannot show now, is an `Unavailable` with its reason. Texts from messages are a
+stranger's: they may contain anything, and are cut to the lengths that are given here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import TypeVar
+
+from delayline.delayed.store import DueBucket
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why a part of a page cannot be shown."""
+
+    reason: str
+    """A sentence for people, without secrets."""
+    temporary: bool = False
+    """Whether trying again may help: the back end does not answer now, or not in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointInfo:
+    """Which endpoint a page is about, and what can be done with it."""
+
+    name: str
+    queues_at: str
+    """The transport's URL without passwords, or its class."""
+    delayed_at: str
+    """Where delayed messages are, likewise."""
+    waits_in: str
+    """`store`, `store and cold tier`, `delay levels`, `delay levels and store`, `timeout manager` or `nowhere`."""
+    error_queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """The state of one process of an endpoint, as its last minute row says."""
+
+    process: str
+    """The machine and the process."""
+    last_minute: datetime
+    """When the row was written."""
+    alive: bool
+    """Whether that was within the last three minutes."""
+    poller: datetime | None
+    """When the poller last succeeded; None for never or no poller."""
+    receivers: Mapping[str, datetime | None]
+    """When the receivers of each queue last succeeded."""
+    running_handlers: int
+    breakers: Mapping[str, int]
+    """The state of each circuit breaker: 0 disarmed, 1 armed, 2 triggered."""
+    measures: Mapping[str, float]
+    """Values of transport and store, such as `lease.held` and `two_phase.in_doubt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DueCounts:
+    """How many messages are due when."""
+
+    overdue: DueBucket
+    next_minute: DueBucket
+    next_hour: DueBucket
+    """From a minute from now to an hour from now."""
+    next_day: DueBucket
+    """From an hour from now to a day from now."""
+    later: DueBucket
+    earliest: datetime | None
+    """The earliest due time; past while a message is overdue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Rates and lateness of the last minutes, over all processes that write minute rows."""
+
+    since: datetime
+    handled_a_second: float
+    failed_a_second: float
+    dispatched_a_second: float
+    sent_a_second: float
+    lateness_p50: float | None
+    """Seconds; None if nothing was dispatched."""
+    lateness_p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """One queue: how many messages it has, and its limits."""
+
+    name: str
+    messages: int | Unavailable
+    paused: bool = False
+    concurrency: int | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One delay level of RabbitMQ."""
+
+    number: int
+    messages: int
+    due_within: timedelta
+    """The longest time that a message at this level still has to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """The page `Now` for one endpoint; each part is unavailable by itself."""
+
+    at: datetime
+    due: DueCounts | Unavailable
+    throughput: Throughput | Unavailable
+    processes: Sequence[ProcessState] | Unavailable
+    queues: Sequence[QueueState] | Unavailable
+    errors: int | Unavailable
+    """How many messages the error queue has."""
+    levels: Sequence[Level] | Unavailable
+    """The delay levels; unavailable where no messages wait in levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastBar:
+    """A bucket of due times in the picture."""
+
+    start: datetime | None
+    """None for overdue messages."""
+    end: datetime | None
+    """None for all that is later."""
+    hot: int
+    """In the store."""
+    cold: int
+    """In the cold tier."""
+    exact: bool
+    at_least: bool
+    """Whether there may be more, uncounted."""
+    destinations: Mapping[str, int]
+    """By destination, the largest first; beyond the first 10 together as `(other)`."""
+    capacity: float | None
+    """How many messages the measured drain rate delivers in the bucket's time; None if unknown or unbounded."""
+    exceeds: bool
+    """Whether the bucket has more messages than its capacity."""
+
+    @property
+    def count(self) -> int:
+        """The messages of both tiers."""
+        return self.hot + self.cold
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The due times of pending messages."""
+
+    at: datetime
+    span: str
+    """The name of the zoom: `hour`, `day`, `week`, `month`, `year` or `all`."""
+    bars: Sequence[ForecastBar]
+    """The overdue first; the last one is open."""
+    drain_rate: float | Unavailable
+    """Messages a second that the endpoint was measured to dispatch, its highest minute of the last day."""
+    destinations: Sequence[str]
+    """All destinations in the bars, the largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """The heat map: time against lateness."""
+
+    start: datetime
+    step: timedelta
+    """The width of a column."""
+    bounds: Sequence[float]
+    """The upper bounds of the rows in seconds; one row more than bounds, the last one unbounded."""
+    counts: Sequence[Sequence[int]]
+    """By column and row: `counts[column][row]`."""
+    destination: str | None
+    """The destination that is shown; None for all."""
+    destinations: Sequence[str]
+    """Those that there is data for, by name."""
+    p50: Sequence[float | None]
+    """By column, in seconds."""
+    p99: Sequence[float | None]
+    uncounted: int
+    """Dispatched messages of the time span whose lateness the store did not report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingQuery:
+    """Which pending messages to find; all conditions together. Without one, all of them."""
+
+    message_id: str | None = None
+    destination: str | None = None
+    message_type: str | None = None
+    """A part of the header `NServiceBus.EnclosedMessageTypes`."""
+    header: str | None = None
+    """The name of a header that the message has."""
+    header_value: str | None = None
+    """A part of the value of that header, or of any header if no name is given."""
+    due_from: datetime | None = None
+    due_before: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRow:
+    """A pending message in a list."""
+
+    id: str
+    destination: str
+    due: datetime
+    retries: int
+    message_type: str
+    """Empty if it has none, or headers that cannot be read."""
+    size: int
+    """Bytes of headers and body."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPage:
+    """Messages that a search found, earliest due first."""
+
+    rows: Sequence[PendingRow]
+    looked_at: int
+    """How many messages were read."""
+    complete: bool
+    """Whether there are no more than these."""
+    next_offset: int | None
+    """The offset to search on from; None when complete."""
+    cut: str | None = None
+    """Why the search ended early, as a sentence; None if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A message's body, as far as it is shown."""
+
+    size: int
+    """In bytes, before cutting."""
+    kind: str
+    """`json`, `text`, `binary` or `empty`."""
+    text: str
+    """Indented JSON, the text, or a hex dump."""
+    cut: bool
+    """Whether the text is the beginning only."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderRow:
+    """A header of a message."""
+
+    name: str
+    value: str
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDetails:
+    """One message with headers and body."""
+
+    id: str
+    destination: str
+    due: datetime | None
+    """None for a message of a queue."""
+    retries: int
+    headers: Sequence[HeaderRow]
+    damaged: str | None
+    """Why the headers cannot be read; None if they can."""
+    body: Body
+    message_type: str
+
+
+class Action(StrEnum):
+    """An action on messages."""
+
+    CANCEL = "cancel"
+    RESCHEDULE = "reschedule"
+    SEND_NOW = "send now"
+    RETRY = "retry"
+    EDIT = "edit"
+    PURGE = "purge"
+
+
+@dataclass(frozen=True, slots=True)
+class ActionOutcome:
+    """The result of an action on one message."""
+
+    id: str
+    done: bool
+    text: str
+    """What happened, or why not: `done`, `too late: it is being sent now`, or a reason."""
+
+
+class JobState(StrEnum):
+    """The state of a job that acts on many messages."""
+
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ActionJob:
+    """An action on all messages that match, which runs in the dashboard's process."""
+
+    id: str
+    action: Action
+    actor: str
+    what: str
+    """Which messages, as a sentence."""
+    state: JobState
+    started: datetime
+    finished: datetime | None
+    expected: int
+    """How many messages the preview has found."""
+    done: int
+    failed: int
+    rate: float
+    """Messages a second at most."""
+    problems: Sequence[str] = ()
+    """The first reasons of failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """How many messages an action on all that match would change."""
+
+    number: int
+    exact: bool
+    """False if there may be more: the search ended at its limit."""
+    example: Sequence[str]
+    """Ids of the first ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGroup:
+    """Messages of the error queue that failed in the same way at the same place."""
+
+    key: str
+    """Identifies the group in requests; the same while the failures are."""
+    exception_type: str
+    place: str
+    """The first frame of the user's own code in the stack trace: `handlers.py:17 in handle`; or empty."""
+    queue: str
+    """The queue they failed in."""
+    message_type: str
+    count: int
+    first: datetime | None
+    last: datetime | None
+    example: str
+    """The exception's text of the last one, cut."""
+    by_day: Mapping[str, int]
+    """How many failed on each day, `2026-05-01`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGroups:
+    """The error queue, grouped."""
+
+    queue: str
+    total: int
+    """How many messages the queue has."""
+    looked_at: int
+    """How many of them were read, the oldest ones; the groups count these."""
+    groups: Sequence[ErrorGroup]
+    """The largest first."""
+    days: Sequence[str]
+    """The days of the trend, the last one is today."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """A failed message in a list."""
+
+    id: str
+    failed_at: datetime | None
+    queue: str
+    """The queue it failed in; empty if unknown, so that it cannot be retried without naming one."""
+    exception_type: str
+    exception_text: str
+    """Cut."""
+    message_type: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorPage:
+    """Failed messages of a group, or all, oldest first."""
+
+    rows: Sequence[ErrorRow]
+    total: int
+    offset: int
+    next_offset: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LifeEvent:
+    """An event in a message's life."""
+
+    at: datetime
+    event: str
+    """One of `delayline.sql.journal.JournalEvent`, `pending`, or `in the error queue`."""
+    destination: str
+    due: datetime | None
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLife:
+    """What is known about a message, earliest first."""
+
+    id: str
+    events: Sequence[LifeEvent]
+    pending: PendingRow | None
+    """The message, while it waits."""
+    failed: ErrorRow | None
+    """The message, while it is in the error queue."""
+    journal: str | None
+    """Why there is no journal; None if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A job of the pipeline, as its tables say."""
+
+    kind: str
+    """`schedule`, `dispatcher`, `migration` or `cold tier`."""
+    name: str
+    state: str
+    started: datetime | None
+    finished: datetime | None
+    total: int | None
+    """How many rows it has to work on; None if unknown."""
+    done: int | None
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """The page `Jobs`."""
+
+    schedules: Sequence[JobRow] | Unavailable
+    """Bulk jobs that have committed, the last one first."""
+    dispatchers: Sequence[JobRow] | Unavailable
+    migrations: Sequence[JobRow] | Unavailable
+    cold_tier: Sequence[JobRow] | Unavailable
+    """The files that wait for their promotion, by day."""
+    actions: Sequence[ActionJob]
+    """Actions on many messages, of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that `delayline doctor` has looked at."""
+
+    what: str
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """An action that was taken."""
+
+    at: datetime
+    actor: str
+    endpoint: str
+    action: Action
+    what: str
+    result: str

@@ -1,0 +1,122 @@
+"""Counts of pending messages by due time, without reading all of them.
+
+A bucket with few messages is counted by the index of due times. For a larger one the dialect is asked for an estimate,
+and its division by destination comes from the first messages of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import and_, bindparam, func, literal_column, select, union_all
+
+from delayline.delayed.store import DueBucket, DueForecast, spans_of
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement, CompoundSelect, Connection, Select, Table
+
+    from delayline.sql.dialect import Dialect
+    from delayline.sql.statements import StoreStatements
+
+#: Entries of the index that all buckets of a forecast may read together.
+COUNTED: Final = 60_000
+#: The most that one bucket may read.
+COUNTED_EACH: Final = 20_000
+#: Rows that all buckets may read together to be divided by destination, and the most of one bucket.
+SAMPLED: Final = 6_000
+SAMPLED_EACH: Final = 1_000
+
+
+def forecast(
+    connection: Connection, statements: StoreStatements, edges: Sequence[datetime], *, by_destination: bool
+) -> DueForecast:
+    """Return the forecast; one to four statements, each with a bounded number of rows."""
+    table, dialect = statements.table, statements.dialect
+    values = [dialect.to_due(edge) for edge in edges]
+    number = len(values) + 1
+    most = min(COUNTED_EACH, COUNTED // number)
+    first = _counted(connection, table, dialect, values, most + 1)
+    counts = [first[position].get((), 0) for position in range(number)]
+    exact = [count <= most for count in counts]
+    if not all(exact):
+        estimates = dialect.estimate_due(connection, table, values)
+        counts = [
+            count if known else max(count, round(about))
+            for count, known, about in zip(counts, exact, estimates, strict=True)
+        ]
+    shares: list[Mapping[str, int]] = [{} for _ in counts]
+    if by_destination:
+        most = min(SAMPLED_EACH, SAMPLED // number)
+        destination = dialect.exact(table.c.destination).label("destination")
+        sampled = _counted(connection, table, dialect, values, most, destination)
+        exact = [known and count <= most for known, count in zip(exact, counts, strict=True)]
+        shares = [divided(count, sampled[position]) for position, count in enumerate(counts)]
+    earliest = statements.next_due.one(connection)
+    return DueForecast(
+        [
+            DueBucket(*span, count, known, destinations=shared)
+            for span, count, known, shared in zip(spans_of(edges), counts, exact, shares, strict=True)
+        ],
+        None if earliest is None else dialect.from_due(earliest),
+    )
+
+
+def divided(count: int, sample: Mapping[tuple[str], int]) -> Mapping[str, int]:
+    """Return `count` divided in the proportions of the sample, the largest part first; the parts are `count` in sum."""
+    total = sum(sample.values())
+    if not total:
+        return {}
+    parts = {name or "": count * number // total for (name,), number in Counter(sample).most_common()}
+    largest = next(iter(parts))
+    parts[largest] += count - sum(parts.values())
+    return {name: number for name, number in parts.items() if number}
+
+
+def in_buckets(due: ColumnElement[Any], edges: Sequence[ColumnElement[Any]]) -> list[ColumnElement[bool]]:
+    """Return the condition of each bucket between the edges."""
+    between = [and_(due >= start, due < end) for start, end in pairwise(edges)]
+    return [due < edges[0], *between, due >= edges[-1]]
+
+
+def edge_parameters(table: Table, number: int) -> list[Any]:
+    """Return so many parameters `edge0`, `edge1` ... of the type of due times."""
+    return [bindparam(f"edge{position}", type_=table.c.due.type) for position in range(number)]
+
+
+def selected_by_bucket(table: Table, edges: int) -> CompoundSelect[Any]:
+    """Return the rows of every bucket, as a query for plans: it is explained, and never run."""
+    conditions = in_buckets(table.c.due, edge_parameters(table, edges))
+    return union_all(*(select(literal_column("1")).select_from(table).where(one) for one in conditions))
+
+
+def _counted(
+    connection: Connection,
+    table: Table,
+    dialect: Dialect,
+    values: Sequence[Any],
+    most: int,
+    *columns: ColumnElement[Any],
+) -> dict[int, dict[tuple[Any, ...], int]]:
+    """Return for each bucket how many of its first `most` messages have each combination of the columns' values."""
+    edges = edge_parameters(table, len(values))
+
+    def first(position: int, condition: ColumnElement[bool]) -> Select[Any]:
+        query = select(table.c.due, *columns).where(condition).order_by(*in_order(table))
+        rows = query.limit(literal_column(str(most))).subquery()
+        grouped = list(rows.c)[1:]
+        return select(literal_column(str(position)), func.count(), *grouped).select_from(rows).group_by(*grouped)
+
+    query = union_all(*(first(position, one) for position, one in enumerate(in_buckets(table.c.due, edges))))
+    found: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
+    for position, number, *values_of in Prepared(query, dialect.sql, [edge.key for edge in edges]).rows(
+        connection, *values
+    ):
+        found[int(position)][tuple(values_of)] = int(number)
+    return found
