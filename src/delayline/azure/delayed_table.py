@@ -30,9 +30,11 @@ from delayline.delayed.store import (
     DueBucket,
     DueCount,
     DueForecast,
+    FoundMessage,
     Outcome,
     SingleMessageVerbs,
     checked_edges,
+    found_of,
     spans_of,
 )
 from delayline.errors import ConfigurationError, DelaylineError, NotStarted, UnsupportedTransactionMode
@@ -300,6 +302,27 @@ class AzureDelayedTable(SingleMessageVerbs):
                 number += await self._where.remove(chunk)
                 await asyncio.sleep(SWEEP_PAUSE)
         return number
+
+    async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
+        """Return the pending message with that id, or None; one that .NET has stored is searched in the whole table."""
+        row = await self._where.find(message_id)
+        return None if row is None else found_of(row.message, body_limit)
+
+    async def due_between(
+        self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
+    ) -> Sequence[FoundMessage]:
+        """Return pending messages without their bodies, earliest due first."""
+        found: list[FoundMessage] = []
+        reading = self._rows(self._open.between(start, end, at_least=offset + limit))
+        async with contextlib.aclosing(reading) as rows:  # type: ignore[type-var]
+            async for row in rows:
+                if offset:
+                    offset -= 1
+                    continue
+                found.append(found_of(row.message, 0))
+                if len(found) >= limit:
+                    break
+        return found
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count up to 1000 messages of each bucket, which is then at least as large: Azure keeps no statistics."""

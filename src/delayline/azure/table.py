@@ -73,9 +73,9 @@ class Table:
             yield entity
 
     async def between(
-        self, start: datetime | None, end: datetime | None, *, at_least: int, columns: list[str]
+        self, start: datetime | None, end: datetime | None, *, at_least: int, columns: list[str] | None = None
     ) -> AsyncIterator[Entity]:
-        """Yield messages due from `start` on and before `end`, earliest first, with these columns."""
+        """Yield messages due from `start` on and before `end`, earliest first, with these columns, or all."""
         first, last = (None if edge is None else latest_before(edge) for edge in (start, end))
         parts = [f"PartitionKey lt '{BEHIND_DIGITS}'"]
         if first is not None:

@@ -15,7 +15,16 @@ from delayline.bulk.cold_catalog import HOUR, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.checks import time_span
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
-from delayline.delayed.store import DueBucket, DueCount, DueForecast, Outcome, checked_edges, spans_of
+from delayline.delayed.store import (
+    DueBucket,
+    DueCount,
+    DueForecast,
+    FoundMessage,
+    Outcome,
+    checked_edges,
+    found_of,
+    spans_of,
+)
 from delayline.message import DelayedMessage, Message, in_utc
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
@@ -98,6 +107,39 @@ class TwoTierStore(SqlDelayedMessageStore):
         for one in await super().count_by_due(bucket):
             counts[one.start, one.destination] += one.count
         return [DueCount(*key, number) for key, number in sorted(counts.items())]
+
+    async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
+        """Return the pending message with that id, or None; in the files by looking through all their ids."""
+        snapshot = await self._snapshot()  # before the store, as in `pending`
+        hot = await super().find(message_id, body_limit=body_limit)
+        if hot is not None or not snapshot.files:
+            return hot
+        found = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
+        row = next((one for name, one in found.items() if message_id not in snapshot.dead.get(name, ())), None)
+        return None if row is None else found_of(_message_of(row), body_limit)
+
+    async def due_between(
+        self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
+    ) -> Sequence[FoundMessage]:
+        """Return pending messages without their bodies, earliest due first; only files of that time are read."""
+        first = None if start is None else to_microseconds(in_utc(start))
+        last = None if end is None else to_microseconds(in_utc(end))
+        snapshot = await self._snapshot()  # before the store, as in `pending`
+        files = [
+            one
+            for one in snapshot.files
+            if (first is None or one.max_due >= first) and (last is None or one.min_due < last)
+        ]
+
+        def read() -> list[FoundMessage]:
+            rows = self._folder.rows(files, snapshot.dead, None)
+            wanted = (row for row in rows if (start is None or row.due >= start) and (end is None or row.due < end))
+            return [found_of(_message_of(row), 0) for row in islice(wanted, limit + offset)]
+
+        cold = await asyncio.to_thread(read)
+        hot = await super().due_between(start, end, limit=limit + offset)
+        both = heapq.merge(hot, cold, key=lambda found: found.message.due)
+        return list({found.message.id: found for found in both}.values())[offset : offset + limit]
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count pending messages of both tiers between the edges; see `SupportsDueForecast`."""

@@ -11,7 +11,6 @@ from delayline.delayed.store import SupportsClose, managed
 from delayline.errors import ConfigurationError
 from delayline.timeouts.draining import persister_at
 from delayline.transaction import TransactionMode
-from delayline.transport import SupportsQueueManagement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -104,13 +103,6 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
         yield transport
     finally:
         await transport.stop()
-
-
-def managed_queues(transport: Transport) -> SupportsQueueManagement:
-    """Return the transport as one whose queues people can look into; raises ConfigurationError."""
-    if not isinstance(transport, SupportsQueueManagement):
-        raise ConfigurationError(f"{type(transport).__name__} cannot list or move single messages of a queue")
-    return transport
 
 
 def refuse_memory(settings: Settings) -> None:

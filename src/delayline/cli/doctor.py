@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import managed_queues, open_transport, open_waiting, refuse_memory, table_groups
+from delayline.cli.connection import open_transport, open_waiting, refuse_memory, table_groups
 from delayline.cli.due import duration, local, relative
 from delayline.cli.options import FAILED, examples, json_option, settings_options
 from delayline.config import (
@@ -24,6 +24,7 @@ from delayline.config import (
 )
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.store import SupportsRightsCheck
+from delayline.error_queue import managed_queues
 from delayline.errors import DelaylineError, QueueNotFound
 from delayline.setting_values import masked
 from delayline.timeouts.draining import remaining_timeouts

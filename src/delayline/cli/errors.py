@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import managed_queues, open_transport
+from delayline import error_queue
+from delayline.cli.connection import open_transport
 from delayline.cli.due import local
 from delayline.cli.options import FAILED, Commands, examples, json_option, settings_options
 from delayline.cli.screen import size
-from delayline.errors import CorruptHeaders, DispatchFailed, QueueNotFound
+from delayline.error_queue import RetryOutcome, managed_queues
+from delayline.errors import CorruptHeaders
 from delayline.message import Headers, from_wire_time
-from delayline.recoverability import FAILURE_HEADERS
-from delayline.transport import SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
 
     from delayline.cli.screen import Screen
     from delayline.config import Settings
     from delayline.message import Message
-    from delayline.transport import SupportsQueueManagement, Transport
 
-PAGE: Final = 200
+#: How a retry is told the queue that a message does not name.
+REMEDY: Final = "Name the queue with --to QUEUE"
 PLACES: Final = ("url", "transport_url", "error_queue")
 
 
@@ -66,7 +65,7 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
 
     async def work() -> Message | None:
         async with open_transport(settings) as transport:
-            found = await _find(managed_queues(transport), settings.error_queue, {message_id})
+            found = await error_queue.find(managed_queues(transport), settings.error_queue, {message_id})
             return found.get(message_id)
 
     message = asyncio.run(work())
@@ -143,87 +142,20 @@ def purge(settings: Settings, screen: Screen, yes: bool) -> None:
     screen.document({"queue": settings.error_queue, "dropped": dropped})
 
 
-@dataclass(frozen=True, slots=True)
-class RetryOutcome:
-    """The result for one message: its new queue, or why it stayed."""
-
-    id: str
-    queue: str | None
-    problem: str | None
-
-
 async def _retry(settings: Settings, ids: tuple[str, ...], to: str | None) -> list[RetryOutcome]:
     queue = settings.error_queue
     async with open_transport(settings) as transport:
         queues = managed_queues(transport)
         if not ids:
-            everything = [message async for message in _browse(queues, queue)]
-            return [await _retry_one(transport, queues, queue, message, to) for message in everything]
-        found = await _find(queues, queue, set(ids))
+            everything = [message async for message in error_queue.browse(queues, queue)]
+            return [await error_queue.retry(transport, queue, message, to=to, remedy=REMEDY) for message in everything]
+        found = await error_queue.find(queues, queue, set(ids))
         return [
-            await _retry_one(transport, queues, queue, found[message_id], to)
+            await error_queue.retry(transport, queue, found[message_id], to=to, remedy=REMEDY)
             if message_id in found
             else RetryOutcome(message_id, None, f"not in {queue}. See: delayline errors list")
             for message_id in dict.fromkeys(ids)
         ]
-
-
-async def _retry_one(
-    transport: Transport, queues: SupportsQueueManagement, queue: str, message: Message, to: str | None
-) -> RetryOutcome:
-    try:
-        destination = to or message.headers.get(Headers.FAILED_QUEUE)
-        again = message.with_headers({}, without=FAILURE_HEADERS)
-    except CorruptHeaders as error:
-        destination, again = to, message
-        if to is None:
-            return RetryOutcome(message.id, None, f"{error}. Name the queue with --to QUEUE")
-    if not destination:
-        return RetryOutcome(
-            message.id, None, f"it has no {Headers.FAILED_QUEUE} header. Name the queue with --to QUEUE"
-        )
-    operation = TransportOperation(again, destination)
-    try:
-        taken = await _move(transport, queues, queue, operation)
-    except DispatchFailed as failed:
-        reason = next(iter(failed.failures.values()))
-        stays = "it stays in " + queue
-        if isinstance(reason, QueueNotFound):
-            stays += f". Create it with: delayline setup --queue {destination}"
-            return RetryOutcome(message.id, None, f"queue {destination!r} does not exist; {stays}")
-        return RetryOutcome(message.id, None, f"{reason}; {stays}")
-    return RetryOutcome(message.id, destination, None if taken else "another process took it meanwhile")
-
-
-async def _move(
-    transport: Transport, queues: SupportsQueueManagement, queue: str, operation: TransportOperation
-) -> bool:
-    if isinstance(transport, SupportsTransportTransactions):
-        async with transport.transaction() as transaction:
-            taken = await queues.take(queue, operation.message.id, transaction)
-            if taken:
-                await transport.dispatch([operation], transaction)
-        return taken
-    await transport.dispatch([operation])  # a crash before the next line doubles the message, it does not lose it
-    return await queues.take(queue, operation.message.id)
-
-
-async def _browse(queues: SupportsQueueManagement, queue: str) -> AsyncIterator[Message]:
-    offset = 0
-    while page := await queues.browse(queue, PAGE, offset=offset):
-        for message in page:
-            yield message
-        offset += len(page)
-
-
-async def _find(queues: SupportsQueueManagement, queue: str, ids: set[str]) -> dict[str, Message]:
-    found: dict[str, Message] = {}
-    async for message in _browse(queues, queue):
-        if message.id in ids:
-            found.setdefault(message.id, message)
-        if len(found) == len(ids):
-            break
-    return found
 
 
 def _headers(message: Message) -> Mapping[str, str]:

@@ -6,14 +6,14 @@ here with `isinstance` when it starts. `delayline.testing.StoreConformance` test
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from delayline.errors import ConfigurationError
-from delayline.message import in_utc
+from delayline.message import Message, in_utc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -427,6 +427,50 @@ class SupportsManagement(Protocol):
 
         Args:
             bucket: The length of a bucket; buckets are aligned to 1970 UTC.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FoundMessage:
+    """A pending message that a search has found."""
+
+    message: DelayedMessage
+    """The message with the beginning of its body, or with none."""
+    size: int
+    """Bytes of headers and whole body."""
+
+
+def found_of(message: DelayedMessage, body_limit: int) -> FoundMessage:
+    """Return a message that was read whole, with the beginning of its body."""
+    kept = message.message
+    cut = Message.from_encoded(kept.id, kept.encoded_headers, kept.body[:body_limit])
+    return FoundMessage(replace(message, message=cut), len(kept.encoded_headers) + len(kept.body))
+
+
+@runtime_checkable
+class SupportsLookup(Protocol):
+    """Capability: find pending messages by id or due time, each by an index, without locking them."""
+
+    async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
+        """Return the pending message with that id, or None.
+
+        Args:
+            message_id: The id.
+            body_limit: How many bytes of the body to read at most.
+        """
+        ...
+
+    async def due_between(
+        self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
+    ) -> Sequence[FoundMessage]:
+        """Return messages without their bodies, earliest due first.
+
+        Args:
+            start: The earliest due time; None for any.
+            end: The time before which they are due; None for any.
+            limit: The most messages to return.
+            offset: How many to skip; meant for messages that are due at the same time as `start`.
         """
         ...
 

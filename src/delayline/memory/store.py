@@ -14,10 +14,12 @@ from delayline.delayed.store import (
     DueBucket,
     DueCount,
     DueForecast,
+    FoundMessage,
     Outcome,
     SingleMessageVerbs,
     StoreResult,
     checked_edges,
+    found_of,
     spans_of,
 )
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
@@ -174,6 +176,20 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
             for message in self._messages.values()
         )
         return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
+
+    async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
+        """Return the pending message with that id, or None."""
+        message = self._messages.get(message_id)
+        return None if message is None else found_of(message, body_limit)
+
+    async def due_between(
+        self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
+    ) -> Sequence[FoundMessage]:
+        """Return pending messages without their bodies, earliest due first."""
+        first = 0 if start is None else bisect.bisect_left(self._order, (start, -1, ""))
+        last = len(self._order) if end is None else bisect.bisect_left(self._order, (end, -1, ""))
+        found = islice(self._order, min(first + offset, last), min(first + offset + limit, last))
+        return [found_of(self._messages[message_id], 0) for _, _, message_id in found]
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count pending messages between the edges; see `SupportsDueForecast`."""

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import bindparam, case, delete, exists, func, insert, literal_column, null, select, update
+from sqlalchemy import (
+    Integer,
+    LargeBinary,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    literal_column,
+    null,
+    select,
+    update,
+)
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Headers, Message
@@ -15,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Select, Table
+    from sqlalchemy.sql.compiler import SQLCompiler
 
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
@@ -25,6 +41,33 @@ INSERTED: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
 #: Headers with one of these in them need more than a move from the store to their queue.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
+
+
+class NumberOfBytes(FunctionElement[int]):
+    """The length of a binary column."""
+
+    type = Integer()
+    inherit_cache = True
+
+
+class FirstBytes(FunctionElement[bytes]):
+    """The first bytes of a binary column."""
+
+    type = LargeBinary()
+    inherit_cache = True
+
+
+@compiles(NumberOfBytes)
+def _number_of_bytes(element: NumberOfBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
+    function = "DATALENGTH" if compiler.dialect.name == "mssql" else "length"
+    return f"{function}({compiler.process(element.clauses, **options)})"
+
+
+@compiles(FirstBytes)
+def _first_bytes(element: FirstBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
+    column, number = (compiler.process(one, **options) for one in element.clauses)
+    function = "SUBSTRING" if compiler.dialect.name == "mssql" else "substr"
+    return f"{function}({column}, 1, {number})"
 
 
 class StoreStatements:
@@ -69,6 +112,14 @@ class StoreStatements:
         buckets = select(start, self._dialect.exact(columns.destination).label("destination")).subquery().c
         counts = select(buckets.start, buckets.destination, func.count()).group_by(buckets.start, buckets.destination)
         return counts.order_by(buckets.start, buckets.destination)
+
+    def found(self, body_limit: int) -> Select[Any]:
+        """Return the query of `waiting` with the first bytes of the bodies, and the bodies' sizes."""
+        columns = self.table.c
+        body = FirstBytes(columns.body, literal_column(str(body_limit)))
+        size = NumberOfBytes(columns.body)
+        kept = (columns.id, columns.destination, columns.due, columns.headers)
+        return select(*kept, body.label("body"), columns.retry_count, size.label("size"))
 
     def earliest(self, seconds: int) -> Prepared:
         """Return the query for the earliest due time of all, and for the earliest of the last `seconds`.

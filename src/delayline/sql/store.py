@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.delayed.store import DueCount, Forwarded, Outcome, SingleMessageVerbs, StoreResult, checked_edges
+from delayline.delayed.store import (
+    DueCount,
+    Forwarded,
+    FoundMessage,
+    Outcome,
+    SingleMessageVerbs,
+    StoreResult,
+    checked_edges,
+)
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
 from delayline.message import in_utc
 from delayline.sql.backend import SqlStoreBackend
@@ -16,6 +24,7 @@ from delayline.sql.deadlines import long_work
 from delayline.sql.due_forecast import forecast
 from delayline.sql.journal import JOURNAL, Journal
 from delayline.sql.notifications import ChangePoller
+from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, TO_WRITE, in_order
 from delayline.sql.setup import RequiredTables
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DueForecast
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
-    from delayline.sql.prepared import Prepared
     from delayline.sql.row_claims import RowClaims
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
@@ -336,6 +344,32 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         query = self._statements.by_due(time_span("bucket", bucket) // MICROSECOND)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [DueCount(from_microseconds(int(start)), destination, number) for start, destination, number in rows]
+
+    async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
+        """Return the pending message with that id, or None."""
+        statements, dialect = self._statements, self._database.dialect
+        query = statements.found(body_limit).where(dialect.one_of(statements.table.c.id, "keys"))
+        prepared = Prepared(query, dialect.sql, ["keys"])
+        rows = await self._database.read(lambda connection: prepared.rows(connection, [message_id]))
+        return self._found(rows[0]) if rows else None
+
+    async def due_between(
+        self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
+    ) -> Sequence[FoundMessage]:
+        """Return pending messages without their bodies, earliest due first."""
+        statements, to_due = self._statements, self._database.dialect.to_due
+        due = statements.table.c.due
+        query = statements.found(0).order_by(*in_order(statements.table)).limit(limit).offset(offset)
+        if start is not None:
+            query = query.where(due >= to_due(in_utc(start)))
+        if end is not None:
+            query = query.where(due < to_due(in_utc(end)))
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [self._found(row) for row in rows]
+
+    def _found(self, row: Sequence[Any]) -> FoundMessage:
+        message = self._statements.message_of(row[:6])
+        return FoundMessage(message, len(message.message.encoded_headers) + int(row[6] or 0))
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count pending messages between the edges in bounded time; see `SupportsDueForecast`."""

@@ -9,12 +9,14 @@ from delayline.delayed.store import (
     DueCount,
     DueForecast,
     Forwarded,
+    FoundMessage,
     Outcome,
     SupportsBatches,
     SupportsClock,
     SupportsClose,
     SupportsDueForecast,
     SupportsForwarding,
+    SupportsLookup,
     SupportsManagement,
     SupportsNotifications,
     SupportsSetup,
@@ -182,6 +184,20 @@ class _Forecasts(Faulty):
         )
 
 
+class _Lookups(Faulty):
+    _inner: SupportsLookup
+
+    async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
+        return await self.faults.call("find", lambda: self._inner.find(message_id, body_limit=body_limit), message_id)
+
+    async def due_between(
+        self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
+    ) -> Sequence[FoundMessage]:
+        return await self.faults.call(
+            "due_between", lambda: self._inner.due_between(start, end, limit=limit, offset=offset)
+        )
+
+
 class _Notifications(Faulty):
     _inner: SupportsNotifications
 
@@ -209,6 +225,7 @@ CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (SupportsBatches, _Batches),
     (SupportsManagement, _Management),
     (SupportsDueForecast, _Forecasts),
+    (SupportsLookup, _Lookups),
     (SupportsNotifications, _Notifications),
     (SupportsClock, _Clock),
     (SupportsClose, _Closable),

@@ -19,6 +19,7 @@ from delayline.delayed.store import (
     SupportsBatches,
     SupportsClose,
     SupportsDueForecast,
+    SupportsLookup,
     SupportsManagement,
     SupportsNotifications,
     SupportsReplacement,
@@ -63,6 +64,10 @@ class ManagedStore(DelayedMessageStore, SupportsManagement, Protocol):
 
 class ForecastingStore(DelayedMessageStore, SupportsDueForecast, Protocol):
     """A store that claims forecasts."""
+
+
+class SearchableStore(DelayedMessageStore, SupportsLookup, Protocol):
+    """A store that claims lookups."""
 
 
 class NotifyingStore(DelayedMessageStore, SupportsNotifications, Protocol):
@@ -151,6 +156,13 @@ class StoreFixtures:
         """Provide an open store that counts by due time in bounded time."""
         if not isinstance(store, SupportsDueForecast):
             pytest.skip("not claimed: SupportsDueForecast")
+        return store
+
+    @pytest.fixture
+    def searchable(self, store: DelayedMessageStore) -> SearchableStore:
+        """Provide an open store that finds messages by id and due time."""
+        if not isinstance(store, SupportsLookup):
+            pytest.skip("not claimed: SupportsLookup")
         return store
 
     @pytest.fixture
@@ -863,6 +875,36 @@ class StoreForecasts(StoreFixtures):
             await forecasting.due_forecast([AT.replace(tzinfo=None)])
 
 
+class StoreLookups(StoreFixtures):
+    """Finding pending messages by id and by due time."""
+
+    async def test_a_message_is_found_by_its_id(self, searchable: SearchableStore) -> None:
+        """With headers and as much of its body as asked for; a message that left is not found."""
+        message = DelayedMessage(Message("m", AWKWARD_HEADERS, b"\x00\xff" * 500), "billing", AT)
+        await searchable.store(message)
+        whole = await searchable.find("m", body_limit=10_000)
+        assert whole is not None
+        same(whole.message, message)
+        assert whole.size >= 1000
+        part = await searchable.find("m", body_limit=3)
+        assert part is not None
+        assert (part.message.message.body, part.size) == (b"\x00\xff\x00", whole.size)
+        assert await searchable.remove(message)
+        assert await searchable.find("m", body_limit=3) is None
+
+    async def test_messages_are_found_by_due_time(self, searchable: SearchableStore) -> None:
+        """From the start on and before the end, earliest first, without bodies, page by page."""
+        for number in range(6):
+            await searchable.store(delayed(f"m{number}", AT + number // 2 * self.step))
+        found = await searchable.due_between(AT + self.step, AT + 2 * self.step, limit=10)
+        assert [one.message.id for one in found] == ["m2", "m3"]
+        assert all(one.message.message.body == b"" for one in found)
+        assert [one.message.id for one in await searchable.due_between(None, None, limit=2, offset=1)] == ["m1", "m2"]
+        assert [one.message.id for one in await searchable.due_between(AT + self.step, None, limit=9, offset=3)] == [
+            "m5"
+        ]
+
+
 class StoreSignals(StoreFixtures):
     """Telling the poller that something was stored."""
 
@@ -1151,7 +1193,14 @@ class StoreTransactionality(StoreFixtures):
 
 
 class StoreConformance(
-    StoreVerbs, StoreContent, StoreBatches, StoreTransactionality, StoreManagement, StoreForecasts, StoreSignals
+    StoreVerbs,
+    StoreContent,
+    StoreBatches,
+    StoreTransactionality,
+    StoreManagement,
+    StoreForecasts,
+    StoreLookups,
+    StoreSignals,
 ):
     """The conformance suite of delayed message stores: subclass it, override `make_store`, run pytest.
 
