@@ -15,11 +15,12 @@ from typing import IO, TYPE_CHECKING, Final
 from examples.demo.reminders import DESTINATION
 from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, REPOSITORY, SENDER, JournalReader, Stage
 
-from delayline.cli.connection import managed_queues, open_store, open_transport
 from delayline.clock import SystemClock, from_microseconds
 from delayline.config import endpoint_from
 from delayline.delayed.store import managed
+from delayline.error_queue import managed_queues
 from delayline.errors import BackendUnusable
+from delayline.opening import open_store, open_transport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -78,6 +78,12 @@ class Settings:
         "Record the events of each message in the SQL journal; once set up, it stays on.",
         "true",
     )
+    history: bool = _setting(
+        False,
+        setting_values.yes_or_no,
+        "Write a row a minute of what each process has done, to the SQL store's database, for the dashboard.",
+        "true",
+    )
     cold_tier: str | None = _setting(
         None,
         setting_values.text,
@@ -487,7 +493,7 @@ class EndpointOverrides(TypedDict, total=False):
 def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpack[EndpointOverrides]) -> Endpoint:
     """Return the endpoint that the settings describe, not started yet. Raises ConfigurationError."""
     name, two_phase = settings.named_endpoint, two_phase_of(settings)
-    return Endpoint(
+    endpoint = Endpoint(
         name,
         transport=transport_of(settings, two_phase=two_phase),
         delayed_delivery=delivery_from(settings, polling=polling, two_phase=two_phase),
@@ -503,3 +509,9 @@ def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpa
         disable_timeout_manager=settings.disable_timeout_manager,
         **overrides,
     )
+    if settings.history and polling:
+        _must_be_sql(settings.resolved_store_url, "store of minute rows (history = true)")
+        from delayline.telemetry.history import MinuteHistory
+
+        endpoint.observe(MinuteHistory(settings.resolved_store_url, schema=settings.schema))
+    return endpoint

@@ -226,6 +226,11 @@ class Endpoint:
         return 0 if pipeline is None else pipeline.running
 
     @property
+    def started(self) -> bool:
+        """Whether the endpoint is started in this process."""
+        return self._started and not self._process.forked
+
+    @property
     def handlers(self) -> tuple[Callable[..., Any], ...]:
         """The registered handlers, in the order they run."""
         return self._handlers.functions
@@ -765,6 +770,8 @@ class Endpoint:
         self._composer.traces = self._observers.traces
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
+        self._observers.start()
+        self._running.push_async_callback(self._observers.stop)
         if self._setup:
             await self._setup_queues()
         if self._setup:

@@ -15,7 +15,7 @@ from delayline.recoverability import FAILURE_HEADERS
 from delayline.transport import SupportsQueueManagement, SupportsTransportTransactions, TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Set
+    from collections.abc import AsyncGenerator, Set
 
     from delayline.message import Message
     from delayline.transport import Transport
@@ -40,7 +40,7 @@ def managed_queues(transport: Transport) -> SupportsQueueManagement:
     return transport
 
 
-async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncIterator[Message]:
+async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncGenerator[Message, None]:
     """Yield the messages of a queue, oldest first."""
     offset = 0
     while page := await queues.browse(queue, PAGE, offset=offset):

@@ -53,6 +53,8 @@ class Event(StrEnum):
     LISTENING_LOST = "delayed.listening_lost"
     LISTENING_RESUMED = "delayed.listening_resumed"
     LEASE_LOST = "delayed.lease_lost"
+    DASHBOARD_ACTION = "dashboard.action"
+    DASHBOARD_FAILED = "dashboard.failed"
     OBSERVER_FAILED = "observer.failed"
     HTTP_REQUEST = "http.request"
     HTTP_REQUEST_FAILED = "http.request_failed"

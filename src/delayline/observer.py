@@ -6,6 +6,7 @@ for it but compare with None.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
@@ -212,6 +213,15 @@ class SupportsTraces(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsRun(Protocol):
+    """Capability of observers: to work beside the endpoint, as for writing what they have counted."""
+
+    async def run(self) -> None:
+        """Run until cancelled; the endpoint starts it, and cancels it when it stops."""
+        ...
+
+
 METHODS: Final = (
     "attached",
     "sent",
@@ -231,6 +241,7 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def each(self) -> Sequence[Observer]:
@@ -246,6 +257,18 @@ class Observers:
         for observer in self._observers:
             observer.attached(endpoint)
 
+    def start(self) -> None:
+        """Start the observers that run beside the endpoint; an error that ends one is logged."""
+        running = [one for one in self._observers if isinstance(one, SupportsRun)]
+        self._tasks = [asyncio.create_task(_run(one), name=f"delayline {type(one).__name__}") for one in running]
+
+    async def stop(self) -> None:
+        """End them, and wait for their last work."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     @property
     def traces(self) -> SupportsTraces | None:
         """The observer that makes spans, None for none."""
@@ -255,6 +278,14 @@ class Observers:
     def all(self) -> Observer | None:
         """All of them as one, None if there is none; parts of an endpoint ask for it when they start."""
         return cast("Observer", _Guarded(self._observers)) if self._observers else None
+
+
+async def _run(observer: SupportsRun) -> None:
+    try:
+        await observer.run()
+    except Exception as error:
+        text = "The observer %s has stopped: %s"
+        emit(logger, logging.ERROR, Event.OBSERVER_FAILED, text, type(observer).__name__, error, exception=error)
 
 
 class _Guarded:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 from delayline.clock import SystemClock, latest_of
-from delayline.config import endpoint_from, in_memory, must_exist, persister_of, store_of, transport_of
-from delayline.delayed.store import SupportsClose, managed
-from delayline.errors import ConfigurationError
-from delayline.timeouts.draining import persister_at
-from delayline.transaction import TransactionMode
+from delayline.config import endpoint_from, must_exist
+from delayline.opening import refuse_memory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
     from datetime import datetime
 
     from delayline.clock import Clock
     from delayline.config import Settings
-    from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.endpoint import Endpoint
     from delayline.sql.schema import TableGroup
-    from delayline.transport import Transport
 
 
 def table_groups(*, migrations: bool = False) -> Mapping[str, TableGroup]:
@@ -31,9 +25,10 @@ def table_groups(*, migrations: bool = False) -> Mapping[str, TableGroup]:
         migrations: Include those of migrations, which need the extra `spark` and take seconds to import.
     """
     from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
+    from delayline.telemetry import history
 
     groups = [cold_catalog.COLD_TIER, dispatchers.DISPATCHERS, ledger.LEDGER, partitions.PARTITIONS]
-    groups.append(stream_claims.STREAM_CLAIMS)
+    groups += [stream_claims.STREAM_CLAIMS, history.MINUTES]
     if migrations:
         from delayline.migration.journal import MIGRATIONS
 
@@ -50,66 +45,6 @@ def sending_endpoint(settings: Settings) -> Endpoint:
     return endpoint
 
 
-@contextlib.asynccontextmanager
-async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
-    """Open the endpoint's delayed message store."""
-    refuse_memory(settings)
-    name = settings.named_endpoint
-    store = store_of(settings)
-    must_exist(settings.resolved_store_url)
-    await store.initialize(name, TransactionMode.RECEIVE_ONLY)
-    try:
-        yield store
-    finally:
-        if isinstance(store, SupportsClose):
-            await store.close()
-
-
-@contextlib.asynccontextmanager
-async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[SupportsManagement]:
-    """Open the endpoint's pending messages: its store, or a timeout manager's table."""
-    if not timeouts and not settings.timeout_manager:
-        async with open_store(settings) as store:
-            yield managed(store)
-        return
-    if settings.timeout_manager:
-        refuse_memory(settings)
-        url, persister = settings.resolved_store_url, persister_of(settings)
-    elif settings.timeouts_url is None:
-        raise ConfigurationError("no timeouts_url is set: say where the old timeout manager's timeouts are")
-    else:
-        url, persister = settings.timeouts_url, persister_at(settings.timeouts_url, schema=settings.schema)
-    must_exist(url)
-    await persister.open(settings.named_endpoint)
-    try:
-        yield persister
-    finally:
-        await persister.close()
-
-
 def start_of_delay(clock: Clock | None) -> datetime:
     """Return the present time, to which a delay is added, on `clock` or on the machine's."""
     return latest_of(clock or SystemClock())()
-
-
-@contextlib.asynccontextmanager
-async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
-    """Open the transport."""
-    refuse_memory(settings)
-    transport = transport_of(settings)
-    must_exist(settings.resolved_transport_url)
-    await transport.start()
-    try:
-        yield transport
-    finally:
-        await transport.stop()
-
-
-def refuse_memory(settings: Settings) -> None:
-    """Raise ConfigurationError for messages that would be gone with this command's process."""
-    for url in (settings.resolved_store_url, settings.resolved_transport_url):
-        if in_memory(url):
-            raise ConfigurationError(
-                f"{url!r} is this command's own memory: whatever it holds is gone when the command ends. "
-                "Use --url sqlite:///delayline.db, or memory inside one program"
-            )

@@ -3,54 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
-from delayline.cli.connection import open_transport, open_waiting, refuse_memory, table_groups
-from delayline.cli.due import duration, local, relative
+from delayline.cli.connection import table_groups
 from delayline.cli.options import FAILED, examples, json_option, settings_options
-from delayline.config import (
-    endpoint_from,
-    examine,
-    must_exist,
-    on_rabbitmq,
-    persister_of,
-    satellites_of,
-    store_of,
-    transport_of,
-)
-from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.store import SupportsRightsCheck
-from delayline.error_queue import managed_queues
-from delayline.errors import DelaylineError, QueueNotFound
-from delayline.setting_values import masked
-from delayline.timeouts.draining import remaining_timeouts
-from delayline.transport import SupportsQueueComparison
+from delayline.doctor import check_urls, examine_endpoint
+from delayline.opening import refuse_memory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
     from delayline.cli.screen import Screen
     from delayline.config import Settings
-    from delayline.delayed.store import SupportsManagement
-    from delayline.timeouts.draining import RemainingTimeouts
-
-#: A message overdue for longer means that no poller dispatches.
-STALE: Final = timedelta(seconds=10)
-ALL_TIME: Final = timedelta(days=365_000)
-ONE_SECOND: Final = timedelta(seconds=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    ok: bool
-    text: str
 
 
 @click.command(epilog=examples("delayline doctor --endpoint sales", "delayline doctor --endpoint sales --json"))
@@ -59,9 +24,9 @@ class Finding:
 def doctor(settings: Settings, screen: Screen) -> None:
     """Check connection, tables, queues and pending messages, and print the guarantee. Exit code 1 for a problem."""
     refuse_memory(settings)
-    _check_urls(settings)
+    check_urls(settings)
     table_groups()  # registers them, for their versions
-    findings = asyncio.run(_examine(settings))
+    findings = asyncio.run(examine_endpoint(settings))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         mark, style = ("✓", "green") if finding.ok else ("✗", "red")
@@ -70,146 +35,3 @@ def doctor(settings: Settings, screen: Screen) -> None:
     screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
     if not healthy:
         click.get_current_context().exit(FAILED)
-
-
-def _check_urls(settings: Settings) -> None:
-    """Raise ConfigurationError for settings there is nothing to look at with."""
-    _ = settings.named_endpoint
-    transport_of(settings)
-    if settings.timeout_manager:
-        persister_of(settings)
-    elif not on_rabbitmq(settings.resolved_store_url):
-        store_of(settings)
-
-
-async def _examine(settings: Settings) -> list[Finding]:
-    findings = [_guarantee(settings)]
-    for what, look in (
-        ("connection", _connection),
-        ("rights", _rights),
-        ("database", _database),
-        ("queues", _queues),
-        ("delayed messages", _delayed_messages),
-        ("timeout manager", _timeouts),
-    ):
-        try:
-            findings += [finding async for finding in look(settings)]
-        except DelaylineError as error:
-            findings.append(Finding(what, ok=False, text=str(error)))
-            if what == "connection":
-                break
-    return findings
-
-
-def _guarantee(settings: Settings) -> Finding:
-    try:
-        endpoint = endpoint_from(settings)
-    except DelaylineError as error:
-        return Finding("guarantee", ok=False, text=str(error))
-    waiting = "delay levels"
-    if isinstance(endpoint.delayed_delivery, StoredDelivery):
-        waiting = "stored delayed delivery"
-    elif settings.timeout_manager:
-        waiting = "a timeout manager"
-    parts = f"{type(endpoint.transport).__name__} with {waiting} in {endpoint.transaction_mode.name}"
-    return Finding("guarantee", ok=True, text=f"{endpoint.guarantee}: {parts}")
-
-
-async def _connection(settings: Settings) -> AsyncIterator[Finding]:
-    must_exist(settings.resolved_store_url)
-    async with open_transport(settings):
-        yield Finding("connection", ok=True, text=masked(settings.resolved_transport_url))
-
-
-async def _rights(settings: Settings) -> AsyncIterator[Finding]:
-    endpoint = endpoint_from(settings)
-    missing: dict[str, None] = {}
-    parts: list[object] = [endpoint.transport, endpoint.delayed_delivery, endpoint.draining]
-    for part in parts:
-        if isinstance(part, SupportsRightsCheck):
-            missing |= dict.fromkeys(await part.missing_rights(endpoint.name, takes=True))
-    if missing:
-        yield Finding("rights", ok=False, text="\n".join(["run this as the owner of the tables:", *missing]))
-
-
-async def _database(settings: Settings) -> AsyncIterator[Finding]:
-    places = [settings.resolved_store_url]
-    if on_rabbitmq(settings.resolved_transport_url):
-        places.append(settings.resolved_transport_url)
-    levels = on_rabbitmq(settings.resolved_store_url) or settings.delay_levels_from_seconds is not None
-    for place in dict.fromkeys(places):
-        for what, ok, text in await examine(
-            place, delay_levels=levels, endpoint=settings.endpoint, schema=settings.schema
-        ):
-            yield Finding(what, ok, text)
-
-
-async def _queues(settings: Settings) -> AsyncIterator[Finding]:
-    endpoint = settings.named_endpoint
-    async with open_transport(settings) as transport:
-        queues = managed_queues(transport)
-        listed: Sequence[str] = await transport.queues() if hasattr(transport, "queues") else ()
-        for name in dict.fromkeys([endpoint, settings.error_queue, *satellites_of(settings), *listed]):
-            try:
-                number = await queues.count(name)
-            except QueueNotFound:
-                text = f"does not exist. Create it with: delayline setup --endpoint {endpoint}"
-                yield Finding(f"queue {name}", ok=False, text=text)
-                continue
-            hint = ": see them with delayline errors list" if number and name == settings.error_queue else ""
-            differs = await transport.difference(name) if isinstance(transport, SupportsQueueComparison) else ""
-            yield Finding(f"queue {name}", ok=True, text=f"{number} messages{hint}{differs and f'; {differs}'}")
-
-
-async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
-    if on_rabbitmq(settings.resolved_store_url) and not settings.timeout_manager:
-        yield Finding("pending", ok=True, text="in delay levels. Count it with: delayline rabbitmq pending")
-        return
-    async with open_waiting(settings, timeouts=False) as store:
-        waiting = sum(one.count for one in await store.count_by_due(ALL_TIME))
-        yield Finding("pending", ok=True, text=f"{waiting} messages")
-        yield await _overdue(store)
-
-
-async def _overdue(store: SupportsManagement) -> Finding:
-    now = datetime.now(UTC)
-    first = next(iter(await store.pending(limit=1)), None)
-    if first is None or first.due > now:
-        text = "none" if first is None else f"none; the next is due {local(first.due)}, {relative(first.due, now)}"
-        return Finding("overdue", ok=True, text=text)
-    number = sum(one.count for one in await store.count_by_due(ONE_SECOND) if one.start <= now)
-    oldest = f"the oldest is {first.id} for {first.destination}, {duration(now - first.due)} overdue"
-    stale = now - first.due > STALE
-    remedy = ". Nobody dispatches: is an endpoint of this name running?" if stale else ""
-    return Finding("overdue", ok=not stale, text=f"{number} messages; {oldest}{remedy}")
-
-
-async def _timeouts(settings: Settings) -> AsyncIterator[Finding]:
-    if settings.timeouts_url is None:
-        return
-    must_exist(settings.timeouts_url)
-    async with open_transport(settings) as transport:
-        yield _drained(
-            await remaining_timeouts(settings.timeouts_url, settings.named_endpoint, transport, schema=settings.schema),
-            settings,
-        )
-
-
-def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
-    what, disabled, timeouts = "timeout manager", settings.disable_timeout_manager, remains.timeouts
-    if not remains.empty:
-        number, now = 0 if timeouts is None else timeouts.number, datetime.now(UTC)
-        text = f"{number} timeouts wait, {remains.queued} messages are in its queues"
-        first = None if timeouts is None else timeouts.first
-        stale = first is not None and now - first > STALE
-        if disabled:
-            text += ". Nobody delivers them: take disable_timeout_manager out of the settings"
-        elif first is not None:
-            text += f"; the first is due {local(first)}, {relative(first, now)}"
-            text += ". Nobody dispatches: is an endpoint of this name running?" if stale else ""
-        return Finding(what, ok=not (disabled or stale), text=text)
-    left = [f"queue {name}" for name in remains.queues] + ([f"table {remains.table}"] if timeouts is not None else [])
-    deletable = f"these can be deleted: {', '.join(left)}" if left else "nothing of it is left"
-    if disabled:
-        return Finding(what, ok=True, text=f"empty and disabled; {deletable}")
-    return Finding(what, ok=True, text=f"empty. Set disable_timeout_manager = true; then {deletable}")

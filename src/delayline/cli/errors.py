@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from delayline import error_queue
-from delayline.cli.connection import open_transport
-from delayline.cli.due import local
 from delayline.cli.options import FAILED, Commands, examples, json_option, settings_options
-from delayline.cli.screen import size
 from delayline.error_queue import RetryOutcome, managed_queues
 from delayline.errors import CorruptHeaders
 from delayline.message import Headers, from_wire_time
+from delayline.opening import open_transport
+from delayline.readable import local, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

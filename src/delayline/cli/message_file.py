@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from delayline.cli.due import in_the_future, parse_delay, parse_instant
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
+from delayline.readable import in_the_future, parse_delay, parse_instant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

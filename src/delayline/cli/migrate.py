@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from delayline.cli.due import DELAYS, INSTANTS, delay_given, instant_given
+from delayline.cli.due import delay_given, instant_given
 from delayline.cli.options import FAILED, Command, Commands, examples, json_option
 from delayline.errors import ConfigurationError
+from delayline.readable import DELAYS, INSTANTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

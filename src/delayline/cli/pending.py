@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delayline.cli.connection import open_waiting, start_of_delay
-from delayline.cli.due import delay_given, due_options, in_the_future, local, relative
+from delayline.cli.connection import start_of_delay
+from delayline.cli.due import delay_given, due_options
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
-from delayline.cli.screen import bar, size
+from delayline.cli.screen import bar
 from delayline.delayed.store import Outcome, SupportsClock
+from delayline.opening import open_waiting
 from delayline.outgoing import due_time
+from delayline.readable import in_the_future, local, relative, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

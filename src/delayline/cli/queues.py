@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from delayline.cli.connection import open_transport
-from delayline.cli.due import local
 from delayline.cli.options import examples, json_option, settings_options
-from delayline.cli.screen import size
 from delayline.error_queue import managed_queues
 from delayline.errors import CorruptHeaders
 from delayline.external import UNSET
 from delayline.message import Headers, from_wire_time
+from delayline.opening import open_transport
+from delayline.readable import local, size
 from delayline.transport import QueueLimits, limited
 
 if TYPE_CHECKING:

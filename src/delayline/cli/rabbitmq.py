@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from delayline.cli.due import duration
 from delayline.cli.options import FAILED, Command, Commands, examples, json_option, settings_options
 from delayline.cli.screen import bar
 from delayline.errors import ConfigurationError
+from delayline.readable import duration
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delayline.cli.connection import refuse_memory
 from delayline.cli.due import delay_given
 from delayline.cli.log_format import FORMATS, LEVELS, log_to_stderr
 from delayline.cli.options import FAILED, examples, json_option, settings_options
@@ -24,6 +23,7 @@ from delayline.cli.screen import Screen
 from delayline.config import endpoint_from
 from delayline.endpoint import GRACE, Endpoint
 from delayline.errors import ConfigurationError
+from delayline.opening import refuse_memory
 from delayline.sync import SyncEndpoint
 from delayline.telemetry.http_server import HttpServer
 from delayline.telemetry.measurements import Measurements

@@ -84,13 +84,3 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]], *, plain:
 def bar(count: int, largest: int, width: int = 24) -> str:
     """Return a bar of blocks, `width` long for the largest count and never empty for one above zero."""
     return "█" * max(1 if count else 0, round(width * count / largest)) if largest else ""
-
-
-def size(number_of_bytes: int) -> str:
-    """Return a size people can read: 12 B, 3.4 KB."""
-    value = float(number_of_bytes)
-    for unit in ("B", "KB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} GB"

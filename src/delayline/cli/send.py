@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from delayline.cli.connection import sending_endpoint, start_of_delay
-from delayline.cli.due import due_options, in_the_future, local, relative
+from delayline.cli.due import due_options
 from delayline.cli.message_file import InputLine, InputRow, RejectedFile, RowFile, reason_of
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.errors import DelaylineError, InvalidMessage, QueueNotFound
 from delayline.outgoing import due_time
+from delayline.readable import in_the_future, local, relative
 
 if TYPE_CHECKING:
     from collections.abc import Callable

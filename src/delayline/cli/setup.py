@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.connection import refuse_memory, table_groups
+from delayline.cli.connection import table_groups
 from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
 from delayline.config import (
     after_setup,
@@ -18,6 +18,7 @@ from delayline.config import (
     set_up_features,
     transport_of,
 )
+from delayline.opening import refuse_memory
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delayline.cli.due import DELAYS, delay_given
+from delayline.cli.due import delay_given
 from delayline.cli.options import FAILED, PLACES, Commands, examples, json_option, settings_options
+from delayline.readable import DELAYS
 from delayline.setting_values import masked
 
 if TYPE_CHECKING:

@@ -232,7 +232,9 @@ class PendingPage:
     complete: bool
     """Whether there are no more than these."""
     next_offset: int | None
-    """The offset to search on from; None when complete."""
+    """How many messages of `next_after` to skip when searching on; None when complete."""
+    next_after: datetime | None
+    """The due time to search on from."""
     cut: str | None = None
     """Why the search ended early, as a sentence; None if it did not."""
 
@@ -454,15 +456,6 @@ class Jobs:
     """The files that wait for their promotion, by day."""
     actions: Sequence[ActionJob]
     """Actions on many messages, of this process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that `delayline doctor` has looked at."""
-
-    what: str
-    ok: bool
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from sqlalchemy import (
     bindparam,
     func,
     insert,
+    inspect,
     literal,
     select,
     text,
@@ -239,3 +240,27 @@ class Journal:
             text(self._dialect.journal.found), {"table": self._store.name, "schema": self._store.schema}
         ).scalars()
         return {name for name in found if name in names}
+
+
+#: Entries of a message that are returned at most.
+MOST_EVENTS: Final = 500
+
+
+def events_of(
+    connection: Connection, dialect: Dialect, name: str | None, store: str, message_id: str
+) -> list[tuple[datetime, str, str, datetime, int]] | None:
+    """Return the entries of a message, earliest first: time, event, destination, due time, retries.
+
+    None if no store of the schema has ever kept a journal. Without an index by id, all entries are read.
+    """
+    entries = journal_tables(name).entries
+    if not inspect(connection).has_table(entries.name, schema=entries.schema):
+        return None
+    columns = entries.c
+    query = select(columns.at, columns.event, columns.destination, columns.due, columns.retries)
+    query = query.where(columns.id == message_id, columns.store == store).order_by(columns.seq).limit(MOST_EVENTS)
+    time = dialect.from_due
+    rows = connection.execute(query)
+    return [
+        (time(at), event, destination, time(due), max(0, int(retries))) for at, event, destination, due, retries in rows
+    ]

@@ -1,0 +1,137 @@
+"""Shows what is in messages: a stranger's headers, bodies and stack traces, as bounded text."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, Literal
+
+from delayline.dashboard.model import Body, HeaderRow
+from delayline.errors import CorruptHeaders
+from delayline.message import Headers, from_wire_time
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from delayline.message import Message
+
+Form = Literal["json", "text", "hex"]
+FORMS: Final[tuple[Form, ...]] = ("json", "text", "hex")
+#: Bytes of a body that are shown.
+BODY_SHOWN: Final = 65_536
+#: Bytes of a binary body that are shown, at 16 a line.
+HEX_SHOWN: Final = 4_096
+HEX_LINE: Final = 16
+#: Characters of a header's value, and headers of a message, that are shown.
+VALUE_SHOWN: Final = 16_384
+HEADERS_SHOWN: Final = 200
+#: Characters of texts in lists.
+TEXT_SHOWN: Final = 300
+#: A frame of a Python stack trace, and one of .NET.
+PYTHON_FRAME: Final = re.compile(r'^\s*File "([^"\n]{1,500})", line (\d{1,9}), in ([^\n]{1,200})$', re.MULTILINE)
+NET_FRAME: Final = re.compile(r"^\s*at ([^\n(]{1,300})\(", re.MULTILINE)
+#: Parts of paths of code that is not the user's.
+FOREIGN_PATHS: Final = ("/site-packages/", "/dist-packages/", "/lib/python", "/delayline/", "<frozen ")
+FOREIGN_TYPES: Final = ("NServiceBus.", "System.", "Microsoft.")
+
+
+def headers_of(message: Message) -> tuple[Mapping[str, str], str | None]:
+    """Return a message's headers, and why they cannot be read, None if they can."""
+    try:
+        return message.headers, None
+    except CorruptHeaders as error:
+        return {}, str(error)
+
+
+def header_rows(message: Message) -> tuple[list[HeaderRow], str | None]:
+    """Return the headers to show, cut where they are long; damaged ones as they are stored."""
+    headers, damaged = headers_of(message)
+    if damaged is not None:
+        headers = {"(as stored)": message.encoded_headers[: 4 * VALUE_SHOWN].decode("utf-8", "replace")}
+    rows = [
+        HeaderRow(name[:TEXT_SHOWN], value[:VALUE_SHOWN], len(value) > VALUE_SHOWN)
+        for name, value in list(headers.items())[:HEADERS_SHOWN]
+    ]
+    if len(headers) > HEADERS_SHOWN:
+        rows.append(HeaderRow("...", f"{len(headers) - HEADERS_SHOWN} more headers", cut=True))
+    return rows, damaged
+
+
+def body_of(body: bytes, size: int, form: Form | None = None) -> Body:
+    """Return a body to show: indented JSON, text or a hex dump.
+
+    Args:
+        body: The body, or its beginning.
+        size: Bytes of the whole body.
+        form: The form to show it in, if it has that; by default the most readable one.
+    """
+    if not size:
+        return Body(0, "empty", "", cut=False)
+    shown = body[:BODY_SHOWN]
+    cut = len(shown) < size
+    text = None if form == "hex" else _text_of(shown, cut=cut)
+    if text is None:
+        return Body(size, "binary", _hex(shown[:HEX_SHOWN]), cut=min(len(shown), HEX_SHOWN) < size)
+    if form != "text" and not cut and text.lstrip()[:1] in ("{", "["):
+        try:
+            pretty = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            pretty = None
+        if pretty is not None and "\ud800" not in pretty:
+            pretty = pretty.encode("utf-8", "backslashreplace").decode()
+            return Body(size, "json", pretty[: 4 * BODY_SHOWN], cut=len(pretty) > 4 * BODY_SHOWN)
+    return Body(size, "text", text, cut=cut)
+
+
+def message_type(headers: Mapping[str, str]) -> str:
+    """Return the short name of the first enclosed type: of `Shop.OrderPlaced, Shop; ...` it is `Shop.OrderPlaced`."""
+    return re.split("[,;]", headers.get(Headers.ENCLOSED_MESSAGE_TYPES, ""), maxsplit=1)[0].strip()[:TEXT_SHOWN]
+
+
+def place_of(headers: Mapping[str, str]) -> str:
+    """Return where an exception was raised: the innermost frame of the user's own code in its stack trace."""
+    trace = headers.get(Headers.EXCEPTION_STACK_TRACE, "")[: 4 * VALUE_SHOWN]
+    frames = PYTHON_FRAME.findall(trace)
+    own = [frame for frame in frames if not any(part in frame[0].replace("\\", "/") for part in FOREIGN_PATHS)]
+    for path, line, function in reversed(own or frames):
+        name = path.replace("\\", "/").rsplit("/", 1)[-1]
+        return f"{name}:{line} in {function}"
+    methods = NET_FRAME.findall(trace)
+    for method in [one for one in methods if not one.startswith(FOREIGN_TYPES)] or methods:
+        return str(method).strip()
+    return ""
+
+
+def wire_time(headers: Mapping[str, str], name: str) -> datetime | None:
+    """Return the time in a header; None for none, and for one that cannot be read."""
+    try:
+        return from_wire_time(headers[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def one_line(text: str) -> str:
+    """Return the beginning of a text as one line."""
+    return " ".join(text[: 4 * TEXT_SHOWN].split())[:TEXT_SHOWN]
+
+
+def _text_of(body: bytes, *, cut: bool) -> str | None:
+    """Return the body as text, None if it is none; a character that was cut is left out."""
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if not cut or error.start < len(body) - 3:
+            return None
+        text = body[: error.start].decode("utf-8-sig")
+    control = sum(1 for one in text[:4096] if ord(one) < 32 and one not in "\t\r\n\f")
+    return text if control == 0 else None
+
+
+def _hex(body: bytes) -> str:
+    lines = []
+    for first in range(0, len(body), HEX_LINE):
+        part = body[first : first + HEX_LINE]
+        shown = "".join(chr(one) if 32 <= one < 127 else "." for one in part)
+        lines.append(f"{first:08x}  {part.hex(' '):<47}  {shown}")
+    return "\n".join(lines)

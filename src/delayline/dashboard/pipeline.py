@@ -1,0 +1,130 @@
+"""The jobs of the pipeline, as their tables in the store's database have them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import inspect, select
+
+from delayline.bulk.cold_catalog import cold_tables
+from delayline.bulk.dispatchers import dispatcher_tables
+from delayline.bulk.ledger import NONE_YET, runs_table
+from delayline.dashboard.model import JobRow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Table
+
+    from delayline.sql.dialect import Dialect
+
+#: Rows of each kind.
+LISTED: Final = 50
+#: Files of a cold tier that are looked at.
+FILES: Final = 20_000
+
+
+def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
+    """Return the bulk jobs that have committed, the last one first."""
+    table = runs_table(schema)
+    if not _exists(connection, table):
+        return []
+    columns = table.c
+    query = select(columns.run, columns.stored, columns.duplicates, columns.rejected, columns.finished, columns.batch)
+    ended = query.where(columns.finished.is_not(None), columns.batch > NONE_YET)
+    return [
+        JobRow(
+            "schedule",
+            row.run,
+            "committed",
+            None,
+            dialect.from_due(row.finished),
+            int(row.stored + row.duplicates + row.rejected),
+            int(row.stored),
+            {"duplicates": str(row.duplicates), "rejected": str(row.rejected)},
+        )
+        for row in connection.execute(ended.order_by(columns.finished.desc()).limit(LISTED))
+    ]
+
+
+def dispatchers(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
+    """Return the dispatchers and their tasks."""
+    tables = dispatcher_tables(schema)
+    if not _exists(connection, tables.dispatchers):
+        return []
+    owners, shards = tables.dispatchers.c, tables.shards.c
+    alive = (owners.until > dialect.in_seconds(0)).label("alive")
+    found = connection.execute(
+        select(owners.name, owners.owner, owners.generation, owners.stopping, alive).order_by(owners.name).limit(LISTED)
+    ).all()
+    rows = []
+    for one in found:
+        state = "expired" if not one.alive else "stopping" if one.stopping else "alive"
+        details = {"owner": one.owner, "generation": str(one.generation)}
+        number = 0
+        mine = select(tables.shards).where(shards.dispatcher == one.name).order_by(shards.shard).limit(LISTED)
+        for shard in connection.execute(mine):
+            number += int(shard.dispatched)
+            late = "" if shard.p99 is None else f", p99 {shard.p99:.3f} s"
+            seen = dialect.from_due(shard.seen).isoformat(timespec="seconds")
+            text = f"{shard.dispatched} dispatched, {shard.retried} retried, {shard.failed} failed{late}"
+            details[f"shard {shard.shard}"] = f"{text}, on {shard.place}, seen {seen}"
+        rows.append(JobRow("dispatcher", one.name, state, None, None, None, number, details))
+    return rows
+
+
+def cold_tier(connection: Connection, dialect: Dialect, schema: str | None, *, store: str) -> list[JobRow]:
+    """Return the files of a store's cold tier by the day on which they are due, earliest first."""
+    del dialect
+    table = cold_tables(schema).files
+    if not _exists(connection, table):
+        return []
+    columns = table.c
+    query = select(columns.due_hour, columns.messages, columns.state).where(columns.store == store)
+    days: dict[str, Counter[str]] = {}
+    for hour, messages, state in connection.execute(query.order_by(columns.min_due).limit(FILES)):
+        day = days.setdefault(f"{hour[:4]}-{hour[4:6]}-{hour[6:8]}", Counter())
+        day[state] += int(messages)
+        day["files"] += state == "held"
+    return [
+        JobRow(
+            "cold tier",
+            day,
+            "held" if counts["held"] else "promoted" if counts["promoted"] else "compacted",
+            None,
+            None,
+            counts["held"] + counts["promoted"],
+            counts["promoted"],
+            {"files": str(counts["files"])},
+        )
+        for day, counts in sorted(days.items())[: 10 * LISTED]
+    ]
+
+
+def migrations() -> Callable[[Connection, Dialect, str | None], list[JobRow]]:
+    """Return the function that returns the runs of migrations; raises MissingExtra without the extra `spark`."""
+    from delayline.migration.journal import MigrationJournal
+
+    def found(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
+        journal = MigrationJournal(dialect, schema)
+        rows = []
+        for run in journal.list_runs(connection)[:LISTED]:
+            progress = journal.progress(connection, run.name)
+            details = {
+                **run.parameters,
+                "rejected": str(progress.rejected),
+                "staged": str(progress.staged),
+                "delivered": str(progress.delivered),
+            }
+            name, state = run.name, run.state.value
+            rows.append(
+                JobRow("migration", name, state, run.started, run.finished, progress.rows, progress.marked, details)
+            )
+        return rows
+
+    return found
+
+
+def _exists(connection: Connection, table: Table) -> bool:
+    return inspect(connection).has_table(table.name, schema=table.schema)

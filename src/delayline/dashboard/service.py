@@ -1,0 +1,1304 @@
+"""What the dashboard asks of one endpoint's back ends, and does with its messages.
+
+Each part of a page has a time limit of its own, and is `Unavailable` with its reason where a back end lacks it,
+refuses, or does not answer. Work that outlives its limit goes on in the background; the same question joins it instead
+of asking again, so that a slow back end is asked once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import heapq
+import logging
+import uuid
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from delayline import error_queue
+from delayline.backends import SQL, scheme_of
+from delayline.checks import whole_number
+from delayline.clock import EPOCH, SystemClock, latest_of
+from delayline.config import Settings, in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
+from delayline.dashboard import pipeline
+from delayline.dashboard.contents import (
+    BODY_SHOWN,
+    body_of,
+    header_rows,
+    headers_of,
+    message_type,
+    one_line,
+    place_of,
+    wire_time,
+)
+from delayline.dashboard.model import (
+    Action,
+    ActionJob,
+    ActionOutcome,
+    AuditEntry,
+    DueCounts,
+    EndpointInfo,
+    ErrorGroup,
+    ErrorGroups,
+    ErrorPage,
+    ErrorRow,
+    Forecast,
+    ForecastBar,
+    JobRow,
+    Jobs,
+    JobState,
+    Lateness,
+    Level,
+    LifeEvent,
+    MessageDetails,
+    MessageLife,
+    Now,
+    PendingPage,
+    PendingQuery,
+    PendingRow,
+    Preview,
+    ProcessState,
+    QueueState,
+    Throughput,
+    Unavailable,
+)
+from delayline.delayed.store import (
+    FoundMessage,
+    Outcome,
+    SupportsClock,
+    SupportsClose,
+    SupportsDueForecast,
+    SupportsLookup,
+    SupportsManagement,
+    found_of,
+)
+from delayline.doctor import check_urls, examine_endpoint
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.events import Event, emit
+from delayline.message import Headers, Message, in_utc
+from delayline.recoverability import FAILURE_HEADERS
+from delayline.setting_values import masked
+from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
+from delayline.transaction import TransactionMode
+from delayline.transport import (
+    SupportsQueueLimits,
+    SupportsQueueLookup,
+    SupportsQueueManagement,
+    SupportsTransportTransactions,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    from sqlalchemy import Connection
+
+    from delayline.clock import Clock
+    from delayline.dashboard.contents import Form
+    from delayline.delayed.store import DueForecast
+    from delayline.doctor import Finding
+    from delayline.endpoint import Endpoint
+    from delayline.sql.database import Database
+    from delayline.sql.dialect import Dialect
+    from delayline.telemetry.history import MinuteRow
+    from delayline.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+Result = TypeVar("Result")
+
+#: Seconds that a part of a page may take.
+TIME_LIMIT: Final = 5.0
+#: Questions that may be unanswered at a time, those that are past their limit included.
+MOST_UNANSWERED: Final = 24
+ONE_SECOND: Final = timedelta(seconds=1)
+ONE_MINUTE: Final = timedelta(minutes=1)
+ONE_HOUR: Final = timedelta(hours=1)
+ONE_DAY: Final = timedelta(days=1)
+#: A process whose last row is older has ended, or cannot write.
+ALIVE: Final = timedelta(minutes=3)
+#: The minutes that rates are taken of.
+RATES_OF: Final = timedelta(minutes=5)
+#: Messages that a search reads for one page, and in one statement.
+LOOKED_AT: Final = 20_000
+READ_AT_ONCE: Final = 500
+#: Messages that an action on all that match changes at most.
+MOST_CHANGED: Final = 100_000
+#: Failed messages that are read to be grouped.
+MOST_GROUPED: Final = 10_000
+#: Failed messages that are read where each has to be taken from the broker and given back.
+MOST_TAKEN: Final = 1_000
+#: Days of the trend of failures.
+TREND: Final = 14
+#: Destinations that a forecast shows by name.
+NAMED_DESTINATIONS: Final = 10
+OTHERS: Final = "(other)"
+#: Actions that are kept for the audit page, and jobs that are listed.
+AUDITED: Final = 500
+JOBS_LISTED: Final = 50
+PROBLEMS_LISTED: Final = 20
+HIGHEST_RATE: Final = 1_000
+LONGEST_QUEUES: Final = 200
+#: Widths of the bars of a forecast and how many there are, by the name of the zoom.
+SPANS: Final[Mapping[str, tuple[timedelta, int]]] = {
+    "hour": (timedelta(minutes=1), 60),
+    "day": (timedelta(minutes=30), 48),
+    "week": (timedelta(hours=4), 42),
+    "month": (timedelta(days=1), 31),
+    "year": (timedelta(days=7), 53),
+    "all": (timedelta(days=91), 60),
+}
+#: Time spans of the heat map, the width of a column, and whether hours' rows are enough.
+LATENESS_SPANS: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
+    "hour": (timedelta(hours=1), timedelta(minutes=1)),
+    "6 hours": (timedelta(hours=6), timedelta(minutes=6)),
+    "day": (timedelta(days=1), timedelta(minutes=30)),
+    "week": (timedelta(days=7), timedelta(hours=3)),
+    "month": (timedelta(days=30), timedelta(hours=12)),
+}
+MEANING: Final = {
+    Outcome.DONE: "done",
+    Outcome.DISPATCHING: "too late: it is being sent now",
+    Outcome.NOT_PENDING: "no pending message has this id: it has left, was cancelled, or never existed",
+}
+LEVELS_ONLY: Final = (
+    "the delayed messages are in RabbitMQ's delay levels, which can be counted, not listed, cancelled or rescheduled"
+)
+NO_HISTORY: Final = (
+    "no process of this endpoint has written minute rows: set history = true, or add MinuteHistory to its observers"
+)
+
+
+@dataclass(slots=True)
+class _Job:
+    """An action on many messages while it runs."""
+
+    shown: ActionJob
+    task: asyncio.Task[None] | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+class EndpointService:
+    """One endpoint, as the dashboard shows it and acts on it. Used by one event loop.
+
+    Args:
+        source: The endpoint's settings, of which the service opens its own transport and store; or an endpoint of this
+            process, whose transport and store are used while it is started.
+        time_limit: Seconds that each part of a page may take.
+        clock: Decides what is overdue where the store has no clock of its own.
+
+    Example:
+        ```python
+        async with EndpointService(load_settings()) as service:
+            print((await service.now()).due)
+        ```
+    """
+
+    def __init__(
+        self, source: Settings | Endpoint, *, time_limit: float = TIME_LIMIT, clock: Clock | None = None
+    ) -> None:
+        self._settings = source if isinstance(source, Settings) else None
+        self._endpoint = None if isinstance(source, Settings) else source
+        self.name = source.named_endpoint if isinstance(source, Settings) else source.name
+        self._time_limit = time_limit
+        self._clock = clock or SystemClock()
+        self._transport: Transport | None = None
+        self._store: object = None
+        self._closing = contextlib.AsyncExitStack()
+        self._opening = {"store": asyncio.Lock(), "transport": asyncio.Lock()}
+        self._unanswered: dict[object, asyncio.Task[Any]] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._audit: deque[AuditEntry] = deque(maxlen=AUDITED)
+
+    async def __aenter__(self) -> EndpointService:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop the jobs, and disconnect."""
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        tasks += self._unanswered.values()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._time_limit)
+        self._store = self._transport = None
+        await self._closing.aclose()
+
+    # Pages
+
+    def info(self) -> EndpointInfo:
+        """Return which endpoint this is; asks no back end."""
+        settings, endpoint = self._settings, self._endpoint
+        if settings is None:
+            assert endpoint is not None  # noqa: S101 - one of both
+            delivery = endpoint.delayed_delivery
+            store = getattr(delivery, "store", None)
+            waits = "nowhere" if delivery is None else "store" if store is not None else type(delivery).__name__
+            queues, delayed = (type(one).__name__ for one in (endpoint.transport, store or delivery))
+            return EndpointInfo(endpoint.name, queues, delayed, waits, endpoint.error_queue)
+        waits = "store"
+        if settings.timeout_manager:
+            waits = "timeout manager"
+        elif on_rabbitmq(settings.resolved_store_url):
+            waits = "delay levels"
+        elif settings.delay_levels_from_seconds is not None:
+            waits = "delay levels and store"
+        elif settings.cold_tier is not None:
+            waits = "store and cold tier"
+        queues, delayed = masked(settings.resolved_transport_url), masked(settings.resolved_store_url)
+        return EndpointInfo(self.name, queues, delayed, waits, settings.error_queue)
+
+    async def now(self) -> Now:
+        """Return the page `Now`."""
+        due, throughput, processes, queues, errors, levels = await asyncio.gather(
+            self._part("due", self._due_counts),
+            self._part("throughput", self._throughput),
+            self._part("processes", self._processes),
+            self._part("queues", self._queues),
+            self._part("errors", self._error_count),
+            self._part("levels", self._levels),
+        )
+        return Now(self._clock.now(), due, throughput, processes, queues, errors, levels)
+
+    async def forecast(self, span: str = "day", *, destination: str | None = None) -> Forecast | Unavailable:
+        """Return the due times of pending messages.
+
+        Args:
+            span: The zoom: `hour`, `day`, `week`, `month`, `year` or `all`.
+            destination: Only messages to this queue; in large buckets their number is taken from a sample.
+
+        Raises:
+            ConfigurationError: There is no such zoom.
+        """
+        _one_of("span", span, SPANS)
+        rate, found = await asyncio.gather(
+            self._part("rate", self._drain_rate),
+            self._part(("forecast", span), partial(self._forecast, span)),
+        )
+        if isinstance(found, Unavailable):
+            return found
+        at, both, cold = found
+        bars = [
+            _bar(one, other.count if other else 0, rate if isinstance(rate, float) else None, destination)
+            for one, other in zip(both.buckets, cold.buckets if cold else [None] * len(both.buckets), strict=True)
+        ]
+        totals: Counter[str] = Counter()
+        for bar in bars:
+            totals.update(bar.destinations)
+        return Forecast(at, span, bars, rate, [name for name, _ in totals.most_common()])
+
+    async def lateness(self, span: str = "day", *, destination: str | None = None) -> Lateness | Unavailable:
+        """Return the heat map of lateness.
+
+        Args:
+            span: How far back: `hour`, `6 hours`, `day`, `week` or `month`.
+            destination: Only messages to this queue; all by default.
+        """
+        _one_of("span", span, LATENESS_SPANS)
+        return await self._part(("lateness", span, destination), partial(self._lateness, span, destination))
+
+    async def pending(
+        self, query: PendingQuery | None = None, *, limit: int = 50, after: datetime | None = None, offset: int = 0
+    ) -> PendingPage | Unavailable:
+        """Return pending messages that match, earliest due first.
+
+        An id and due times are searched by index. Other conditions are checked message by message: at most 20 000 of
+        them, for most of the time limit; the page says when that has ended the search.
+
+        Args:
+            query: What to find; everything by default.
+            limit: How many to return at most, 1 to 500.
+            after: The due time to go on from, `next_after` of the page before.
+            offset: How many messages of that due time to skip, `next_offset` of the page before.
+        """
+        if not 1 <= limit <= READ_AT_ONCE:
+            raise ConfigurationError(f"limit must be 1 to {READ_AT_ONCE}, not {limit}")
+        query = query or PendingQuery()
+        work = partial(self._pending, query, limit, after, offset)
+        return await self._part(("pending", query, limit, after, offset), work)
+
+    async def message(self, message_id: str, *, form: Form | None = None) -> MessageDetails | Unavailable | None:
+        """Return a pending message with headers and body, or None.
+
+        Args:
+            message_id: The message.
+            form: The form of the body: `json`, `text` or `hex`; by default the most readable one.
+        """
+        return await self._part(("message", message_id, form), partial(self._message, message_id, form))
+
+    async def preview(self, query: PendingQuery) -> Preview | Unavailable:
+        """Return how many pending messages an action on all that match would change."""
+        return await self._part(("preview", query), partial(self._preview, query))
+
+    # Actions on pending messages
+
+    async def cancel(self, ids: Sequence[str], *, actor: str) -> list[ActionOutcome]:
+        """Cancel pending messages, one by one."""
+        return await self._each(Action.CANCEL, ids, actor, self._cancel)
+
+    async def reschedule(
+        self, ids: Sequence[str], *, to: datetime | None = None, by: timedelta | None = None, actor: str
+    ) -> list[ActionOutcome]:
+        """Give pending messages another due time: a certain one, or one that is so much later or, negative, earlier."""
+        move = _mover(to, by)
+        return await self._each(Action.RESCHEDULE, ids, actor, partial(self._reschedule, move=move))
+
+    async def send_now(self, ids: Sequence[str], *, actor: str) -> list[ActionOutcome]:
+        """Make pending messages due now."""
+        return await self._each(Action.SEND_NOW, ids, actor, self._send_now)
+
+    async def change_all(
+        self,
+        action: Action,
+        query: PendingQuery,
+        *,
+        actor: str,
+        rate: float = 100.0,
+        to: datetime | None = None,
+        by: timedelta | None = None,
+    ) -> ActionJob | Unavailable:
+        """Cancel, reschedule or send now all pending messages that match, as a job.
+
+        The messages are those that match when the job starts, 100 000 at most.
+
+        Args:
+            action: `Action.CANCEL`, `RESCHEDULE` or `SEND_NOW`.
+            query: Which messages.
+            actor: Who does it, for the log.
+            rate: Messages a second at most, above 0 and up to 1000.
+            to: The new due time.
+            by: How much later, or earlier.
+        """
+        change: Callable[[str], Awaitable[ActionOutcome]]
+        match action:
+            case Action.CANCEL:
+                change = self._cancel
+            case Action.RESCHEDULE:
+                change = partial(self._reschedule, move=_mover(to, by))
+            case Action.SEND_NOW:
+                change = self._send_now
+            case _:
+                raise ConfigurationError(f"{action.value!r} is no action on pending messages")
+        preview = await self.preview(query)
+        if isinstance(preview, Unavailable):
+            return preview
+
+        async def work(job: _Job) -> None:
+            ids = [found.message.id async for found in self._matching(query, MOST_CHANGED)]
+            job.shown = replace(job.shown, expected=len(ids))
+            await self._paced(job, ids, change)
+
+        return self._start_job(action, actor, describe(query), preview.number, rate, work)
+
+    # Errors
+
+    async def error_groups(self) -> ErrorGroups | Unavailable:
+        """Return the error queue, grouped by exception, place, queue and type, with the trend of the last days."""
+        return await self._part("error groups", self._error_groups)
+
+    async def errors(self, group: str | None = None, *, limit: int = 50, offset: int = 0) -> ErrorPage | Unavailable:
+        """Return failed messages of a group, or all; oldest first."""
+        return await self._part(("errors", group, limit, offset), partial(self._errors, group, limit, offset))
+
+    async def error(self, message_id: str, *, form: Form | None = None) -> MessageDetails | Unavailable | None:
+        """Return a failed message with headers and body, or None; the arguments are those of `message`."""
+        return await self._part(("error", message_id, form), partial(self._error, message_id, form))
+
+    async def retry(self, ids: Sequence[str], *, actor: str, to: str | None = None) -> list[ActionOutcome]:
+        """Send failed messages to the queue they failed in, or to `to`."""
+        return await self._each(Action.RETRY, ids, actor, partial(self._retry, to=to))
+
+    async def retry_all(
+        self, group: str | None = None, *, actor: str, rate: float = 10.0, to: str | None = None
+    ) -> ActionJob | Unavailable:
+        """Send all failed messages of a group, or all, to the queues they failed in, as a job.
+
+        Messages that fail again meanwhile are not retried again.
+        """
+        groups = await self.error_groups()
+        if isinstance(groups, Unavailable):
+            return groups
+        expected = sum(one.count for one in groups.groups if group in (None, one.key))
+
+        async def work(job: _Job) -> None:
+            ids = [message.id async for message in self._failed(group, MOST_CHANGED)]
+            job.shown = replace(job.shown, expected=len(ids))
+            await self._paced(job, ids, partial(self._retry, to=to))
+
+        what = "all failed messages" if group is None else f"the failed messages of group {group}"
+        return self._start_job(Action.RETRY, actor, what, expected, rate, work)
+
+    async def edit(
+        self, message_id: str, *, headers: Mapping[str, str], body: bytes, to: str | None = None, actor: str
+    ) -> ActionOutcome:
+        """Send an edited copy of a failed message in its place, with the same id.
+
+        One transaction where the transport has them: the old message leaves with the new one's arrival, or both stay
+        as they are. On brokers the new one is sent first.
+
+        Args:
+            message_id: The failed message.
+            headers: All headers of the copy; those that describe the failure are left out.
+            body: The body of the copy.
+            to: The queue to send it to; by default the one it failed in.
+            actor: Who does it, for the log.
+        """
+        return (await self._each(Action.EDIT, [message_id], actor, partial(self._edit, headers, body, to)))[0]
+
+    async def purge(self, ids: Sequence[str] | None = None, *, actor: str) -> list[ActionOutcome] | Unavailable:
+        """Delete failed messages for ever: those with these ids, or all that the error queue has."""
+        if ids is not None:
+            return await self._each(Action.PURGE, ids, actor, self._drop)
+        number = await self._part("purge", self._purge)
+        if isinstance(number, Unavailable):
+            return number
+        self._note(Action.PURGE, actor, f"all of {self._error_queue}", f"{number} deleted")
+        return [ActionOutcome("", done=True, text=f"{number} deleted")]
+
+    async def export(
+        self, group: str | None = None, *, limit: int = MOST_GROUPED
+    ) -> AsyncGenerator[Mapping[str, object], None]:
+        """Yield failed messages as documents with id, headers and body (Base64 where it is no text)."""
+        async for message in self._failed(group, limit):
+            yield exported(message)
+
+    # Other pages
+
+    async def life(self, message_id: str) -> MessageLife | Unavailable:
+        """Return what is known about a message: its journal, and where it is now."""
+        return await self._part(("life", message_id), partial(self._life, message_id))
+
+    async def jobs(self) -> Jobs:
+        """Return the jobs of the pipeline, from their tables."""
+        schedules, dispatchers, migrations, cold_tier = await asyncio.gather(
+            self._part("schedules", partial(self._look, pipeline.schedules)),
+            self._part("dispatchers", partial(self._look, pipeline.dispatchers)),
+            self._part("migrations", self._migrations),
+            self._part("cold tier", self._cold_tier),
+        )
+        return Jobs(schedules, dispatchers, migrations, cold_tier, self.actions())
+
+    async def doctor(self) -> list[Finding] | Unavailable:
+        """Return what `delayline doctor` finds."""
+        return await self._part("doctor", self._doctor)
+
+    def actions(self) -> list[ActionJob]:
+        """Return the jobs of this process, the last one first."""
+        return [job.shown for job in reversed(self._jobs.values())]
+
+    def stop_action(self, job_id: str, *, actor: str) -> bool:
+        """Stop a job; what it has done stays done. False if it does not run."""
+        job = self._jobs.get(job_id)
+        if job is None or job.task is None or job.task.done():
+            return False
+        job.task.cancel()
+        self._note(job.shown.action, actor, job.shown.what, "stopped")
+        return True
+
+    def audit(self) -> list[AuditEntry]:
+        """Return the actions that were taken, the last one first; all of them are in the log."""
+        return list(reversed(self._audit))
+
+    # The work behind the pages
+
+    async def _part(self, key: object, work: Callable[[], Awaitable[Value]]) -> Value | Unavailable:
+        """Return the result of the work, or why there is none within the time limit."""
+        task = self._unanswered.get(key)
+        if task is None:
+            if len(self._unanswered) >= MOST_UNANSWERED:
+                return Unavailable("the back end leaves too many questions unanswered: try again", temporary=True)
+            task = self._unanswered[key] = asyncio.ensure_future(work())
+            task.add_done_callback(lambda done: self._answered(key, done))
+        done, _ = await asyncio.wait([task], timeout=self._time_limit)
+        if not done:
+            return Unavailable(f"no answer within {self._time_limit:g} s", temporary=True)
+        if task.cancelled():
+            return Unavailable("the dashboard stops", temporary=True)
+        error = task.exception()
+        if error is None:
+            return cast("Value", task.result())
+        return _unavailable(error)
+
+    def _answered(self, key: object, task: asyncio.Task[Any]) -> None:
+        self._unanswered.pop(key, None)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, DelaylineError):
+            text = "A part of the dashboard of endpoint %s failed"
+            emit(logger, logging.ERROR, Event.DASHBOARD_FAILED, text, self.name, exception=error)
+
+    async def _opened_store(self) -> object:
+        """Return the open store or persister; raises ConfigurationError with the reason if there is none."""
+        if self._endpoint is not None:
+            delivery = self._endpoint.delayed_delivery
+            if delivery is None:
+                raise ConfigurationError("the endpoint has no delayed delivery, and so no pending messages")
+            self._must_be_started()
+            return getattr(delivery, "store", delivery)
+        settings = self._own_settings
+        async with self._opening["store"]:
+            if self._store is not None:
+                return self._store
+            url = settings.resolved_store_url
+            self._refuse_memory(url)
+            if settings.timeout_manager:
+                must_exist(url)
+                persister = persister_of(settings)
+                await persister.open(self.name)
+                self._closing.push_async_callback(persister.close)
+                self._store = persister
+            else:
+                if on_rabbitmq(url):
+                    raise ConfigurationError(LEVELS_ONLY)
+                store = store_of(settings)
+                must_exist(url)
+                await store.initialize(self.name, TransactionMode.RECEIVE_ONLY)
+                if isinstance(store, SupportsClose):
+                    self._closing.push_async_callback(store.close)
+                self._store = store
+            return self._store
+
+    async def _opened_transport(self) -> Transport:
+        if self._endpoint is not None:
+            self._must_be_started()
+            return self._endpoint.transport
+        settings = self._own_settings
+        async with self._opening["transport"]:
+            if self._transport is None:
+                self._refuse_memory(settings.resolved_transport_url)
+                transport = transport_of(settings)
+                must_exist(settings.resolved_transport_url)
+                await transport.start()
+                self._closing.push_async_callback(transport.stop)
+                self._transport = transport
+            return self._transport
+
+    async def _managed_queues(self) -> SupportsQueueManagement:
+        return error_queue.managed_queues(await self._opened_transport())
+
+    async def _managed(self) -> SupportsManagement:
+        store = await self._opened_store()
+        if not isinstance(store, SupportsManagement):
+            raise ConfigurationError(f"{type(store).__name__} cannot list, cancel or reschedule messages")
+        return store
+
+    def _must_be_started(self) -> None:
+        if self._endpoint is not None and not self._endpoint.started:
+            raise BackendUnavailable(f"endpoint {self.name!r} is not started in this process")
+
+    @property
+    def _own_settings(self) -> Settings:
+        assert self._settings is not None  # noqa: S101 - one of endpoint and settings
+        return self._settings
+
+    @property
+    def _error_queue(self) -> str:
+        return self._own_settings.error_queue if self._endpoint is None else self._endpoint.error_queue
+
+    def _refuse_memory(self, url: str) -> None:
+        if in_memory(url):
+            raise ConfigurationError(
+                f"{masked(url)!r} is the memory of the endpoint's own process: mount the dashboard there, or use a file"
+            )
+
+    def _database(self) -> tuple[Database, str | None, str]:
+        """Return the database of the store, its schema and the store's table; raises ConfigurationError."""
+        settings = self._settings
+        if settings is None:
+            store = getattr(getattr(self._endpoint, "delayed_delivery", None), "store", None)
+            from delayline.sql.store import SqlDelayedMessageStore
+
+            if not isinstance(store, SqlDelayedMessageStore):
+                raise ConfigurationError("this needs a store in a SQL database: others have no tables for it")
+            return store._database, store._schema, store._table_name or f"{self.name}.timeouts"
+        if scheme_of(settings.resolved_store_url) not in SQL:
+            raise ConfigurationError("this needs a store in a SQL database: others have no tables for it")
+        from delayline.sql.databases import database_at
+
+        must_exist(settings.resolved_store_url)
+        database = database_at(settings.resolved_store_url)
+        return database, database.dialect.schema_of(settings.schema), settings.table_name or f"{self.name}.timeouts"
+
+    async def _look(self, work: Callable[[Connection, Dialect, str | None], Result]) -> Result:
+        """Run a read-only work in the store's database, on a connection of its own."""
+        database, schema, _ = self._database()
+        return await database.look(lambda connection: work(connection, database.dialect, schema))
+
+    async def _time(self) -> datetime:
+        """Return the present time on the store's clock, the machines' clocks may differ."""
+        store = await self._opened_store()
+        return store.clock().now() if isinstance(store, SupportsClock) else self._clock.now()
+
+    async def _forecasting(self) -> SupportsDueForecast:
+        store = await self._opened_store()
+        if not isinstance(store, SupportsDueForecast):
+            raise ConfigurationError(f"{type(store).__name__} cannot count its messages without reading all of them")
+        return store
+
+    async def _due_counts(self) -> DueCounts:
+        store, now = await self._forecasting(), await self._time()
+        found = await store.due_forecast([now, now + ONE_MINUTE, now + ONE_HOUR, now + ONE_DAY])
+        overdue, minute, hour, day, later = found.buckets
+        return DueCounts(overdue, minute, hour, day, later, found.earliest)
+
+    async def _minutes(self, start: datetime, end: datetime, *, scale: int = 1) -> list[MinuteRow]:
+        from delayline.telemetry.history import read_minutes
+
+        rows = await self._look(
+            lambda connection, _, schema: read_minutes(connection, schema, self.name, start, end, scale=scale)
+        )
+        if rows is None:
+            raise ConfigurationError(NO_HISTORY)
+        return rows
+
+    async def _recent(self, span: timedelta) -> tuple[datetime, list[MinuteRow]]:
+        now = await self._time()
+        return now, await self._minutes(now - span, now + ONE_MINUTE)
+
+    async def _throughput(self) -> Throughput:
+        _, rows = await self._recent(RATES_OF + ONE_MINUTE)
+        if not rows:
+            raise ConfigurationError(NO_HISTORY)
+        since = min(row.start for row in rows)
+        seconds = max(60.0, (max(row.start for row in rows) + ONE_MINUTE - since).total_seconds())
+        buckets = [0] * (len(LATENESS_BOUNDS) + 1)
+        for row in rows:
+            for counts in row.lateness.values():
+                buckets = [one + other for one, other in zip(buckets, counts, strict=True)]
+        late = Histogram(LATENESS_BOUNDS, buckets, 0.0)
+        return Throughput(
+            since,
+            sum(row.handled for row in rows) / seconds,
+            sum(row.failed for row in rows) / seconds,
+            sum(row.dispatched for row in rows) / seconds,
+            sum(row.sent for row in rows) / seconds,
+            late.quantile(0.5),
+            late.quantile(0.99),
+        )
+
+    async def _processes(self) -> list[ProcessState]:
+        now, rows = await self._recent(timedelta(minutes=30))
+        if not rows:
+            raise ConfigurationError(NO_HISTORY)
+        last = {row.process: row for row in rows}
+        return [
+            ProcessState(
+                process=row.process,
+                last_minute=row.written,
+                alive=now - row.written < ALIVE,
+                poller=row.poller,
+                receivers=row.receivers,
+                running_handlers=row.running_handlers,
+                breakers=row.breakers,
+                measures=row.measures,
+            )
+            for row in sorted(last.values(), key=lambda row: row.process)
+        ]
+
+    async def _drain_rate(self) -> float:
+        """Return the most messages a second that all processes have dispatched in a minute of the last day."""
+        _, rows = await self._recent(ONE_DAY)
+        minutes: Counter[datetime] = Counter()
+        for row in rows:
+            minutes[row.start] += row.dispatched
+        best = max(minutes.values(), default=0)
+        if not best:
+            raise ConfigurationError("nothing was dispatched in the last day" if rows else NO_HISTORY)
+        return best / 60
+
+    async def _queues(self) -> list[QueueState]:
+        transport = await self._opened_transport()
+        queues = error_queue.managed_queues(transport)
+        names = [self.name, self._error_queue]
+        limits = {}
+        if isinstance(transport, SupportsQueueLimits):
+            limits = {one.queue: one for one in await transport.limits()}
+            names += limits
+        elif isinstance(transport, SupportsQueueLookup):
+            names += await transport.queues()
+        found = []
+        for name in list(dict.fromkeys(names))[:LONGEST_QUEUES]:
+            try:
+                number: int | Unavailable = await queues.count(name)
+            except BackendUnavailable:
+                raise
+            except DelaylineError as error:
+                number = _unavailable(error)
+            one = limits.get(name)
+            found.append(
+                QueueState(name, number)
+                if one is None
+                else QueueState(name, number, one.paused, one.concurrency, one.rate)
+            )
+        return found
+
+    async def _error_count(self) -> int:
+        return await (await self._managed_queues()).count(self._error_queue)
+
+    async def _levels(self) -> list[Level]:
+        settings = self._settings
+        urls = [] if settings is None else [settings.resolved_store_url, settings.resolved_transport_url]
+        url = next((one for one in urls if on_rabbitmq(one)), None)
+        uses_levels = settings is not None and (
+            on_rabbitmq(settings.resolved_store_url) or settings.delay_levels_from_seconds is not None
+        )
+        if url is None or not uses_levels:
+            raise ConfigurationError("no messages wait in delay levels")
+        from delayline.rabbitmq.address import BrokerAddress
+        from delayline.rabbitmq.admin import operations
+        from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+        address = BrokerAddress.parse(url)
+        counts = await operations.pending(address, DelayInfrastructure.named(address.delays))
+        return [Level(level, number, timedelta(seconds=(2 << level) - 1)) for level, number in enumerate(counts)]
+
+    async def _forecast(self, span: str) -> tuple[datetime, DueForecast, DueForecast | None]:
+        width, number = SPANS[span]
+        store, now = await self._forecasting(), await self._time()
+        latest = datetime.max.replace(tzinfo=UTC) - ONE_DAY
+        edges = [now + position * width for position in range(number + 1) if now + position * width < latest]
+        cold = None
+        if hasattr(store, "cold_forecast"):
+            cold = cast("DueForecast", await store.cold_forecast(edges))
+        return now, await store.due_forecast(edges, by_destination=True), cold
+
+    async def _lateness(self, span: str, destination: str | None) -> Lateness:
+        length, step = LATENESS_SPANS[span]
+        now = await self._time()
+        end = EPOCH + -(-(now - EPOCH) // step) * step
+        start = end - -(-length // step) * step
+        hour = EPOCH + (now - EPOCH) // ONE_HOUR * ONE_HOUR
+        rows = await self._minutes(max(start, hour) if step >= ONE_HOUR else start, end)
+        if step >= ONE_HOUR:
+            rows += await self._minutes(start, hour, scale=60)
+        columns = (end - start) // step
+        counts = [[0] * (len(LATENESS_BOUNDS) + 1) for _ in range(columns)]
+        names: set[str] = set()
+        uncounted = 0
+        for row in rows:
+            names.update(row.lateness)
+            uncounted += row.uncounted
+            column = counts[min((row.start - start) // step, columns - 1)]
+            for name, buckets in row.lateness.items():
+                if destination in (None, name):
+                    for place, one in enumerate(buckets):
+                        column[place] += one
+        histograms = [Histogram(LATENESS_BOUNDS, column, 0.0) for column in counts]
+        return Lateness(
+            start=start,
+            step=step,
+            bounds=LATENESS_BOUNDS,
+            counts=counts,
+            destination=destination,
+            destinations=sorted(names),
+            p50=[one.quantile(0.5) for one in histograms],
+            p99=[one.quantile(0.99) for one in histograms],
+            uncounted=uncounted,
+        )
+
+    async def _pages(
+        self, query: PendingQuery, after: datetime | None, offset: int, at_once: int
+    ) -> AsyncGenerator[Sequence[FoundMessage], None]:
+        """Yield pages of messages in order of due time, by the indexes that there are."""
+        store = await self._opened_store()
+        if query.message_id is not None:
+            one = await self._find(store, query.message_id, 0)
+            yield [one] if one is not None else []
+            return
+        if not isinstance(store, SupportsLookup):
+            managed = await self._managed()
+            while some := await managed.pending(destination=query.destination, limit=at_once, offset=offset):
+                yield [found_of(message, 0) for message in some]
+                offset += len(some)
+            return
+        start = after or query.due_from
+        while page := await store.due_between(start, query.due_before, limit=at_once, offset=offset):
+            yield page
+            if len(page) < at_once:
+                return
+            last = page[-1].message.due
+            same = sum(1 for one in page if one.message.due == last)
+            offset = offset + same if last == start else same
+            start = last
+
+    async def _find(self, store: object, message_id: str, body_limit: int) -> FoundMessage | None:
+        if isinstance(store, SupportsLookup):
+            return await store.find(message_id, body_limit=body_limit)
+        managed, offset = await self._managed(), 0
+        while offset < LOOKED_AT and (page := await managed.pending(limit=READ_AT_ONCE, offset=offset)):
+            for message in page:
+                if message.id == message_id:
+                    return found_of(message, body_limit)
+            offset += len(page)
+        return None
+
+    async def _pending(self, query: PendingQuery, limit: int, after: datetime | None, offset: int) -> PendingPage:
+        began, rows, looked_at = asyncio.get_running_loop().time(), [], 0
+        at_once = READ_AT_ONCE if _checks_each(query) else limit
+        start, skipped = after or query.due_from, offset
+        async with contextlib.aclosing(self._pages(query, after, offset, at_once)) as pages:
+            async for page in pages:
+                for found in page:
+                    looked_at += 1
+                    due = found.message.due
+                    start, skipped = due, skipped + 1 if due == start else 1
+                    if matches(query, found):
+                        rows.append(row_of(found))
+                        if len(rows) == limit:
+                            return PendingPage(rows, looked_at, False, skipped, start)
+                late = asyncio.get_running_loop().time() - began > self._time_limit * 0.7
+                if looked_at >= LOOKED_AT or late:
+                    why = (
+                        f"after {looked_at} messages, its limit"
+                        if not late
+                        else f"after {looked_at} messages, for time"
+                    )
+                    return PendingPage(rows, looked_at, False, skipped, start, f"the search has ended {why}")
+        return PendingPage(rows, looked_at, True, None, None)
+
+    async def _matching(self, query: PendingQuery, most: int) -> AsyncGenerator[FoundMessage, None]:
+        number = 0
+        async with contextlib.aclosing(self._pages(query, None, 0, READ_AT_ONCE)) as pages:
+            async for page in pages:
+                for found in page:
+                    if matches(query, found):
+                        yield found
+                        number += 1
+                        if number >= most:
+                            return
+
+    async def _preview(self, query: PendingQuery) -> Preview:
+        began, number, looked_at = asyncio.get_running_loop().time(), 0, 0
+        examples: list[str] = []
+        async with contextlib.aclosing(self._pages(query, None, 0, READ_AT_ONCE)) as pages:
+            async for page in pages:
+                found = [one for one in page if matches(query, one)]
+                examples += [one.message.id for one in found[: 5 - len(examples)]]
+                number, looked_at = number + len(found), looked_at + len(page)
+                late = asyncio.get_running_loop().time() - began > self._time_limit * 0.7
+                if looked_at >= MOST_CHANGED or late:
+                    return Preview(number, exact=False, example=examples)
+        return Preview(number, exact=True, example=examples)
+
+    async def _message(self, message_id: str, form: Form | None) -> MessageDetails | None:
+        found = await self._find(await self._opened_store(), message_id, BODY_SHOWN)
+        if found is None:
+            return None
+        delayed, kept = found.message, found.message.message
+        size = found.size - len(kept.encoded_headers)
+        return details(kept, delayed.destination, delayed.due, delayed.number_of_retries, size, form)
+
+    async def _cancel(self, message_id: str) -> ActionOutcome:
+        return _outcome(message_id, await (await self._managed()).cancel(message_id))
+
+    async def _reschedule(self, message_id: str, *, move: Callable[[datetime | None], datetime]) -> ActionOutcome:
+        store = await self._managed()
+        found = await self._find(store, message_id, 0)
+        if found is None:
+            return _outcome(message_id, Outcome.NOT_PENDING)
+        return _outcome(message_id, await store.reschedule(message_id, move(found.message.due)))
+
+    async def _send_now(self, message_id: str) -> ActionOutcome:
+        store = await self._managed()
+        clock = store.clock() if isinstance(store, SupportsClock) else self._clock
+        return _outcome(message_id, await store.reschedule(message_id, latest_of(clock)()))
+
+    async def _each(
+        self, action: Action, ids: Sequence[str], actor: str, change: Callable[[str], Awaitable[ActionOutcome]]
+    ) -> list[ActionOutcome]:
+        outcomes = []
+        for message_id in dict.fromkeys(ids):
+            found = await self._part((action, message_id, actor), partial(change, message_id))
+            outcome = (
+                found
+                if isinstance(found, ActionOutcome)
+                else ActionOutcome(message_id, done=False, text=f"{found.reason}: look at it again")
+            )
+            outcomes.append(outcome)
+            self._note(action, actor, message_id, outcome.text)
+        return outcomes
+
+    def _note(self, action: Action, actor: str, what: str, result: str) -> None:
+        self._audit.append(AuditEntry(self._clock.now(), actor, self.name, action, what, result))
+        text = "Dashboard: %s by %s on endpoint %s: %s: %s"
+        emit(logger, logging.INFO, Event.DASHBOARD_ACTION, text, action.value, actor, self.name, what, result)
+
+    def _start_job(
+        self,
+        action: Action,
+        actor: str,
+        what: str,
+        expected: int,
+        rate: float,
+        work: Callable[[_Job], Awaitable[None]],
+    ) -> ActionJob:
+        if not isinstance(rate, int | float) or not 0 < rate <= HIGHEST_RATE:
+            raise ConfigurationError(f"rate must be above 0 and up to {HIGHEST_RATE} messages a second, not {rate!r}")
+        shown = ActionJob(
+            id=uuid.uuid4().hex[:12],
+            action=action,
+            actor=actor,
+            what=what,
+            state=JobState.RUNNING,
+            started=self._clock.now(),
+            finished=None,
+            expected=expected,
+            done=0,
+            failed=0,
+            rate=float(rate),
+        )
+        job = self._jobs[shown.id] = _Job(shown)
+        for old in [key for key, one in self._jobs.items() if one.task is not None and one.task.done()][:-JOBS_LISTED]:
+            del self._jobs[old]
+        self._note(action, actor, what, f"started: {expected} messages, {rate:g} a second")
+
+        async def run() -> None:
+            state = JobState.FAILED
+            try:
+                await work(job)
+                state = JobState.DONE
+            except asyncio.CancelledError:
+                state = JobState.STOPPED
+                raise
+            except DelaylineError as error:
+                job.problems.append(str(error))
+            finally:
+                job.shown = replace(
+                    job.shown, state=state, finished=self._clock.now(), problems=job.problems[:PROBLEMS_LISTED]
+                )
+                result = f"{state.value}: {job.shown.done} done, {job.shown.failed} not"
+                self._note(action, actor, what, result)
+
+        job.task = asyncio.create_task(run(), name=f"delayline {action.value} {shown.id}")
+        return shown
+
+    async def _paced(self, job: _Job, ids: Sequence[str], change: Callable[[str], Awaitable[ActionOutcome]]) -> None:
+        """Change the messages one by one, no faster than the job's rate."""
+        began = self._clock.now()
+        for number, message_id in enumerate(ids):
+            early = number / job.shown.rate - (self._clock.now() - began).total_seconds()
+            if early > 0:
+                await self._clock.sleep(early)
+            try:
+                outcome = await change(message_id)
+            except BackendUnavailable as error:
+                outcome = ActionOutcome(message_id, done=False, text=str(error))
+            if outcome.done:
+                job.shown = replace(job.shown, done=job.shown.done + 1)
+                continue
+            if len(job.problems) < PROBLEMS_LISTED:
+                job.problems.append(f"{message_id}: {outcome.text}")
+            job.shown = replace(job.shown, failed=job.shown.failed + 1, problems=tuple(job.problems))
+
+    async def _failed(self, group: str | None, most: int) -> AsyncGenerator[Message, None]:
+        """Yield failed messages, oldest first; where the broker has to give them back, the first thousand."""
+        queues, number = await self._managed_queues(), 0
+        transport = await self._opened_transport()
+        if not isinstance(transport, SupportsTransportTransactions):
+            for message in await queues.browse(self._error_queue, min(most, MOST_TAKEN)):
+                if group in (None, group_key(message)):
+                    yield message
+            return
+        async for message in error_queue.browse(queues, self._error_queue):
+            if group in (None, group_key(message)):
+                yield message
+            number += 1
+            if number >= most:
+                return
+
+    async def _error_groups(self) -> ErrorGroups:
+        queues = await self._managed_queues()
+        total = await queues.count(self._error_queue)
+        found: dict[str, ErrorGroup] = {}
+        looked_at = 0
+        async with contextlib.aclosing(self._failed(None, MOST_GROUPED)) as messages:
+            async for message in messages:
+                looked_at += 1
+                _add_to_group(found, message)
+        today = self._clock.now().date()
+        days = [(today - timedelta(days=back)).isoformat() for back in reversed(range(TREND))]
+        groups = heapq.nlargest(len(found), found.values(), key=lambda one: (one.count, one.key))
+        return ErrorGroups(self._error_queue, total, looked_at, groups, days)
+
+    async def _errors(self, group: str | None, limit: int, offset: int) -> ErrorPage:
+        whole_number("limit", limit, at_least=1)
+        whole_number("offset", offset, at_least=0)
+        rows: list[ErrorRow] = []
+        number = 0
+        async with contextlib.aclosing(self._failed(group, MOST_GROUPED)) as messages:
+            async for message in messages:
+                if offset <= number < offset + limit:
+                    rows.append(error_row(message))
+                number += 1
+        more = number > offset + limit
+        return ErrorPage(rows, number, offset, offset + limit if more else None)
+
+    async def _failed_message(self, message_id: str) -> Message | None:
+        queues = await self._managed_queues()
+        return (await error_queue.find(queues, self._error_queue, {message_id})).get(message_id)
+
+    async def _error(self, message_id: str, form: Form | None) -> MessageDetails | None:
+        message = await self._failed_message(message_id)
+        if message is None:
+            return None
+        headers, _ = headers_of(message)
+        return details(message, headers.get(Headers.FAILED_QUEUE, ""), None, 0, len(message.body), form)
+
+    async def _retry(self, message_id: str, *, to: str | None) -> ActionOutcome:
+        message = await self._failed_message(message_id)
+        if message is None:
+            return ActionOutcome(message_id, done=False, text=f"not in {self._error_queue} any more")
+        outcome = await error_queue.retry(await self._opened_transport(), self._error_queue, message, to=to)
+        return _of_retry(outcome)
+
+    async def _edit(self, headers: Mapping[str, str], body: bytes, to: str | None, message_id: str) -> ActionOutcome:
+        message = await self._failed_message(message_id)
+        if message is None:
+            return ActionOutcome(message_id, done=False, text=f"not in {self._error_queue} any more: nothing was sent")
+        destination = to or headers_of(message)[0].get(Headers.FAILED_QUEUE)
+        if not destination:
+            text = f"it has no {Headers.FAILED_QUEUE} header: name the queue to send it to"
+            return ActionOutcome(message_id, done=False, text=text)
+        copy = Message(message_id, dict(headers), body).with_headers({}, without=FAILURE_HEADERS)
+        transport = await self._opened_transport()
+        return _of_retry(await error_queue.replace(transport, self._error_queue, message_id, copy, destination))
+
+    async def _drop(self, message_id: str) -> ActionOutcome:
+        taken = await (await self._managed_queues()).take(self._error_queue, message_id)
+        text = "deleted" if taken else f"not in {self._error_queue} any more"
+        return ActionOutcome(message_id, done=taken, text=text)
+
+    async def _purge(self) -> int:
+        return await (await self._managed_queues()).purge(self._error_queue)
+
+    async def _migrations(self) -> list[JobRow]:
+        work = await asyncio.to_thread(pipeline.migrations)  # its import takes seconds
+        return await self._look(work)
+
+    async def _cold_tier(self) -> list[JobRow]:
+        _, _, table = self._database()
+        return await self._look(partial(pipeline.cold_tier, store=table))
+
+    async def _doctor(self) -> list[Finding]:
+        if self._settings is None:
+            raise ConfigurationError("the doctor needs settings: give the dashboard those of this endpoint")
+        self._refuse_memory(self._settings.resolved_store_url)
+        self._refuse_memory(self._settings.resolved_transport_url)
+        check_urls(self._settings)
+        return await examine_endpoint(self._settings)
+
+    async def _life(self, message_id: str) -> MessageLife:
+        events, journal = await self._journal(message_id)
+        pending: PendingRow | None = None
+        failed: ErrorRow | None = None
+        with contextlib.suppress(ConfigurationError):
+            found = await self._find(await self._opened_store(), message_id, 0)
+            pending = None if found is None else row_of(found)
+        with contextlib.suppress(ConfigurationError):
+            message = await self._failed_message(message_id)
+            failed = None if message is None else error_row(message)
+        return MessageLife(message_id, events, pending, failed, journal)
+
+    async def _journal(self, message_id: str) -> tuple[list[LifeEvent], str | None]:
+        """Return the events of a message in the journal, and why there are none where no journal is kept."""
+        try:
+            _, _, table = self._database()
+        except ConfigurationError as error:
+            return [], f"no journal is kept: {error}"
+        from delayline.sql.journal import events_of
+
+        found = await self._look(
+            lambda connection, dialect, schema: events_of(connection, dialect, schema, table, message_id)
+        )
+        if found is None:
+            return [], "no journal is kept: set journal = true and run delayline setup"
+        return [LifeEvent(*one) for one in found], None
+
+
+def _unavailable(error: BaseException) -> Unavailable:
+    if isinstance(error, DelaylineError):
+        return Unavailable(str(error), temporary=isinstance(error, BackendUnavailable))
+    return Unavailable(f"it failed unexpectedly ({type(error).__name__}): see the log")
+
+
+def _one_of(name: str, value: str, known: Mapping[str, object]) -> None:
+    if value not in known:
+        raise ConfigurationError(f"{name}={value!r} is unknown: use one of {', '.join(known)}")
+
+
+def _bar(bucket: Any, cold: int, rate: float | None, destination: str | None) -> ForecastBar:  # noqa: ANN401 - a DueBucket
+    shares = Counter(bucket.destinations)
+    count = bucket.count
+    if destination is not None:
+        count = shares[destination]
+        shares = Counter({destination: count}) if count else Counter()
+        cold = min(cold, count)
+    named = dict(shares.most_common(NAMED_DESTINATIONS))
+    rest = shares.total() - sum(named.values())
+    if rest:
+        named[OTHERS] = rest
+    capacity = None
+    if rate is not None and bucket.start is not None and bucket.end is not None:
+        capacity = rate * (bucket.end - bucket.start).total_seconds()
+    return ForecastBar(
+        start=bucket.start,
+        end=bucket.end,
+        hot=count - cold,
+        cold=cold,
+        exact=bucket.exact,
+        at_least=bucket.at_least,
+        destinations=named,
+        capacity=capacity,
+        exceeds=capacity is not None and count > capacity,
+    )
+
+
+def _mover(to: datetime | None, by: timedelta | None) -> Callable[[datetime | None], datetime]:
+    if (to is None) == (by is None):
+        raise ConfigurationError("give the new due time, to=, or how much later, by=")
+    if to is not None:
+        due = in_utc(to)
+        return lambda _: due
+    assert by is not None  # noqa: S101 - checked above
+
+    def moved(due: datetime | None) -> datetime:
+        try:
+            return (due or datetime.now(UTC)) + by
+        except OverflowError as error:
+            raise ConfigurationError(f"by={by} leads beyond year 9999, or before year 1") from error
+
+    return moved
+
+
+def _checks_each(query: PendingQuery) -> bool:
+    """Return whether messages have to be looked at one by one."""
+    return any((query.destination, query.message_type, query.header, query.header_value))
+
+
+def matches(query: PendingQuery, found: FoundMessage) -> bool:
+    """Return whether a message fulfils all conditions of the query; one with damaged headers has no headers."""
+    message = found.message
+    if query.message_id is not None and message.id != query.message_id:
+        return False
+    if query.destination is not None and message.destination != query.destination:
+        return False
+    if query.due_from is not None and message.due < query.due_from:
+        return False
+    if query.due_before is not None and message.due >= query.due_before:
+        return False
+    if not (query.message_type or query.header or query.header_value):
+        return True
+    headers, _ = headers_of(message.message)
+    if query.message_type and query.message_type not in headers.get(Headers.ENCLOSED_MESSAGE_TYPES, ""):
+        return False
+    if query.header:
+        value = headers.get(query.header)
+        return value is not None and (not query.header_value or query.header_value in value)
+    return not query.header_value or any(query.header_value in value for value in headers.values())
+
+
+def describe(query: PendingQuery) -> str:
+    """Return the query as a sentence, for previews and the log."""
+    parts = [
+        f"{name.replace('_', ' ')} {getattr(query, name)}"
+        for name in PendingQuery.__slots__
+        if getattr(query, name) is not None
+    ]
+    return "pending messages with " + ", ".join(parts) if parts else "all pending messages"
+
+
+def row_of(found: FoundMessage) -> PendingRow:
+    """Return a pending message as it is listed."""
+    message = found.message
+    headers, _ = headers_of(message.message)
+    kind = message_type(headers)
+    return PendingRow(message.id, message.destination, message.due, message.number_of_retries, kind, found.size)
+
+
+def details(
+    message: Message, destination: str, due: datetime | None, retries: int, size: int, form: Form | None = None
+) -> MessageDetails:
+    """Return a message with headers and body, as far as they are shown."""
+    rows, damaged = header_rows(message)
+    kind = message_type(headers_of(message)[0])
+    return MessageDetails(
+        message.id, destination, due, retries, rows, damaged, body_of(message.body, size, form), message_type=kind
+    )
+
+
+def group_key(message: Message) -> str:
+    """Return the key of a failed message's group."""
+    headers, damaged = headers_of(message)
+    parts = (
+        headers.get(Headers.EXCEPTION_TYPE, ""),
+        place_of(headers),
+        headers.get(Headers.FAILED_QUEUE, ""),
+        message_type(headers),
+        "damaged" if damaged else "",
+    )
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def error_row(message: Message) -> ErrorRow:
+    """Return a failed message as it is listed."""
+    headers, damaged = headers_of(message)
+    return ErrorRow(
+        id=message.id,
+        failed_at=wire_time(headers, Headers.TIME_OF_FAILURE),
+        queue=headers.get(Headers.FAILED_QUEUE, ""),
+        exception_type=headers.get(Headers.EXCEPTION_TYPE, "")[:300],
+        exception_text=one_line(damaged or headers.get(Headers.EXCEPTION_MESSAGE, "")),
+        message_type=message_type(headers),
+        size=len(message.encoded_headers) + len(message.body),
+    )
+
+
+def exported(message: Message) -> Mapping[str, object]:
+    """Return a message as a document for JSON."""
+    headers, damaged = headers_of(message)
+    document: dict[str, object] = {"id": message.id, "headers": dict(headers)}
+    if damaged is not None:
+        document["damaged"] = message.encoded_headers.decode("utf-8", "backslashreplace")
+    try:
+        return document | {"body": message.body.decode()}
+    except UnicodeDecodeError:
+        import base64
+
+        return document | {"body_base64": base64.b64encode(message.body).decode()}
+
+
+def _add_to_group(groups: dict[str, ErrorGroup], message: Message) -> None:
+    key, row = group_key(message), error_row(message)
+    headers, damaged = headers_of(message)
+    group = groups.get(key)
+    if group is None:
+        kind = row.exception_type or ("(headers that cannot be read)" if damaged else "(unknown)")
+        group = ErrorGroup(key, kind, place_of(headers), row.queue, row.message_type, 0, None, None, "", {})
+    by_day = dict(group.by_day)
+    if row.failed_at is not None:
+        day = row.failed_at.date().isoformat()
+        by_day[day] = by_day.get(day, 0) + 1
+    times = [one for one in (group.first, group.last, row.failed_at) if one is not None]
+    groups[key] = replace(
+        group,
+        count=group.count + 1,
+        first=min(times, default=None),
+        last=max(times, default=None),
+        example=row.exception_text,
+        by_day=by_day,
+    )
+
+
+def _outcome(message_id: str, outcome: Outcome) -> ActionOutcome:
+    return ActionOutcome(message_id, outcome is Outcome.DONE, MEANING[outcome])
+
+
+def _of_retry(outcome: error_queue.RetryOutcome) -> ActionOutcome:
+    text = f"sent to {outcome.queue}" if outcome.problem is None else outcome.problem
+    return ActionOutcome(outcome.id, outcome.problem is None, text)

@@ -1,0 +1,206 @@
+"""Minute rows: written each minute by every process, read by the dashboard, and deleted after 30 days."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import func, select, update
+from tests.eventually import eventually_async
+
+from delayline import DelayedMessage, Endpoint, Message, StoredDelivery
+from delayline.config import Settings, endpoint_from
+from delayline.dashboard.model import Unavailable
+from delayline.dashboard.service import EndpointService
+from delayline.errors import ConfigurationError
+from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
+from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.databases import database_at
+from delayline.telemetry.history import MinuteHistory, MinuteRow, decoded, encoded, minutes_table, read_minutes
+from delayline.testing import ManualClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sqlalchemy import Connection
+
+NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'delayline.db'}"
+
+
+async def passes(clock: ManualClock, time: timedelta, *, sleepers: int = 1) -> None:
+    """Let time pass once the histories wait for the end of their minutes."""
+    await eventually_async(lambda: len(clock._sleepers) >= sleepers)
+    await clock.advance(time)
+
+
+async def rows_of(url: str, *, scale: int = 1) -> list[MinuteRow]:
+    def read(connection: Connection) -> list[MinuteRow] | None:
+        return read_minutes(connection, None, "sales", NOON - 31 * 24 * HOUR, NOON + 100 * HOUR, scale=scale)
+
+    return await database_at(url).look(read) or []
+
+
+def sending(history: MinuteHistory) -> Endpoint:
+    delivery = StoredDelivery(MemoryDelayedMessageStore(), polling=False)
+    return Endpoint("sales", transport=MemoryTransport(), delayed_delivery=delivery, observers=[history])
+
+
+async def test_each_minute_has_what_was_done_in_it(url: str) -> None:
+    # Given an endpoint that counts, at half past a minute
+    clock = ManualClock(NOON + MINUTE / 2)
+    history = MinuteHistory(url, clock=clock)
+    async with sending(history):
+        # When two messages are dispatched late in the first minute, and one in the second
+        history.dispatched({("billing", clock.now() - timedelta(seconds=3)): 2}, clock.now())
+        await passes(clock, MINUTE / 2)
+        await eventually_async(lambda: count_is(url, 1))
+        history.dispatched({("billing", clock.now()): 1}, clock.now())
+        await passes(clock, MINUTE)
+        await eventually_async(lambda: count_is(url, 2))
+    # Then each minute has its numbers and its lateness
+    first, second, *last = await rows_of(url)
+    assert [(one.start, one.dispatched) for one in (first, second)] == [(NOON, 2), (NOON + MINUTE, 1)]
+    assert sum(first.lateness["billing"]) == 2
+    assert first.lateness["billing"].index(2) > second.lateness["billing"].index(1)
+    # And the end of the process left a row of the minute it ended in, and one of the hour
+    assert [one.dispatched for one in last] == [0]
+    [hour] = await rows_of(url, scale=60)
+    assert (hour.start, hour.minutes, hour.dispatched) == (NOON, 60, 3)
+
+
+async def count_is(url: str, number: int) -> bool:
+    return len(await rows_of(url)) >= number
+
+
+async def test_several_processes_have_rows_of_their_own(url: str) -> None:
+    # Given two processes of one endpoint
+    clock = ManualClock(NOON)
+    one, other = MinuteHistory(url, clock=clock), MinuteHistory(url, clock=clock)
+    async with sending(one), sending(other):
+        await passes(clock, MINUTE, sleepers=2)
+        await eventually_async(lambda: count_is(url, 2))
+    # Then each has its row of the minute
+    rows = [row for row in await rows_of(url) if row.start == NOON]
+    assert {row.process for row in rows} == {one.process, other.process}
+
+
+async def test_old_rows_are_deleted_a_few_at_a_time(url: str) -> None:
+    # Given rows of two days
+    clock = ManualClock(NOON)
+    history = MinuteHistory(url, clock=clock, kept_for=timedelta(days=1))
+    async with sending(history):
+        for _ in range(3):
+            await passes(clock, MINUTE)
+            await eventually_async(lambda: count_is(url, 1))
+        # When more than a day has passed
+        await passes(clock, timedelta(days=1, hours=5))
+
+        async def gone() -> bool:
+            return all(row.start > NOON + HOUR for row in await rows_of(url))
+
+        for _ in range(5):
+            await passes(clock, MINUTE)
+        # Then the old ones are gone
+        await eventually_async(gone)
+
+
+async def test_damaged_rows_are_left_out(url: str) -> None:
+    # Given a row that cannot be read
+    clock = ManualClock(NOON)
+    async with sending(MinuteHistory(url, clock=clock)):
+        await passes(clock, MINUTE)
+        await eventually_async(lambda: count_is(url, 1))
+    database, table = database_at(url), minutes_table()
+    await database.open()
+    await database.write(lambda connection: connection.execute(update(table).values(content=b"nonsense")))
+    assert await database.read(lambda connection: connection.execute(select(func.count()).select_from(table)).scalar())
+    await database.close()
+    # Then reading leaves it out
+    assert await rows_of(url) == []
+
+
+def test_rows_keep_what_they_hold() -> None:
+    row = MinuteRow(
+        process="machine:1",
+        start=NOON,
+        minutes=1,
+        written=NOON + MINUTE,
+        sent=1,
+        dispatched=2,
+        handled=3,
+        failed=4,
+        moved=5,
+        uncounted=6,
+        lateness={"bill\ning": [0] * 20 + [7]},
+        poller=NOON,
+        receivers={"sales": None},
+        running_handlers=8,
+        breakers={"store": 2},
+        measures={"lease.held": 1.0},
+    )
+    again = decoded("machine:1", 29_627_280, 1, encoded(row))
+    assert again is not None
+    assert again == MinuteRow(**{name: getattr(row, name) for name in MinuteRow.__slots__} | {"start": again.start})
+    for damaged in (b"", b"x", encoded(row)[:-9], encoded(row)[:20]):
+        assert decoded("machine:1", 1, 1, damaged) is None
+
+
+async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) -> None:
+    # Given an endpoint with the setting, whose process has dispatched late messages in the last minute
+    settings = Settings(endpoint="sales", url=f"sqlite:///{tmp_path / 'delayline.db'}", history=True)
+    now = datetime.now(UTC)
+    clock = ManualClock(now)
+    history = MinuteHistory(settings.url, clock=clock)
+    store = SqlDelayedMessageStore(settings.url)
+    endpoint = Endpoint(
+        "sales",
+        transport=SqlTransport(settings.url),
+        delayed_delivery=StoredDelivery(store, polling=False),
+        observers=[history],
+    )
+    async with endpoint:
+        history.dispatched({("billing", now - timedelta(seconds=7)): 120}, now)
+        await passes(clock, MINUTE)
+        await eventually_async(lambda: written(settings.url, now))
+        await store.store(DelayedMessage(Message("m", {}, b""), "billing", datetime.now(UTC) + HOUR))
+        async with EndpointService(settings) as service:
+            # When the pages are asked for
+            page, lateness, forecast = (
+                await service.now(),
+                await service.lateness("hour"),
+                await service.forecast("day"),
+            )
+    # Then they show what the rows have
+    assert not isinstance(page.throughput, Unavailable)
+    assert page.throughput.dispatched_a_second == pytest.approx(2)
+    assert page.throughput.lateness_p99 == 10
+    assert not isinstance(page.processes, Unavailable)
+    assert [(one.process, one.alive) for one in page.processes] == [(history.process, True)]
+    assert not isinstance(lateness, Unavailable)
+    assert sum(map(sum, lateness.counts)) == 120
+    assert lateness.destinations == ["billing"]
+    assert len(lateness.counts) == len(lateness.p50) == 60
+    assert not isinstance(forecast, Unavailable)
+    assert forecast.drain_rate == 2.0
+    assert [bar.capacity for bar in forecast.bars][1] == 3600
+    assert not any(bar.exceeds for bar in forecast.bars)
+
+
+async def written(url: str, now: datetime) -> bool:
+    def read(connection: Connection) -> list[MinuteRow] | None:
+        return read_minutes(connection, None, "sales", now - HOUR, now + HOUR)
+
+    return bool(await database_at(url).look(read))
+
+
+def test_history_needs_a_sql_store() -> None:
+    with pytest.raises(ConfigurationError, match="minute rows"):
+        endpoint_from(Settings(endpoint="sales", url="memory:", history=True))
