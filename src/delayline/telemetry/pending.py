@@ -7,11 +7,13 @@ import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from delayline.delayed.store import SupportsDueForecast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from concurrent.futures import Future
 
     from delayline.clock import Clock
@@ -40,15 +42,6 @@ class Pending:
     """Seconds since the earliest due time; 0 if it is not past."""
     age: float
     """Seconds since this was counted."""
-
-
-@runtime_checkable
-class SupportsDueForecast(Protocol):
-    """The capability of a store that counts pending messages by due time in bounded time."""
-
-    async def due_forecast(self, edges: Sequence[datetime]) -> Any:  # noqa: ANN401
-        """Return the numbers between the edges."""
-        ...
 
 
 class PendingCounts:
