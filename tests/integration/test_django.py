@@ -106,6 +106,7 @@ def in_django(url: str, tmp_path: Path) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("given", ["connection", "connections['default']", "'default'"])
+@pytest.mark.sample(3)
 def test_a_send_in_djangos_atomic_is_committed_and_rolled_back_with_it(
     in_django: Callable[[str], None], given: str
 ) -> None:

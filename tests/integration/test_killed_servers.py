@@ -164,6 +164,7 @@ async def behind_a_wire(url: str) -> AsyncIterator[tuple[Wire, StoreAndTransport
 
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("requests", [0, 1, 2, 3])
+@pytest.mark.sample(4)
 async def test_a_call_whose_server_dies_raises_an_error_of_delaylines(
     product: str, requests: int, request: pytest.FixtureRequest
 ) -> None:
@@ -202,6 +203,7 @@ async def test_each_call_while_no_server_runs_raises_an_error_of_delaylines(prod
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.sample(1)
 async def test_a_start_whose_set_up_loses_the_server_raises_backend_unavailable(
     product: str, request: pytest.FixtureRequest
 ) -> None:

@@ -132,6 +132,7 @@ def durable(encoded: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.sample(6)
 async def test_a_hostile_message_goes_to_the_error_queue_byte_for_byte(name: str, rabbitmq_url: str) -> None:
     """Given one among good ones, when received, then it is durable in the error queue, else as it was."""
     shop = RecordingEndpoint(rabbitmq_url)

@@ -124,6 +124,7 @@ async def test_closing_gives_up_on_a_broker_that_does_not_confirm(
             await sending
 
 
+@pytest.mark.sample(1, group="RabbitMQ kills")
 async def test_a_killed_broker_keeps_confirmed_messages(crashing_rabbitmq: RabbitmqServer) -> None:
     """Given a stream of messages, when the broker is killed and started again, then all that were sent are there."""
     url = crashing_rabbitmq.new_vhost()

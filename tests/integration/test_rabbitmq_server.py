@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
 
 
+@pytest.mark.sample(1, group="RabbitMQ kills")
 async def test_a_killed_node_keeps_confirmed_messages(crashing_rabbitmq: RabbitmqServer) -> None:
     # Given a quorum queue with a message that the node has confirmed
     url = crashing_rabbitmq.new_vhost()

@@ -378,6 +378,7 @@ async def test_the_dry_run_is_complete(postgresql: PostgresqlServer, postgresql_
     await store.close()
 
 
+@pytest.mark.sample(1)
 def test_several_processes_set_up_at_once(url: str) -> None:
     # When several processes set the same endpoint up at one moment
     command = [sys.executable, "-m", "delayline", "setup", "--endpoint", "sales", "--queue", "billing", "--url", url]

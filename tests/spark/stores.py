@@ -59,11 +59,15 @@ class StoreAt:
         found: list[str] = self.run(fetch)
         return found
 
-    def run(self, work: Callable[[SqlDelayedMessageStore], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns
+    def make(self) -> SqlDelayedMessageStore:
+        """Return a new store, which is not open."""
+        return SqlDelayedMessageStore(self.url)
+
+    def run(self, work: Callable[[Any], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns
         """Run something on the open store."""
 
         async def opened() -> Any:  # noqa: ANN401
-            store = SqlDelayedMessageStore(self.url)
+            store = self.make()
             await store.initialize(self.endpoint, TransactionMode.RECEIVE_ONLY)
             try:
                 return await work(store)

@@ -64,7 +64,7 @@ def test_far_messages_are_stored_in_files_and_promoted_once(spark: SparkSession,
     # Then whole hours have moved, and everything waits in one place
     assert 0 < first.stored < NUMBER and again == Promoted()
     hot = set(tiers.hot.ids())
-    cold = [message for message in tiers.waiting() if message.id not in hot]
+    cold = [message for message in tiers.messages() if message.id not in hot]
     assert cold and min(message.due for message in cold) >= (FIRST + HOUR).replace(minute=0, second=0)
     assert tiers.ids() == sorted([*ids(), "soon"])
     rest = tiers.promote(datetime.max.replace(tzinfo=UTC))

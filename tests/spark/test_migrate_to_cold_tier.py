@@ -96,7 +96,7 @@ def test_near_messages_arrive_and_far_ones_are_stored_in_files(
     assert arrived[1].on_time(soon)
     assert arrived[0].headers["Ключ 🔑"] == "Größe"
     # the others wait in files, as they were
-    waiting = {one.id: one for one in tiers.waiting()}
+    waiting = {one.id: one for one in tiers.messages()}
     assert set(waiting) == {Timeout(number).id for number in (3, 4, 5, 6)} | {"other"}
     assert (waiting[Timeout(4).id].due, waiting[Timeout(4).id].message.body) == (FAR, b"")
     assert waiting[Timeout(3).id].message.headers["NServiceBus.MessageId"] == "message-3"

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.spark.stores import ENDPOINT, StoreAt
 
-from delayline import TransactionMode
 from delayline.bulk.two_tier_store import TwoTierStore
 from delayline.spark import JobTarget, Promoted, compact, promote, schedule
 from delayline.spark.cold_tier import ColdTier
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from delayline import DelayedMessage
     from delayline.spark import Compacted, Scheduled
     from delayline.spi import Outcome
 
@@ -28,10 +24,11 @@ FIRST: Final = datetime.fromtimestamp(1_900_000_000, UTC)
 HOUR: Final = timedelta(hours=1)
 
 
-class Tiers:
-    """Both tiers of the endpoint `sales`."""
+class Tiers(StoreAt):
+    """Both tiers of the endpoint `sales`; `hot` is the store alone."""
 
     def __init__(self, store: StoreAt, folder: Path, spark: SparkSession) -> None:
+        super().__init__(store.url)
         self.hot = store
         self.folder = folder
         self.target = JobTarget(store.url, endpoint=ENDPOINT, cold_tier=str(folder))
@@ -49,18 +46,9 @@ class Tiers:
         """Merge small files."""
         return compact(self.target, spark=self._spark)
 
-    def waiting(self) -> list[DelayedMessage]:
-        """Return the messages of both tiers."""
-
-        async def look(store: TwoTierStore) -> list[DelayedMessage]:
-            return list(await store.pending(limit=1_000_000))
-
-        found: list[DelayedMessage] = self.run(look)
-        return found
-
-    def ids(self) -> list[str]:
-        """Return the ids of the messages of both tiers."""
-        return sorted(message.id for message in self.waiting())
+    def make(self) -> TwoTierStore:
+        """Return a new store over both tiers, which is not open."""
+        return TwoTierStore(self.url, cold_tier=str(self.folder))
 
     def cancel(self, message_id: str) -> Outcome:
         """Cancel a message wherever it waits."""
@@ -75,19 +63,6 @@ class Tiers:
     def tier(self) -> ColdTier:
         """The cold tier as jobs see it."""
         return ColdTier(self.target.options, self.target.cold_tier)
-
-    def run(self, work: Callable[[TwoTierStore], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns
-        """Run something on the open store."""
-
-        async def opened() -> Any:  # noqa: ANN401
-            store = TwoTierStore(self.hot.url, cold_tier=str(self.folder))
-            await store.initialize(ENDPOINT, TransactionMode.RECEIVE_ONLY)
-            try:
-                return await work(store)
-            finally:
-                await store.close()
-
-        return asyncio.run(opened())
 
 
 def spread(spark: SparkSession, number: int, *, hours: int, prefix: str = "m", partitions: int = 4) -> DataFrame:
