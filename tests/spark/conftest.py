@@ -27,12 +27,19 @@ MASTER: Final = "local[2,3]"
 JDBC_DRIVER: Final = Path("/usr/share/java/postgresql.jar")
 
 
+PRODUCTS: Final = {"postgresql", "mariadb", "sqlite"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.spark)
             item.add_marker(pytest.mark.timeout(300))  # the first job of a session takes its time
+            # tests/integration has what differs between products: staging, commits, the journal
+            if hasattr(item, "callspec") and PRODUCTS.issuperset(map(str, item.callspec.params.values())):
+                item.add_marker(pytest.mark.sample(1))
 
 
 @pytest.fixture(scope="session", autouse=True)
