@@ -27,7 +27,7 @@ def pickled(**changed: object) -> bytes:
 
 
 def shared(depth: int) -> list[Any]:
-    one: list[Any] = ["x"]
+    one: list[Any] = ["x" * 1000]
     for _ in range(depth):
         one = [one] * 8
     return one
