@@ -78,7 +78,7 @@ class _Reader:
         self.headers: dict[str, str] = {}
         self._path: list[str] = []
         self._fields: dict[str, str] = {}
-        self._pieces: list[str] | None = None
+        self._texts: list[str] | None = None
 
     def read(self, text: str) -> None:
         parser = ParserCreate(namespace_separator=" ")
@@ -96,18 +96,18 @@ class _Reader:
         if depth == 2:
             self._fields = {}
         null = attributes.get("http://www.w3.org/2001/XMLSchema-instance nil") in {"true", "1"}
-        self._pieces = [] if depth == 3 and self._path[1] == ITEM and not null else None
+        self._texts = [] if depth == 3 and self._path[1] == ITEM and not null else None
 
     def _data(self, text: str) -> None:
-        if self._pieces is not None and len(self._path) == 3:
-            self._pieces.append(text)
+        if self._texts is not None and len(self._path) == 3:
+            self._texts.append(text)
 
     def _end(self, name: str) -> None:
         depth = len(self._path)
-        if depth == 3 and self._pieces is not None:
-            text = "".join(self._pieces)
+        if depth == 3 and self._texts is not None:
+            text = "".join(self._texts)
             self._fields[name] = _SPELLED.sub(lambda found: chr(int(found[1], 16)), text)
-            self._pieces = None
+            self._texts = None
         elif depth == 2 and self._path[1] == ITEM:
             self._add()
         self._path.pop()

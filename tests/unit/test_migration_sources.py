@@ -13,7 +13,7 @@ from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.migration import source_at
 from delayline.migration.collected import KEY, CollectedMessage, Selection, key_of
 from delayline.migration.sources.celery_tasks import NoMessage, task_of
-from delayline.migration.sources.ravendb import _taken, documents
+from delayline.migration.sources.ravendb import _collected, documents
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def test_hostile_exports_of_ravendb_end_with_a_sentence(tmp_path: Path) -> None:
 )
 def test_a_hostile_document_of_ravendb_is_one_row(changed: dict[str, Any]) -> None:
     good = {"Destination": "billing", "Time": "2030-01-01T00:00:00Z", "State": "", "Headers": {}, "Id": "a"}
-    one = _taken({**good, "OwningTimeoutManager": "sales", **changed})
+    one = _collected({**good, "OwningTimeoutManager": "sales", **changed})
     assert one.key
     assert one.id == "a"
 

@@ -175,7 +175,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         wanted = await self._where.take(list(rows.values()))
         await table.create_each([entities[key] for key, take in zip(rows, wanted, strict=True) if take])
         if rows:
-            self._tell(min(row.message.due for row in rows.values()))
+            self._notify(min(row.message.due for row in rows.values()))
 
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
@@ -258,7 +258,7 @@ class AzureDelayedTable(SingleMessageVerbs):
                 again = row_of(replace(row.message, due=due))
                 if not await self._move(row, again):
                     outcome = Outcome.NOT_PENDING
-                self._tell(again.message.due)
+                self._notify(again.message.due)
             await self._settle()
             return outcome
 
@@ -449,7 +449,7 @@ class AzureDelayedTable(SingleMessageVerbs):
             if self._places is not None:
                 self._places.sweep()
 
-    def _tell(self, due: datetime) -> None:
+    def _notify(self, due: datetime) -> None:
         for listener in tuple(self._listeners):
             listener(due)
 
@@ -458,7 +458,7 @@ class AzureDelayedTable(SingleMessageVerbs):
             await asyncio.sleep(self._poll_interval)
             with contextlib.suppress(DelaylineError):  # the poller reports it
                 if (due := await self.next_due()) is not None:
-                    self._tell(due)
+                    self._notify(due)
 
     async def _sweep_now_and_then(self) -> None:
         await asyncio.sleep(SWEEP_AFTER * (1 + random.random()))  # noqa: S311 - spreads load

@@ -60,10 +60,10 @@ def wrap(message: Message) -> str:
     if len(text) <= LARGEST_TEXT:
         return text
     try:
-        told = Headers.FAILED_QUEUE in message.headers
+        failed = Headers.FAILED_QUEUE in message.headers
     except CorruptHeaders:
-        told = False
-    if not told:
+        failed = False
+    if not failed:
         raise too_large(message, len(text), LARGEST_TEXT)
     return _shortened(message, len(text))
 

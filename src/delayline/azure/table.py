@@ -40,7 +40,7 @@ class Table:
     def __init__(self, client: TableClient, requests: Requests) -> None:
         self._client = client
         self._requests = requests
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(AT_ONCE)
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Table:
 
     async def get(self, key: Key, *, columns: list[str] | None = None) -> Any | None:  # noqa: ANN401
         """Return the entity, its etag in its metadata, or only these columns of it; None if there is none."""
-        async with self._asking("read", self._room):
+        async with self._asking("read", self._slots):
             try:
                 return await self._client.get_entity(key.partition, key.row, select=columns)
             except ResourceNotFoundError as error:
@@ -128,7 +128,7 @@ class Table:
 
     async def change_together(self, operations: Sequence[Operation]) -> bool:
         """Run a transaction on one partition; False when an entity was not as expected, and nothing was changed."""
-        async with self._asking("write to", self._room):
+        async with self._asking("write to", self._slots):
             try:
                 await self._client.submit_transaction(operations)
             except TableTransactionError as error:

@@ -91,7 +91,7 @@ class AzureStorageQueueTransport:
         if not ONE_SECOND <= time_span("visibility_timeout", visibility_timeout) <= SEVEN_DAYS:
             raise ConfigurationError(f"visibility_timeout={visibility_timeout!r} must be 1 second to 7 days")
         self._hidden_for = -(-visibility_timeout // ONE_SECOND)
-        self._room = asyncio.Semaphore(SENT_AT_ONCE)
+        self._slots = asyncio.Semaphore(SENT_AT_ONCE)
         self._clients: dict[str, QueueClient] = {}
         self._news: dict[str, asyncio.Event] = {}
         self._seen: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -239,7 +239,7 @@ class AzureStorageQueueTransport:
         found: dict[str, QueueMessage] = {}
 
         async def show(one: QueueMessage) -> str | None:
-            async with self._asking("look into", queue, self._room):
+            async with self._asking("look into", queue, self._slots):
                 return await shown(client, one.id, receipt_of(one))
 
         while page := await self._page("look into", queue):
@@ -268,7 +268,7 @@ class AzureStorageQueueTransport:
             emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
             return
         text = wrap(message)
-        async with self._asking("send to", queue, self._room):
+        async with self._asking("send to", queue, self._slots):
             await client.send_message(text, time_to_live=_life(span))
         self._news_of(queue).set()
 

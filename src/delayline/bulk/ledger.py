@@ -75,12 +75,12 @@ class JobLedger:
 
         Waits for another transaction that has locked the row, and then sees its result.
         """
-        last, committed = self._taken(connection, run)
+        last, committed = self._state(connection, run)
         return None if last < batch else committed
 
     def begin_attempt(self, connection: Connection, run: str) -> int | None:
         """Lock the ledger row of a batch that is a run by itself; return the attempt that committed it, or CLOSED."""
-        last, _ = self._taken(connection, run)
+        last, _ = self._state(connection, run)
         return None if last == NONE_YET else last
 
     def attempts(self, connection: Connection, runs: Sequence[str]) -> dict[str, int]:
@@ -121,7 +121,7 @@ class JobLedger:
         found = connection.execute(query.where(columns.run == run, columns.batch >= batch)).first()
         return None if found is None else Committed(*found)
 
-    def _taken(self, connection: Connection, run: str) -> tuple[int, Committed]:
+    def _state(self, connection: Connection, run: str) -> tuple[int, Committed]:
         columns = self.table.c
         nothing = {"run": run, "batch": NONE_YET, "stored": 0, "duplicates": 0, "rejected": 0, "finished": None}
         connection.execute(self._dialect.insert_new(self.table, "run").values(nothing))

@@ -230,7 +230,7 @@ def run(screen: Screen, plan: Plan, report: Path | None) -> None:
     """
     with _shown(screen) as progress:
         outcome = _migration(plan, progress).run(_spark())
-    _tell(screen, plan, outcome, report)
+    _print_outcome(screen, plan, outcome, report)
 
 
 @migrate.command(
@@ -246,7 +246,7 @@ def resume(screen: Screen, plan: Plan, report: Path | None) -> None:
     """Go on with a run that something has stopped, with the same parameters; others are refused."""
     with _shown(screen) as progress:
         outcome = _migration(plan, progress).resume(_spark())
-    _tell(screen, plan, outcome, report)
+    _print_outcome(screen, plan, outcome, report)
 
 
 @migrate.command(
@@ -414,7 +414,7 @@ def _run_document(run: MigrationRun) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _tell(screen: Screen, plan: Plan, outcome: MigrationResult, report: Path | None) -> None:
+def _print_outcome(screen: Screen, plan: Plan, outcome: MigrationResult, report: Path | None) -> None:
     progress = outcome.progress
     rows, rejected = (0, 0) if progress is None else (progress.rows, progress.rejected)
     moved = 0 if progress is None or plan.target is None else progress.moved

@@ -235,12 +235,12 @@ def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run:
         except BaseException:
             screen.echo(f"{move.report.moved} moved before it stopped; run it again for the rest")
             raise
-    _tell(screen, move.report, dry_run=dry_run)
+    _print_report(screen, move.report, dry_run=dry_run)
     if move.report.poison or (move.report.blocked is not None and move.report.blocked.places):
         click.get_current_context().exit(FAILED)
 
 
-def _tell(screen: Screen, report: Report, *, dry_run: bool) -> None:
+def _print_report(screen: Screen, report: Report, *, dry_run: bool) -> None:
     used = [one for one in report.levels if one.found]
     if used:
         rows = [(f"{one.level:02}", one.found, one.moved, one.poison) for one in used]

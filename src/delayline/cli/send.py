@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 AT_ONCE: Final = 2000
 """Rows that are stored concurrently, and so in few transactions."""
-TOLD: Final = 10
-"""Rejected lines told on the screen; the file has them all."""
+SHOWN: Final = 10
+"""Rejected lines shown on the screen; the file has them all."""
 
 
 @click.command(
@@ -136,10 +136,10 @@ def _header(text: str) -> tuple[str, str]:
 
 def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destination: bool) -> None:
     rows = RowFile(file)
-    told: list[tuple[int, str]] = []
+    shown: list[tuple[int, str]] = []
     with RejectedFile(rows) as rejected, screen.progress() as progress:
         task = progress.add_task("stored 0", total=file.stat().st_size)
-        bulk = Bulk(rows, rejected, told, check_destination=check_destination)
+        bulk = Bulk(rows, rejected, shown, check_destination=check_destination)
 
         def step() -> None:
             progress.update(task, completed=rows.read_bytes, description=f"stored {bulk.stored}")
@@ -152,8 +152,8 @@ def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destinat
                     f"{bulk.stored} stored before it failed; send the file again: pending messages are not duplicated"
                 )
             raise
-    if told:
-        screen.table(("line", "rejected because"), told)
+    if shown:
+        screen.table(("line", "rejected because"), shown)
     screen.echo(f"{bulk.stored} stored, {rejected.count} rejected", "red" if rejected.count else "green")
     if rejected.count:
         screen.echo(f"correct them in {rejected.path} and send that file")
@@ -162,7 +162,7 @@ def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destinat
             "stored": bulk.stored,
             "rejected": rejected.count,
             "rejected_file": str(rejected.path) if rejected.count else None,
-            "first_rejected": [{"line": line, "reason": reason} for line, reason in told],
+            "first_rejected": [{"line": line, "reason": reason} for line, reason in shown],
         }
     )
     if rejected.count:
@@ -173,12 +173,12 @@ class Bulk:
     """Stores the rows of a file, many at once, and sets the bad ones aside."""
 
     def __init__(
-        self, rows: RowFile, rejected: RejectedFile, told: list[tuple[int, str]], *, check_destination: bool
+        self, rows: RowFile, rejected: RejectedFile, shown: list[tuple[int, str]], *, check_destination: bool
     ) -> None:
         self.stored = 0
         self._rows = rows
         self._rejected = rejected
-        self._told = told
+        self._shown = shown
         self._check_destination = check_destination
 
     async def send(self, settings: Settings, step: Callable[[], None]) -> None:
@@ -220,5 +220,5 @@ class Bulk:
     def _reject(self, line: InputLine, error: Exception) -> None:
         reason = reason_of(error)
         self._rejected.add(line, reason)
-        if len(self._told) < TOLD:
-            self._told.append((line.number, reason))
+        if len(self._shown) < SHOWN:
+            self._shown.append((line.number, reason))

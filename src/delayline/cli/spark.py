@@ -94,7 +94,7 @@ def pair(text: str) -> tuple[str, str]:
 def stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at SIGINT or SIGTERM, in place of ending; a second one ends the process."""
 
-    def told(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         del number, frame
         for one in before:
             signal.signal(one, before[one])  # a second signal does not wait
@@ -102,7 +102,7 @@ def stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
 
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     for one in before:
-        signal.signal(one, told)
+        signal.signal(one, on_signal)
     try:
         yield
     finally:
@@ -129,8 +129,8 @@ def in_thread(work: Callable[[], object]) -> None:
 
 
 FORMS = ("parquet", "csv", "jsonl", "jdbc")
-TOLD = 10
-"""Rejected rows told on the screen."""
+SHOWN = 10
+"""Rejected rows shown on the screen."""
 
 
 @click.group(
@@ -228,7 +228,7 @@ def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None
     elsewhere = f"{done.cold:,} in the cold tier, " if done.cold else ""
     elsewhere += f"{done.sent:,} sent to delay levels, " if done.sent else ""
     screen.echo(f"{done.stored:,} {again}, {elsewhere}{done.duplicates:,} there already, {done.rejected:,} rejected")
-    rows = done.rejected_rows.limit(TOLD).toArrow().to_pylist() if done.rejected else []
+    rows = done.rejected_rows.limit(SHOWN).toArrow().to_pylist() if done.rejected else []
     for row in rows:
         screen.echo(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
     if folder is not None and done.rejected:
@@ -274,7 +274,7 @@ def dispatch(
 
     if stops:
         stop_dispatcher(settings, name)
-        screen.echo("told to stop")
+        screen.echo("stop requested")
         screen.document({"stopping": True})
         return
     if shows:
@@ -401,7 +401,7 @@ def _figure(value: object) -> str:
     "--every",
     callback=delay_given,
     metavar="DELAY",
-    help="Again and again, until told to stop; at most half of --horizon.",
+    help="Again and again, until stopped; at most half of --horizon.",
 )
 @settings_options(*STORES, "cold_tier")
 @session_options
@@ -426,11 +426,11 @@ def promote(
         if every is None:
             moved(run_promote(target, horizon=horizon, spark=session))
         else:
-            told = threading.Event()
+            stopped = threading.Event()
             screen.echo(f"promoting from {settings.cold_tier} again and again. Ctrl+C stops it")
-            with stopped_by_signal(told.set):
+            with stopped_by_signal(stopped.set):
                 in_thread(
-                    lambda: promote_every(target, every, until=told, horizon=horizon, spark=session, progress=moved)
+                    lambda: promote_every(target, every, until=stopped, horizon=horizon, spark=session, progress=moved)
                 )
     screen.document(asdict(done[-1]))
 

@@ -167,8 +167,8 @@ def _sent(
     query = select(column).where(journal.batches_in(run.name, partition.number, [BatchState.MARKED.value]))
     marked = blocking(source.database.look(lambda connection: list(connection.execute(query).scalars())))
     table = pa.table({"id": pa.array(marked, pa.int64())})
-    pieces = max(1, -(-len(marked) // BATCHES_A_TASK))
-    numbers = spark.createDataFrame(table).repartition(pieces) if marked else spark.range(0)
+    partitions = max(1, -(-len(marked) // BATCHES_A_TASK))
+    numbers = spark.createDataFrame(table).repartition(partitions) if marked else spark.range(0)
     return numbers.mapInArrow(DeliveredBatches(source, run.name, partition).rows, WAITING)
 
 

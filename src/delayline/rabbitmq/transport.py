@@ -87,7 +87,7 @@ class RabbitMQTransport:
         self.publisher = Publisher(self.address, connection_name=f"{name} Publish")
         self._error_queue = error_queue
         self._starts = 0
-        self._looking: asyncio.TimerHandle | None = None
+        self._watch_timer: asyncio.TimerHandle | None = None
         self._declared: dict[str, set[str]] = {}
         self._receivers: WeakSet[RabbitMQReceiver] = WeakSet()
 
@@ -128,18 +128,18 @@ class RabbitMQTransport:
 
         Silence is detected by missing heartbeats; without heartbeats each wait has its usual limit.
         """
-        if self._starts and self.address.heartbeat and self._looking is None:
-            self._looking = asyncio.get_running_loop().call_later(STOPPING, self._watch_stop)
+        if self._starts and self.address.heartbeat and self._watch_timer is None:
+            self._watch_timer = asyncio.get_running_loop().call_later(STOPPING, self._watch_stop)
 
     def _watch_stop(self) -> None:
         """Check in a later turn of the loop, after received data was read."""
-        self._looking = asyncio.get_running_loop().call_later(0.1, self._hang_up_if_silent)
+        self._watch_timer = asyncio.get_running_loop().call_later(0.1, self._hang_up_if_silent)
 
     def _hang_up_if_silent(self) -> None:
         silence = min(STOPPING, self.address.short_heartbeat)  # heartbeats come twice as often
         self.publisher.hang_up_if_silent(silence)
         self.connection.hang_up_if_silent(silence)
-        self._looking = asyncio.get_running_loop().call_later(1.0, self._watch_stop)
+        self._watch_timer = asyncio.get_running_loop().call_later(1.0, self._watch_stop)
 
     async def stop(self) -> None:
         """Undo one `start`; the last one waits for confirms, then disconnects."""
@@ -148,9 +148,9 @@ class RabbitMQTransport:
             if self._starts == 0:
                 await self._disconnect()
         finally:
-            if self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
+            if self._watch_timer is not None:
+                self._watch_timer.cancel()
+                self._watch_timer = None
 
     async def _disconnect(self) -> None:
         try:
@@ -273,12 +273,12 @@ class RabbitMQTransport:
 
     async def _move_aside(self, delivered: Delivery) -> None:
         """Send a message to the error queue as it is. Raises QueueNotFound, BackendUnavailable, InvalidMessage."""
-        aside = Publication(
+        parked = Publication(
             Message(POISON_ID, {}, delivered.body),
             *self.topology.address_of(self._error_queue),
             properties=sent_on(delivered.encoded_properties),
         )
-        failures = await self.publisher.publish([aside])
+        failures = await self.publisher.publish([parked])
         for error in failures.values():
             raise QueueNotFound(self._error_queue) if isinstance(error, Unroutable) else error
 

@@ -298,7 +298,7 @@ class _Opening(Faulty):
         await self.faults.call("close", self._inner.close)
 
 
-class _Taking(Faulty):
+class _Take(Faulty):
     _inner: SupportsTake
 
     async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
@@ -344,7 +344,7 @@ class _Forwarding(Faulty):
 PERSISTER_CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     *CAPABILITIES,
     (SupportsOpen, _Opening),
-    (SupportsTake, _Taking),
+    (SupportsTake, _Take),
     (SupportsTimeoutLocks, _Locks),
     (SupportsCount, _Counting),
     (SupportsForwarding, _Forwarding),

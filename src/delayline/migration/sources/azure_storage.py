@@ -101,7 +101,7 @@ class AzureStorage(CollectedSource):
                     if bounds.bodies:
                         rows = await asyncio.gather(*_limited(_with_body(requests, blobs, entity) for entity in some))
                     else:
-                        rows = [_taken(entity, None, None) for entity in some]
+                        rows = [_collected(entity, None, None) for entity in some]
                     tally.add(rows, which, bounds)
 
         blocking(look())
@@ -159,16 +159,18 @@ async def _with_body(requests: Requests, blobs: ContainerClient, entity: Any) ->
     """Return the timeout with the body that its blob has."""
     name = entity.get("StateAddress")
     if not name:
-        return _taken(entity, b"", None)
+        return _collected(entity, b"", None)
     async with requests.ask(f"read blob {name!r}"):
         try:
             content = await (await blobs.download_blob(name)).readall()
         except ResourceNotFoundError:
-            return _taken(entity, None, f"its body is missing: container {blobs.container_name} has no blob {name!r}")
-    return _taken(entity, content, None)
+            return _collected(
+                entity, None, f"its body is missing: container {blobs.container_name} has no blob {name!r}"
+            )
+    return _collected(entity, content, None)
 
 
-def _taken(entity: Any, body: bytes | None, why: str | None) -> CollectedMessage:  # noqa: ANN401 - an entity
+def _collected(entity: Any, body: bytes | None, why: str | None) -> CollectedMessage:  # noqa: ANN401 - an entity
     key, destination, headers = entity["RowKey"], entity.get("Destination"), entity.get("Headers")
     original = json.dumps({"partition": entity["PartitionKey"]}).encode()
     return CollectedMessage(

@@ -54,7 +54,10 @@ class CeleryScheduled(ExportedFiles):
                 "Celery's tasks belong to no endpoint: name the one whose store receives them with --endpoint"
             )
         found = [
-            _taken(entry, which.endpoints[0]) for path in self.files for worker in _workers(path) for entry in worker
+            _collected(entry, which.endpoints[0])
+            for path in self.files
+            for worker in _workers(path)
+            for entry in worker
         ]
         return list({one.key: one for one in found}.values())
 
@@ -75,7 +78,7 @@ def _workers(path: str) -> list[list[dict[str, Any]]]:
     raise BackendUnusable(f"{path} is not the output of `celery inspect scheduled --json`: {why}")
 
 
-def _taken(entry: dict[str, Any], endpoint: str) -> CollectedMessage:
+def _collected(entry: dict[str, Any], endpoint: str) -> CollectedMessage:
     """Return a task as it is kept; its body is made as Celery makes it."""
     given = entry.get("request")
     request: dict[str, Any] = given if isinstance(given, dict) else {}

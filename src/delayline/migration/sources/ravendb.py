@@ -89,13 +89,13 @@ class Copy:
     async def _of(self, path: Path) -> Tally:
         tally, database = Tally(), self.source.database
         if self.bounds is not None:
-            for rows in self._pieces(path):
+            for rows in self._chunks(path):
                 new = await database.look(partial(self.source.new, rows=rows, moved=self.moved))
                 tally.add(new, self.which, self.bounds)
             return tally
         await database.open()
         try:
-            for rows in self._pieces(path):
+            for rows in self._chunks(path):
                 some = [one for one in rows if self.which.includes(one.due)]
                 new = await database.read(partial(self.source.new, rows=some, moved=self.moved))
                 await database.write(partial(self.source.keep, rows=new))
@@ -103,12 +103,12 @@ class Copy:
             await database.close()
         return tally
 
-    def _pieces(self, path: Path) -> Iterator[list[CollectedMessage]]:
+    def _chunks(self, path: Path) -> Iterator[list[CollectedMessage]]:
         piece: list[CollectedMessage] = []
         for document in documents(path):
             if not document.keys() >= FIELDS:
                 continue
-            one = self._asked_for(_taken(document))
+            one = self._asked_for(_collected(document))
             if one is not None:
                 piece.append(one)
             if len(piece) == PAGE:
@@ -138,7 +138,7 @@ def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Ta
     return [pickle.loads(one) for one in found.column(0).to_pylist()]  # noqa: S301 - our own tasks'
 
 
-def _taken(document: Mapping[str, Any]) -> CollectedMessage:
+def _collected(document: Mapping[str, Any]) -> CollectedMessage:
     metadata = document.get("@metadata")
     name = _name(metadata.get("@id") if isinstance(metadata, dict) else None) or _name(document.get("Id"))
     owner = _name(document.get(OWNER))

@@ -197,11 +197,11 @@ class FileIds:
         self._folder = folder
         self._files = files
         self._dead = dead
-        pieces = [(number, _hashed(ids)) for number, file in enumerate(files) for ids in self._ids(file)]
+        hashed = [(number, _hashed(ids)) for number, file in enumerate(files) for ids in self._ids(file)]
         self._known = pa.table(
             {
-                "hash": pa.chunked_array([some for _, some in pieces], pa.int64()),
-                "file": pa.chunked_array([pa.repeat(number, len(some)) for number, some in pieces], pa.int64()),
+                "hash": pa.chunked_array([some for _, some in hashed], pa.int64()),
+                "file": pa.chunked_array([pa.repeat(number, len(some)) for number, some in hashed], pa.int64()),
             }
         )
 
