@@ -308,7 +308,7 @@ EVENT_MEANING: Final = {
     Event.HTTP_REQUEST: "The server of probes and metrics has answered a request.",
     Event.HTTP_REQUEST_FAILED: "A request for probes or metrics failed: at DEBUG because the client went away.",
     Event.HEARTBEAT_FAILED: "The heartbeat file could not be touched, or systemd not be notified; delivery goes on.",
-    Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and holds up nobody.",
+    Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and delays no other.",
     Event.GENERATION_FAILED: "A job of a Spark dispatcher failed; it is begun again after a pause.",
     Event.LISTENING_LOST: "The server's notifications do not come; until they do, the poller looks every second.",
     Event.LISTENING_RESUMED: "The server's notifications come again.",
