@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 from tests.integration.test_rabbitmq_migration import V1, V2, conventional, put, taken
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MESSAGES = 2000
 
 
+@pytest.mark.sample(1, group="RabbitMQ kills")
 async def test_a_move_that_is_killed_loses_nothing(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     # Given many messages in v1's levels
     address = BrokerAddress.parse(rabbitmq_url)
