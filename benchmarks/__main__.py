@@ -25,6 +25,7 @@ from benchmarks import (
     scenarios_rabbitmq,
     scenarios_spark,
     scenarios_spark_dispatch,
+    scenarios_telemetry,
     scenarios_timeouts,
     scenarios_two_databases,
 )
@@ -65,6 +66,11 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "maria_handled_queued": [],
     "rmq_handled": [("times aio-pika", ">=", 1.8), ("defaults, worker us", "<=", 90)],
     "rmq_handled_due": [("times the best peer", ">=", 2.5)],
+    "pg_telemetry": [
+        ("handled at least once, prometheus, worker us more %", "<=", 3),
+        ("handled exactly once, prometheus, worker us more %", "<=", 3),
+        ("burst, prometheus, worker and server us more %", "<=", 3),
+    ],
     "pg_fetch": [("ratio", ">=", 0.40)],
     "pg_pollers": [("ratio", ">=", 0.80)],
     "pg_latest": [("latest after the lock ms", "<", 5000), ("early", "<=", 0)],
@@ -146,6 +152,7 @@ MODULES = (
     scenarios_timeouts,
     scenarios_azure,
     scenarios_handled,
+    scenarios_telemetry,
 )
 SCENARIOS = {name: getattr(module, name) for name in GOALS for module in MODULES if hasattr(module, name)}
 RESULTS = Path(__file__).parent / "results"

@@ -111,6 +111,7 @@ async def delayline_fill(url: str, settings: Settings) -> None:
 async def delayline_work(url: str, settings: Settings) -> None:
     """Handle with an endpoint."""
     from benchmarks.common import NAME
+    from benchmarks.telemetry_kinds import watched
     from delayline import MessageContext
     from delayline.config import Settings as Options
     from delayline.config import endpoint_from
@@ -122,9 +123,10 @@ async def delayline_work(url: str, settings: Settings) -> None:
         del context
         records.write(message.body)
 
-    async with endpoint:
-        ready()
-        await forever()
+    with watched(endpoint, settings.get("telemetry", "off")):
+        async with endpoint:
+            ready()
+            await forever()
 
 
 async def delayline_send(url: str, settings: Settings) -> None:

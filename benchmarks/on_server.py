@@ -284,7 +284,7 @@ async def drain_rate(url: str, number: int, endpoint_to: Callable[[], Endpoint],
     await endpoint.setup()
     await endpoint.transport.setup_infrastructure([DESTINATION])
     rate = await dispatch_rate(endpoint, due, number)
-    _empty_queues(queues or url)
+    empty_queues(queues or url)
     return rate
 
 
@@ -313,7 +313,8 @@ def _hold(url: str, lock: str) -> None:
         connection.exec_driver_sql("COMMIT")
 
 
-def _empty_queues(url: str) -> None:
+def empty_queues(url: str) -> None:
+    """Remove every message that is in a queue."""
     with connected(url) as connection:
         connection.exec_driver_sql("TRUNCATE TABLE delayline_messages")
 
@@ -369,7 +370,7 @@ async def _drain_by_processes(url: str, number: int) -> float:
     elapsed = time.perf_counter() - started
     for poller in pollers:
         poller.communicate()
-    _empty_queues(url)
+    empty_queues(url)
     return BURST / elapsed
 
 

@@ -52,7 +52,7 @@ async def sqlite_handled_queued(folder: Path) -> Figures:
 async def pg_handled(folder: Path) -> Figures:
     """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, beside the fastest."""
     del folder
-    with _postgresql() as server:
+    with on_postgresql() as server:
         figures, runs = await compare(server, [BARE, *_ours(due=True), *_fastest(due=True)])
     ours = "due, at least once, best"
     return figures | {
@@ -66,7 +66,7 @@ async def pg_handled_peers(folder: Path) -> Figures:
     """`pg_handled` beside awa, pg-boss, Procrastinate and oban-py."""
     del folder
     ours = Contender("due, at least once, best", "delayline", _with(AT_LEAST_ONCE | BEST), due=True)
-    with _postgresql() as server:
+    with on_postgresql() as server:
         figures, _ = await compare(server, [ours, *_others()])
     return figures
 
@@ -75,7 +75,7 @@ async def pg_handled_queued(folder: Path) -> Figures:
     """The same from an immediate send: they are in the queue when the worker starts."""
     del folder
     bare = Contender("bare claim, 500", "bare")
-    with _postgresql() as server:
+    with on_postgresql() as server:
         figures, runs = await compare(server, [bare, *_ours(due=False), *_fastest(due=False)])
     ours = "queued, at least once, best"
     return figures | {
@@ -88,14 +88,14 @@ async def pg_handled_queued(folder: Path) -> Figures:
 async def pg_handled_flush(folder: Path) -> Figures:
     """`pg_handled` with a flush of 1 ms, as disks have: the bare loop, PgQueuer and graphile-worker beside it."""
     del folder
-    with _postgresql(flush=1000) as server:
+    with on_postgresql(flush=1000) as server:
         figures, runs = await compare(server, [BARE, *_ours(due=True), *_fastest(due=True)])
     return figures | {"ratio to the bare loop": ratio(runs, "due, at least once, best", BARE.name)}
 
 
 async def pg_steady(folder: Path) -> Figures:
     """500 a second for 20 s that another process sends with a delay of 2 s: CPU and lateness, beside PgQueuer."""
-    with _postgresql() as server:
+    with on_postgresql() as server:
         return {
             **await _steady(folder, server, Contender("at least once", "delayline", _with(AT_LEAST_ONCE)), 500, 2.0),
             **await _steady(folder, server, Contender("exactly once", "delayline", _with(EXACTLY_ONCE)), 500, 2.0),
@@ -105,7 +105,7 @@ async def pg_steady(folder: Path) -> Figures:
 
 async def pg_steady_queued(folder: Path) -> Figures:
     """1 000 a second for 20 s that another process sends without a delay: from the call of `send` to the handler."""
-    with _postgresql() as server:
+    with on_postgresql() as server:
         return {
             **await _steady(folder, server, Contender("at least once", "delayline", _with(AT_LEAST_ONCE)), 1000, 0),
             **await _steady(folder, server, Contender("exactly once", "delayline", _with(EXACTLY_ONCE)), 1000, 0),
@@ -216,7 +216,8 @@ def _files(folder: Path) -> Server:
 
 
 @contextlib.contextmanager
-def _postgresql(flush: int = FLUSH_MICROSECONDS) -> Iterator[Server]:
+def on_postgresql(flush: int = FLUSH_MICROSECONDS) -> Iterator[Server]:
+    """Start a private PostgreSQL."""
     with postgresql_server(flush=flush) as server:
         pid = int((server.data / "postmaster.pid").read_text().splitlines()[0])
         yield Server(server.new_database, pid, _transactions, _analyze)
