@@ -299,7 +299,13 @@ class _Guarded:
 
 
 def _guarded(name: str, calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    failed = False
+    failed, first = False, calls[0]
+
+    def call_one(*args: object, **named: object) -> None:
+        try:
+            first(*args, **named)
+        except Exception as error:
+            report(error)
 
     def call_all(*args: object, **named: object) -> None:
         for call in calls:
@@ -317,4 +323,4 @@ def _guarded(name: str, calls: Sequence[Callable[..., None]]) -> Callable[..., N
             emit(logger, logging.WARNING, Event.OBSERVER_FAILED, text, name, error, exception=error)
         failed = True
 
-    return call_all
+    return call_one if len(calls) == 1 else call_all

@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayline import (
+    AzureStorageQueueTransport,
     ConfigurationError,
     Endpoint,
     Event,
     MemoryDelayedMessageStore,
     MemoryTransport,
     QueueNotFound,
+    RabbitMQTransport,
     Recoverability,
     Send,
+    SqlDelayedMessageStore,
+    SqlTransport,
     StoredDelivery,
+    TwoPhaseCommit,
 )
+from delayline.azure import AzureDelayedTable
 from delayline.errors import BackendUnavailable
 from delayline.message import Message
 from delayline.observer import Action, Observers
@@ -29,6 +35,7 @@ from delayline.testing import ManualClock
 if TYPE_CHECKING:
     from delayline import MessageContext
     from delayline.observer import Observer
+    from delayline.transport import Transport
 
 MESSAGE = Message("1", {}, b"")
 
@@ -253,3 +260,27 @@ async def test_an_observer_that_fails_disturbs_no_delivery(caplog: pytest.LogCap
 
 def test_without_observers_there_is_nothing_to_call() -> None:
     assert Observers().all is None
+
+
+def test_transports_name_their_system_and_server() -> None:
+    """Given transports on servers, a file and memory, when an endpoint is asked, then it names where its queues are."""
+    places: dict[Transport, tuple[str, tuple[str, int] | None]] = {
+        SqlTransport("postgresql://me@db.example:5433/shop"): ("delayline", ("db.example", 5433)),
+        SqlTransport("mariadb://me@db.example/shop"): ("delayline", ("db.example", 3306)),
+        SqlTransport("sqlite:///shop.db"): ("delayline", None),
+        RabbitMQTransport("amqp://broker.example"): ("rabbitmq", ("broker.example", 5672)),
+        AzureStorageQueueTransport("azure://shop"): ("azure_storage_queues", None),
+        MemoryTransport(): ("delayline", None),
+    }
+    for transport, (system, server) in places.items():
+        endpoint = Endpoint("sales", transport=transport)
+        assert (endpoint.messaging_system, endpoint.server_address) == (system, server)
+
+
+def test_stores_report_leases_and_transactions_in_doubt() -> None:
+    url = "postgresql://me@db.example/shop"
+    store = SqlDelayedMessageStore(url, two_phase=TwoPhaseCommit())
+    endpoint = Endpoint("sales", transport=MemoryTransport(), delayed_delivery=StoredDelivery(store))
+    assert endpoint.measures() == {"two_phase.in_doubt": 0}
+    assert SqlDelayedMessageStore(url).measures() == {}
+    assert AzureDelayedTable("azure://shop").measures() == {"lease.held": 0}

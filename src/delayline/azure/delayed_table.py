@@ -358,6 +358,10 @@ class AzureDelayedTable(SingleMessageVerbs):
             raise NotStarted(NOT_OPEN)
         return self._places
 
+    def measures(self) -> dict[str, float]:
+        """Return whether this process holds the lease."""
+        return {"lease.held": float(self._lease is not None and self._lease.held)}
+
     @property
     def _leased(self) -> ContainerLease:
         if self._lease is None:

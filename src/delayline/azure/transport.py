@@ -72,6 +72,9 @@ class AzureStorageQueueTransport:
         ConfigurationError: An argument is invalid.
     """
 
+    messaging_system = "azure_storage_queues"
+    server_address = None
+
     def __init__(
         self,
         account: str | AzureAccount,

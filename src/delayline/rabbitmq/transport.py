@@ -61,6 +61,8 @@ class RabbitMQTransport:
         MissingExtra: The extra `rabbitmq` is not installed.
     """
 
+    messaging_system = "rabbitmq"
+
     def __init__(
         self,
         url: str,
@@ -90,6 +92,11 @@ class RabbitMQTransport:
         self._watch_timer: asyncio.TimerHandle | None = None
         self._declared: dict[str, set[str]] = {}
         self._receivers: WeakSet[RabbitMQReceiver] = WeakSet()
+
+    @property
+    def server_address(self) -> tuple[str, int | None]:
+        """Host and port of the broker."""
+        return self.address.host, self.address.port
 
     @property
     def transaction_domain(self) -> None:

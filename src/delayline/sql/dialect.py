@@ -523,6 +523,11 @@ class DatabaseAccess(Protocol):
     """Seconds to wait for an answer of the server."""
 
     @property
+    def server_address(self) -> tuple[str, int | None] | None:
+        """Host and port of the server; None for a file."""
+        ...
+
+    @property
     def errors(self) -> tuple[type[Exception], ...]:
         """The driver's exceptions, raw and wrapped by SQLAlchemy."""
         ...

@@ -233,6 +233,10 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
             counts = {(destination, self._due(due)): number for (destination, due), number in moved.counts.items()}
         return Forwarded(moved.number, self._due(moved.next_due), moved.left, counts)
 
+    def measures(self) -> dict[str, float]:
+        """Return how many transactions of two databases are in doubt."""
+        return {} if self._two_phase is None else {"two_phase.in_doubt": self._two_phase.in_doubt}
+
     def count_forwarded(self) -> None:
         """Count forwarded messages by destination and due time from now on."""
         self._counts_forwarded = True

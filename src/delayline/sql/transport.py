@@ -74,6 +74,8 @@ class SqlTransport(SqlBackend):
         MissingExtra: The database's driver is not installed.
     """
 
+    messaging_system = "delayline"
+
     def __init__(
         self,
         url: str | Engine,
@@ -100,6 +102,11 @@ class SqlTransport(SqlBackend):
     def highest_transaction_mode(self) -> TransactionMode:
         """Every mode works."""
         return TransactionMode.TRANSACTION_SCOPE
+
+    @property
+    def server_address(self) -> tuple[str, int | None] | None:
+        """Host and port of the database's server; None for a file."""
+        return self._database.dialect.server_address
 
     def keeps_queues_in(self, database: Database, schema: str | None) -> bool:
         """Tell whether the queues are in that schema of that database."""

@@ -71,6 +71,11 @@ class TwoPhaseCommit:
         return f"TwoPhaseCommit({', '.join(str(database.dialect) for database in self._members)})"
 
     @property
+    def in_doubt(self) -> int:
+        """How many prepared transactions were left unsettled by the last look."""
+        return len(self._left)
+
+    @property
     def members(self) -> tuple[Database, ...]:
         """The databases, the deciding one first."""
         return tuple(self._members)

@@ -228,6 +228,11 @@ class ServerDialect(ABC):
         return f"{self.product} database {user}{url.host or 'localhost'}:{url.port or self.default_port}/{url.database}"
 
     @property
+    def server_address(self) -> tuple[str, int | None] | None:
+        """Host and port of the server."""
+        return self.url.host or "localhost", self.url.port or self.default_port
+
+    @property
     def identity(self) -> Hashable:
         """The URL, with the driver and port spelled out; its str hides the password."""
         return self.url.set(port=self.url.port or self.default_port)

@@ -464,6 +464,11 @@ class Sqlite:
     def __str__(self) -> str:
         return f"SQLite file {self.path}"
 
+    @property
+    def server_address(self) -> tuple[str, int | None] | None:
+        """None: a file has no server."""
+        return None
+
     def connect(self, *, writing: bool) -> Connection:
         """Open a connection in autocommit; transactions are begun by `begin`."""
         self._check_path()
