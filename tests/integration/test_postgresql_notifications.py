@@ -18,6 +18,7 @@ from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialects import postgresql_notifications as postgresql_wake_ups
 from delayline.sql.dialects.postgresql_notifications import channel_name
+from delayline.sql.statements import queue_channel
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -149,3 +150,24 @@ async def test_the_poller_queries_if_notifications_silently_stop(
                 # When other processes store messages, then the poller finds them without a notification
                 await send(postgresql_url, "0.1")
                 await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
+
+
+async def test_sends_that_follow_each_other_are_notified_together(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process that listens for messages of a queue, and a sender that notifies once an hour
+    monkeypatch.setattr(postgresql_wake_ups, "TELL_EVERY", 3600.0)
+    transport = SqlTransport(postgresql_url)
+    await transport.setup_infrastructure(["billing"])
+    with psycopg.connect(postgresql_url, autocommit=True) as other:
+        other.execute(f'LISTEN "{channel_name(queue_channel("billing"))}"'.encode())
+        async with Endpoint("sales", transport=transport, send_only=True) as endpoint:
+            # When it sends, then the other process is notified at once
+            await endpoint.send("billing", b"first")
+            assert await asyncio.to_thread(lambda: len(list(other.notifies(timeout=PATIENCE, stop_after=1)))) == 1
+            # When it sends more, then these are not notified one by one
+            for _ in range(20):
+                await endpoint.send("billing", b"more")
+            assert not await asyncio.to_thread(lambda: list(other.notifies(timeout=0.1)))
+        # Then a notification of them has come when it has stopped
+        assert len(list(other.notifies(timeout=PATIENCE, stop_after=1))) == 1
