@@ -36,6 +36,7 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
+from delayline.grouping import ABANDONED
 from delayline.handler_transactions import HandlerRows, HandlerTransactions, handler_rows
 from delayline.handlers import Handlers, name_of
 from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
@@ -51,6 +52,7 @@ from delayline.transaction import (
     strongest_mode,
 )
 from delayline.transport import (
+    SupportsCancelledDispatch,
     SupportsQueueAddresses,
     SupportsQueueManagement,
     SupportsStopDeadline,
@@ -168,6 +170,7 @@ class Endpoint:
     ) -> None:
         self.name = check_endpoint_name(name)
         self.transport = transport
+        self._grouping = transport if isinstance(transport, SupportsCancelledDispatch) else None
         delayed_delivery = _delivery("delayed_delivery", delayed_delivery)
         draining = _delivery("draining", draining)
         self.delayed_delivery = delayed_delivery
@@ -728,9 +731,11 @@ class Endpoint:
         await self._deliver(outgoing, transaction)
 
     def _returns_when_cancelled(self, outgoing: Outgoing) -> bool:
-        """Return whether delivery needs no task of its own: a store's group goes on without the sender."""
+        """Return whether delivery needs no task of its own: a group of the store or transport goes on without it."""
+        if outgoing.due is None:
+            return self._grouping is not None and self._grouping.goes_on_when_cancelled
         stored = isinstance(self.delayed_delivery, StoredDelivery)
-        return stored and outgoing.due is not None and outgoing.due > self._clock.now()
+        return stored and outgoing.due > self._clock.now()
 
     async def _deliver_shielded(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
         """Deliver; cancelled, return at once and let the delivery go on: its effect may be there already."""
@@ -758,8 +763,7 @@ class Endpoint:
             if not done.done():
                 done.set_exception(error)
             else:
-                text = "Message %s, whose send was cancelled, is not sent: %s"
-                emit(logger, logging.WARNING, Event.SEND_ABANDONED, text, outgoing.operation.message.id, error)
+                emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, outgoing.operation.message.id, error)
         else:
             if not done.done():
                 done.set_result(None)

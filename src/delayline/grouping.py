@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.transaction import WAITING_TASK
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+#: What is logged of an item whose send was cancelled, and that failed afterwards.
+ABANDONED: Final = "Message %s, whose send was cancelled, is not sent: %s"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -24,7 +27,8 @@ class Grouping(Generic[Item, Result]):
     event loop.
 
     Args:
-        work: Runs on a group and returns a result for each item, in order. All or none of its effects happen.
+        work: Runs on a group and returns a result for each item, in order, or an exception for an item that failed by
+            itself. All or none of its effects happen.
         maximum: The most items in a group; 1 or more.
         at_once: How many groups may be at work at the same time; 1 or more.
         abandoned: Called with the error of an item whose caller was cancelled.
@@ -32,7 +36,7 @@ class Grouping(Generic[Item, Result]):
 
     def __init__(
         self,
-        work: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+        work: Callable[[Sequence[Item]], Awaitable[Sequence[Result | Exception]]],
         *,
         maximum: int,
         at_once: int = 1,
@@ -107,9 +111,14 @@ class Grouping(Generic[Item, Result]):
                 done.cancel()
             raise
         else:
-            for (_, done), result in zip(group, results, strict=True):
-                if not done.done():
-                    done.set_result(result)
+            for (item, done), result in zip(group, results, strict=True):
+                self._answer(item, done, result)
+
+    def _answer(self, item: Item, done: asyncio.Future[Result], result: Result | Exception) -> None:
+        if isinstance(result, Exception):
+            self._fail(item, done, result)
+        elif not done.done():
+            done.set_result(result)
 
     def _fail(self, item: Item, done: asyncio.Future[Result], error: Exception) -> None:
         if not done.done():

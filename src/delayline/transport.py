@@ -182,6 +182,19 @@ class Transport(Protocol):
 
 
 @runtime_checkable
+class SupportsCancelledDispatch(Protocol):
+    """Capability of a transport: a `dispatch` without a transaction that is cancelled returns at once, and goes on.
+
+    `stop` waits for its end; errors after the cancellation are logged.
+    """
+
+    @property
+    def goes_on_when_cancelled(self) -> bool:
+        """Whether it does so now."""
+        ...
+
+
+@runtime_checkable
 class SupportsStopDeadline(Protocol):
     """Capability of a transport, store or delayed delivery: to wait less for a server when its endpoint stops."""
 

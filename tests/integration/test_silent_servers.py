@@ -228,19 +228,27 @@ async def test_a_cancelled_send_returns_at_once(server_url: str, frozen: Frozen)
         frozen.go_on()
 
 
-async def test_a_cancelled_send_is_usually_stored(server_url: str) -> None:
+@pytest.mark.parametrize("delay", [None, timedelta(hours=1)], ids=["immediate", "delayed"])
+async def test_a_cancelled_send_is_usually_stored(server_url: str, delay: timedelta | None) -> None:
     endpoint = endpoint_on(server_url, send_only=True)
     async with endpoint:
-        await endpoint.send("error", b"before", delay=timedelta(hours=1))
-        sending = asyncio.create_task(endpoint.send("error", b"x", delay=timedelta(hours=1)))
+        await endpoint.send("error", b"before", delay=delay)
+        sending = asyncio.create_task(endpoint.send("error", b"x", delay=delay))
         for _ in range(3):
             await asyncio.sleep(0)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
         async with asyncio.timeout(30):
-            while len(await endpoint.delayed.pending()) < 2:  # noqa: ASYNC110 - nothing else says so
+            while await stored(endpoint, delay) < 2:  # noqa: ASYNC110 - nothing else says so
                 await asyncio.sleep(0.01)
+
+
+async def stored(endpoint: Endpoint, delay: timedelta | None) -> int:
+    if delay is not None:
+        return len(await endpoint.delayed.pending())
+    assert isinstance(endpoint.transport, SqlTransport)
+    return await endpoint.transport.count("error")
 
 
 async def test_silence_becomes_a_critical_error(server_url: str, frozen: Frozen) -> None:

@@ -231,6 +231,32 @@ async def test_a_cancelled_send_is_not_delivered_twice(tmp_path: Path) -> None:
     assert seen.count("X") <= 1
 
 
+async def test_a_cancelled_immediate_send_goes_on_and_its_failure_is_logged(tmp_path: Path) -> None:
+    # Given an endpoint that has sent before, and sends that wait for a lock of another transaction
+    transport = SqlTransport(f"sqlite:///{tmp_path}/a.db")
+    with Signals() as signals:
+        async with Endpoint("sales", transport=transport, send_only=True) as endpoint:
+            await endpoint.send("error", b"before")
+            other = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
+            other.execute("BEGIN IMMEDIATE")
+            sends = [asyncio.create_task(endpoint.send(queue, b"", message_id=queue)) for queue in ("error", "nowhere")]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            # When they are cancelled, they return at once
+            for one in sends:
+                one.cancel()
+            done, _ = await asyncio.wait(sends, timeout=20)
+            assert all(one.cancelled() for one in done)
+            assert len(done) == 2
+            other.close()
+        # Then the one has been sent, and the other's failure is in the log
+        [found] = await signals.wait_for(Event.SEND_ABANDONED)
+        assert "nowhere" in found.getMessage()
+    await transport.start()
+    assert [message.id for message in await transport.browse("error", 10)][1:] == ["error"]
+    await transport.stop()
+
+
 async def test_a_write_inside_ones_own_transaction_is_an_error_and_does_not_hang(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/a.db"
     store = SqlDelayedMessageStore(url)

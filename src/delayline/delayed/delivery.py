@@ -31,7 +31,7 @@ from delayline.delayed.store import (
 from delayline.errors import ConfigurationError, InvalidMessage, NotStarted
 from delayline.events import Event, emit
 from delayline.external import SupportsExternalTransactions
-from delayline.grouping import Grouping
+from delayline.grouping import ABANDONED, Grouping
 from delayline.message import DelayedMessage
 
 if TYPE_CHECKING:
@@ -402,7 +402,6 @@ logger = logging.getLogger(__name__)
 MAXIMUM_GROUP: Final = 500
 #: Stores at the same time of a store without batches.
 SINGLE_STORES: Final = 1000
-ABANDONED: Final = "Message %s, whose send was cancelled, is not sent: %s"
 
 
 class StoreGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -10,8 +11,9 @@ from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
 from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
+from delayline.events import Event, emit
 from delayline.external import UNSET
-from delayline.grouping import Grouping
+from delayline.grouping import ABANDONED, Grouping
 from delayline.message import Message
 from delayline.sql.backend import SqlBackend
 from delayline.sql.database import Database
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
     from delayline.transport import QueueLimits, TransportOperation
 
+
+logger = logging.getLogger(__name__)
 
 ONE_SECOND: Final = timedelta(seconds=1)
 #: Concurrent sends that share a transaction.
@@ -94,9 +98,14 @@ class SqlTransport(SqlBackend):
         self._limits = LimitStatements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
-        self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP)
+        self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP, abandoned=_log_abandoned)
         if two_phase is not None:
             two_phase.decide_in(self._database, self._schema)
+
+    @property
+    def goes_on_when_cancelled(self) -> bool:
+        """True once the tables have been checked: from then on a group goes on without the sender."""
+        return self._checked
 
     @property
     def highest_transaction_mode(self) -> TransactionMode:
@@ -169,22 +178,19 @@ class SqlTransport(SqlBackend):
             check_size(operation.message, self._database.dialect)
         await self._check_tables()
         if transaction is None:
-            missing = await self._sends.run(operations)
-        else:
-            missing = await self._dispatch(operations, transaction)
-        if missing:
-            raise DispatchFailed(
-                {
-                    position: QueueNotFound(operation.destination)
-                    for position, operation in enumerate(operations)
-                    if operation.destination in missing
-                }
-            )
+            await self._sends.run(operations)
+        elif missing := await self._dispatch(operations, transaction):
+            raise _dispatch_failed(operations, missing)
 
-    async def _dispatch_groups(self, groups: Sequence[Sequence[TransportOperation]]) -> Sequence[set[str]]:
-        """Insert the operations of concurrent sends in one transaction; return the missing queues for each send."""
+    async def _dispatch_groups(self, groups: Sequence[Sequence[TransportOperation]]) -> Sequence[DispatchFailed | None]:
+        """Insert the operations of concurrent sends in one transaction; return the failure of each send."""
         missing = await self._dispatch([operation for operations in groups for operation in operations], None)
-        return [missing & {operation.destination for operation in operations} for operations in groups]
+        if not missing:
+            return [None] * len(groups)
+        return [
+            _dispatch_failed(operations, missing) if any(one.destination in missing for one in operations) else None
+            for operations in groups
+        ]
 
     async def _dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
         """Insert the messages whose queues exist, notify receivers, and return the queues that do not exist."""
@@ -369,3 +375,18 @@ class SqlTransport(SqlBackend):
         now = dialect.from_due(self._statements.now.one(connection))
         latest = datetime.max.replace(tzinfo=UTC) - now
         return [None if span is None or span > latest else dialect.to_due(now + span) for span in spans]
+
+
+def _dispatch_failed(operations: Sequence[TransportOperation], missing: set[str]) -> DispatchFailed:
+    return DispatchFailed(
+        {
+            position: QueueNotFound(operation.destination)
+            for position, operation in enumerate(operations)
+            if operation.destination in missing
+        }
+    )
+
+
+def _log_abandoned(operations: Sequence[TransportOperation], error: Exception) -> None:
+    for operation in operations:
+        emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, operation.message.id, error)
