@@ -53,6 +53,7 @@ from delayline.transaction import (
 )
 from delayline.transport import (
     SupportsCancelledDispatch,
+    SupportsHandlerSlots,
     SupportsQueueAddresses,
     SupportsQueueManagement,
     SupportsStopDeadline,
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
     from delayline.observer import Observer
     from delayline.outgoing import Outgoing
     from delayline.serialization import Serializer
-    from delayline.transport import SupportsQueueLimits, Transport, TransportOperation
+    from delayline.transport import HandlerSlots, SupportsQueueLimits, Transport, TransportOperation
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +343,12 @@ class Endpoint:
         return handle
 
     def handles(
-        self, kind: object, *, recoverability: Recoverability | None = None, timeout: timedelta | None = None
+        self,
+        kind: object,
+        *,
+        recoverability: Recoverability | None = None,
+        timeout: timedelta | None = None,
+        concurrency: int | None = None,
     ) -> Callable[[HandlerFunction], HandlerFunction]:
         """Return a decorator that registers the handler for messages of one type.
 
@@ -351,10 +357,12 @@ class Endpoint:
                 name of a type, whose messages are given as the serializer reads them. See `message_type` for names.
             recoverability: Retries when this handler fails; by default the endpoint's.
             timeout: How long an attempt may take, above zero; then it is cancelled and has failed. A thread runs on.
+            concurrency: How many messages of the type are handled at once, by all processes of the endpoint together;
+                1 to 10000, by default no limit but the endpoint's. For queues in a SQL database.
 
         Raises:
             ConfigurationError: The type has a handler already, the function cannot be called with a value and a
-                context, the endpoint is send-only, or it is started.
+                context, the endpoint is send-only, or it is started; or the transport has no such limits.
 
         Example:
             ```python
@@ -366,7 +374,13 @@ class Endpoint:
 
         def register(handle: HandlerFunction) -> HandlerFunction:
             self._check_handler(handle)
-            self._handlers.add_typed(kind, handle, recoverability=self._fitted(recoverability), timeout=timeout)
+            if concurrency is not None and not isinstance(self.transport, SupportsHandlerSlots):
+                raise ConfigurationError(
+                    f"concurrency={concurrency!r} of a handler holds over all processes, which needs queues in a SQL "
+                    f"database: not {type(self.transport).__name__}. Leave it out, or limit it in the handler"
+                )
+            fitted = self._fitted(recoverability)
+            self._handlers.add_typed(kind, handle, recoverability=fitted, timeout=timeout, concurrency=concurrency)
             return handle
 
         return register
@@ -768,6 +782,12 @@ class Endpoint:
             if not done.done():
                 done.set_result(None)
 
+    def _handler_slots(self) -> dict[str, HandlerSlots]:
+        if not isinstance(self.transport, SupportsHandlerSlots):
+            return {}
+        slots = self.transport.handler_slots
+        return {name: slots(self._queue, name, number) for name, number in self._handlers.limits.items()}
+
     async def _start_parts(self) -> None:
         self._observers.attach(self)
         self._observer = self._observers.all
@@ -798,6 +818,7 @@ class Endpoint:
                 concurrency=self.concurrency,
                 destinations=self._destinations,
                 transactions=transactions,
+                slots=self._handler_slots(),
             )
             self._pipeline.start()
             self._running.push_async_callback(transactions.close)

@@ -15,7 +15,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, overload
 
-from delayline.checks import time_span
+from delayline.checks import time_span, whole_number
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage, InvalidPayload, UnknownMessageType
 from delayline.events import Event, emit
 from delayline.handler_transactions import ThreadTransaction
@@ -48,6 +48,7 @@ Result_co = TypeVar("Result_co", covariant=True)
 Handler = Callable[[Message, "MessageContext"], Awaitable[None] | None]
 #: Seconds for which a coroutine handler may keep the event loop from other work before that is logged.
 BLOCKS_AFTER: Final = 1.0
+MOST_SLOTS: Final = 10_000
 SIGNATURE: Final = "`async def handle(message: Message, context: MessageContext) -> None`"
 TYPED_SIGNATURE: Final = "`async def handle(order: OrderPlaced, context: MessageContext) -> None`"
 
@@ -276,6 +277,8 @@ class Handlers:
         self._threads = threads
         self._plain: list[_Registered] = []
         self._typed: dict[str, _Registered] = {}
+        self.limits: dict[str, int] = {}
+        """How many messages are handled at once over all processes, by the type of those that have a limit."""
         self._executor: ThreadPoolExecutor | None = None
 
     def __bool__(self) -> bool:
@@ -303,8 +306,11 @@ class Handlers:
         *,
         recoverability: Recoverability | None = None,
         timeout: timedelta | None = None,
+        concurrency: int | None = None,
     ) -> None:
         """Register a handler for messages of a type. Raises ConfigurationError, also for a second one of the type."""
+        if concurrency is not None and whole_number("concurrency", concurrency, at_least=1) > MOST_SLOTS:
+            raise ConfigurationError(f"concurrency must be at most {MOST_SLOTS:,}, not {concurrency:,}")
         name = name_of_kind(kind)
         if name in self._typed:
             raise ConfigurationError(
@@ -312,7 +318,11 @@ class Handlers:
                 "one. Call both functions in one handler"
             )
         read_as = Any if isinstance(kind, str) else kind
-        self._typed[name] = self._registered(function, TYPED_SIGNATURE, read_as, recoverability, timeout)
+        registered = self._registered(function, TYPED_SIGNATURE, read_as, recoverability, timeout)
+        if concurrency is not None:
+            registered.limited_as = name
+            self.limits[name] = concurrency
+        self._typed[name] = registered
 
     def calls(self, message: Message) -> Sequence[Call]:
         """Return the calls for one attempt to handle the message.
@@ -408,6 +418,7 @@ class _Registered:
         self.function = function
         self.kind = kind
         self.recoverability = recoverability
+        self.limited_as: str | None = None
         self._coroutine = coroutine
         self._seconds = seconds
 
@@ -466,6 +477,11 @@ class Call:
     def recoverability(self) -> Recoverability | None:
         """The handler's own retries, if it has any."""
         return self._registered.recoverability
+
+    @property
+    def limited_as(self) -> str | None:
+        """The type in `Handlers.limits` that its handler is limited as; None without a limit."""
+        return self._registered.limited_as
 
     async def __call__(self, context: MessageContext) -> None:
         """Run the handler."""

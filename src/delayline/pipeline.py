@@ -8,6 +8,7 @@ the transaction mode has both in one transaction, their sends. Each message wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -61,7 +62,7 @@ from delayline.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from delayline.observer import Observer, SupportsTraces
     from delayline.outgoing import Destinations
     from delayline.transaction import Transaction
-    from delayline.transport import ReceivedMessage, Receiver
+    from delayline.transport import HandlerSlots, ReceivedMessage, Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,8 @@ MOST_PREFETCHED: Final = 1000
 MOST_BYTES_PREFETCHED: Final = 16 << 20
 #: Prefetched messages go back to the queue when no handler has ended for so long.
 PREFETCH_KEPT: Final = 1.0
+#: Until a message whose type is limited looks for a free slot again.
+WAIT_FOR_SLOT: Final = timedelta(milliseconds=100)
 #: Seconds until a cancelled handler that does not end is left behind.
 CANCELLED_WITHIN: Final = 5.0
 #: Messages that are completed together.
@@ -178,6 +181,10 @@ class Prefetch:
         self.ended += 1
 
 
+class _Stopping(Exception):
+    """The endpoint stops before the handler of a message may run."""
+
+
 class _AlreadyHandled(Exception):
     """The message left its queue while it was being handled here: another receiver has handled it."""
 
@@ -200,8 +207,12 @@ class Pipeline:
     """Whether messages are completed in groups, if the receiver supports that."""
     transactions: HandlerTransactions | None = None
     """Opens the transactions of handlers that ask for one."""
+    slots: Mapping[str, HandlerSlots] = field(default_factory=dict)
+    """The slots of handlers whose messages are limited over all processes, by their type."""
     acknowledges_retries: bool = True
     """Whether ServicePulse is notified of messages that it has sent to be retried, once they were handled."""
+    _turns: dict[str, asyncio.Lock] = field(default_factory=dict)
+    """One message of a type at a time looks for a slot."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _apart: dict[asyncio.Task[object], int] = field(default_factory=dict)
     """The tasks, with their messages' sizes, that wait to give back a message that could not be moved."""
@@ -289,6 +300,7 @@ class Pipeline:
     async def _receive(self) -> None:
         while not self._stopping.is_set():
             self._room.clear()
+            self._start_handlers()
             wanted = self._prefetch.wanted(self._free, allowed=self._prefetches is not None)
             if wanted <= 0:
                 await self._room.wait()
@@ -332,6 +344,8 @@ class Pipeline:
                 if self._ahead is not None:
                     self._ahead.cancel()
                 await self._release(self._prefetch.clear())
+        if self._free > 0:  # handlers that wait outside of the limit left their places
+            self._room.set()
 
     def _start_handlers(self) -> None:
         """Start a task for each prefetched message, up to the concurrency limit."""
@@ -430,12 +444,15 @@ class Pipeline:
             running: list[Call] = []
             began = ended = time.perf_counter()
             try:
-                context = await self._run_handlers(received, attempt, calls, running)
+                context = await self._run_within_limit(received, attempt, calls, running)
                 ended = time.perf_counter()
                 handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
                 await self._complete_handled(received, context)
             except _AlreadyHandled:
                 raise
+            except _Stopping:
+                await self.receiver.release(received)
+                return
             except Exception as error:
                 own = running[-1].recoverability if running else None
                 if self._observer is not None:
@@ -507,6 +524,35 @@ class Pipeline:
             message=message,
             queue=self.queue,
         )
+
+    async def _run_within_limit(
+        self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
+    ) -> MessageContext:
+        """Run the handlers once the limit of their type admits the message, which waits beside those that are handled.
+
+        Raises _Stopping if the endpoint stops first.
+        """
+        limited = calls[0].limited_as if self.slots else None
+        if limited is None:
+            return await self._run_handlers(received, attempt, calls, running)
+        slots, turn = self.slots[limited], self._turns.setdefault(limited, asyncio.Lock())
+        with self._outside_limit(received):
+            async with turn:
+                while (slot := await self._free_slot(slots)) is None:
+                    await self._wait(WAIT_FOR_SLOT)
+        try:
+            return await self._run_handlers(received, attempt, calls, running)
+        finally:
+            with contextlib.suppress(BackendUnavailable):  # the slot is free once the connection has ended
+                await slots.give_back(slot)
+
+    async def _free_slot(self, slots: HandlerSlots) -> int | None:
+        if self._stopping.is_set():
+            raise _Stopping
+        try:
+            return await slots.take()
+        except BackendUnavailable:  # the receiver reports it
+            return None
 
     async def _run_handlers(
         self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
@@ -827,14 +873,21 @@ class Pipeline:
 
     async def _back_off(self, received: ReceivedMessage, pause: timedelta) -> None:
         """Hold the message for this long outside of the concurrency limit, if there is room for that."""
+        with self._outside_limit(received) as outside:
+            await self._wait(pause if outside else min(pause, DELAY_WHEN_ARMED))
+
+    @contextlib.contextmanager
+    def _outside_limit(self, received: ReceivedMessage) -> Iterator[bool]:
+        """Let others be handled in this message's place, if there is room for that; return whether there is."""
         task, size = asyncio.current_task(), len(received.message.body)
         if task is None or len(self._apart) >= MOST_APART or sum(self._apart.values()) + size > MOST_BYTES_APART:
-            await self._wait(min(pause, DELAY_WHEN_ARMED))
+            yield False
             return
         self._apart[task] = size
+        self._start_handlers()
         self._room.set()
         try:
-            await self._wait(pause)
+            yield True
         finally:
             del self._apart[task]
 

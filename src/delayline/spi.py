@@ -35,9 +35,11 @@ from delayline.external import ExternalTransaction, SupportsExternalTransactions
 from delayline.message import DelayedMessage
 from delayline.transaction import SupportsSavepoints, Transaction
 from delayline.transport import (
+    HandlerSlots,
     QueueLimits,
     ReceivedMessage,
     Receiver,
+    SupportsHandlerSlots,
     SupportsPrefetch,
     SupportsQualifiedQueues,
     SupportsQueueComparison,
@@ -63,6 +65,7 @@ __all__ = [
     "ExternalTransaction",
     "Forwarded",
     "FoundMessage",
+    "HandlerSlots",
     "Outcome",
     "QueueLimits",
     "ReceivedMessage",
@@ -75,6 +78,7 @@ __all__ = [
     "SupportsExternalTransactions",
     "SupportsForwardedCounts",
     "SupportsForwarding",
+    "SupportsHandlerSlots",
     "SupportsJournal",
     "SupportsLookup",
     "SupportsManagement",

@@ -351,6 +351,27 @@ class SupportsQualifiedQueues(Protocol):
         ...
 
 
+class HandlerSlots(Protocol):
+    """The slots of one handler: it handles as many messages at once as there are, over all processes."""
+
+    async def take(self) -> int | None:
+        """Return a free slot, which is free again when this process ends; None while all are taken."""
+        ...
+
+    async def give_back(self, slot: int) -> None:
+        """Free a slot."""
+        ...
+
+
+@runtime_checkable
+class SupportsHandlerSlots(Protocol):
+    """Capability: limit how many messages a handler handles at once, over all processes."""
+
+    def handler_slots(self, queue: str, handler: str, number: int) -> HandlerSlots:
+        """Return the slots of a handler of the queue's messages, by a name that it has in all processes."""
+        ...
+
+
 @runtime_checkable
 class SupportsQueueComparison(Protocol):
     """Capability: compares queues with those that it would create."""

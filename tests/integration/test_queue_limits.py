@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.eventually import eventually_async
 
-from delayline import ConfigurationError, Endpoint, QueueNotFound
+from delayline import ConfigurationError, Endpoint, Headers, QueueNotFound
 from delayline.memory import MemoryTransport
 from delayline.sql import SqlTransport
 from delayline.transport import QueueLimits
@@ -125,6 +125,78 @@ async def test_slots_of_a_process_that_ends_are_free(postgresql_url: str) -> Non
             first.release.set()
         await second.endpoint.send("shop", b"")
         await eventually_async(lambda: running.handled == 2)
+
+
+class TwoKinds:
+    """An endpoint with a limited kind of message, whose handlers end when they are released, and another kind."""
+
+    def __init__(self, url: str, running: Running, others: Running) -> None:
+        self.endpoint = Endpoint("shop", transport=SqlTransport(url), concurrency=4)
+        self.release = asyncio.Event()
+
+        @self.endpoint.handles("Bill", concurrency=2)
+        async def bill(value: object, context: MessageContext) -> None:
+            running.now += 1
+            running.most = max(running.most, running.now)
+            await self.release.wait()
+            running.now -= 1
+            running.handled += 1
+
+        @self.endpoint.handles("Note")
+        async def note(value: object, context: MessageContext) -> None:
+            others.handled += 1
+
+    async def send(self, kind: str, number: int) -> None:
+        headers = {Headers.ENCLOSED_MESSAGE_TYPES: kind}
+        await asyncio.gather(*(self.endpoint.send("shop", {}, headers=headers) for _ in range(number)))
+
+
+async def test_a_type_of_message_is_limited_over_all_processes(url: str) -> None:
+    """Given a type limited to 2 and two receivers, then never more than 2 are handled, and others are not kept back."""
+    bills, notes = Running(), Running()
+    first, second = TwoKinds(url, bills, notes), TwoKinds(url, bills, notes)
+    async with first.endpoint, second.endpoint:
+        await first.send("Bill", 30)
+        await eventually_async(lambda: bills.now == 2)
+        await second.send("Note", 20)
+        await eventually_async(lambda: notes.handled == 20)
+        assert bills.now == 2
+        first.release.set()
+        second.release.set()
+        await eventually_async(lambda: bills.handled == 30)
+        assert bills.most == 2
+
+
+async def test_a_stop_gives_messages_back_that_wait_for_their_type(url: str) -> None:
+    """Given a process that stops while messages wait for their type's limit, then another process handles them."""
+    bills, notes = Running(), Running()
+    first, second = TwoKinds(url, bills, notes), TwoKinds(url, bills, notes)
+    second.release.set()
+    async with first.endpoint:
+        await first.send("Bill", 6)
+        await eventually_async(lambda: bills.now == 2)
+        stopping = asyncio.create_task(first.endpoint.stop())
+        await asyncio.sleep(0.3)
+        first.release.set()
+        await stopping
+    async with second.endpoint:
+        await eventually_async(lambda: bills.handled == 6)
+        assert await second.endpoint.transport.count("error") == 0  # type: ignore[attr-defined]
+
+
+async def test_types_that_cannot_be_limited_are_refused() -> None:
+    """Given queues that are not in a SQL database, or a number out of range, then the registration is refused."""
+    elsewhere = Endpoint("shop", transport=MemoryTransport())
+    with pytest.raises(ConfigurationError, match="needs queues in a SQL database: not MemoryTransport"):
+        elsewhere.handles("Bill", concurrency=2)(nothing)
+    here = Endpoint("shop", transport=SqlTransport("sqlite:///shop.db"))
+    for wrong in (0, -1, 10_001, True, 1.5):
+        with pytest.raises(ConfigurationError, match="concurrency must be"):
+            here.handles("Bill", concurrency=wrong)(nothing)  # type: ignore[arg-type]
+
+
+async def nothing(value: object, context: MessageContext) -> None:
+    """A handler."""
 
 
 async def test_limits_of_queues_that_cannot_have_them(tmp_path: Path) -> None:

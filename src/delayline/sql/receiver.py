@@ -344,6 +344,29 @@ def _period(rate: object) -> int:
     return round(SECOND / rate)
 
 
+class SqlHandlerSlots:
+    """The slots of one handler, each of them claimed by the process that uses it."""
+
+    def __init__(self, database: Database, name: str, number: int) -> None:
+        self._database = database
+        self._name = name
+        self._slots = range(1, number + 1)
+
+    async def take(self) -> int | None:
+        """Return a free slot; None while all are taken."""
+        taken = await self._database.read(lambda _: self._claims.take(self._slots, 1))
+        return taken[0] if taken else None
+
+    async def give_back(self, slot: int) -> None:
+        """Free a slot."""
+        self._claims.release([slot])
+        await self._database.read(lambda _: self._claims.flush())
+
+    @property
+    def _claims(self) -> Claims:
+        return self._database.claims(self._name)
+
+
 class QueueAdmission:
     """Admits messages of one queue to one receiver, within the queue's limits. Belongs to one event loop."""
 

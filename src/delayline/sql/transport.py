@@ -24,6 +24,7 @@ from delayline.sql.receiver import (
     IdleQueues,
     LimitStatements,
     QueueAdmission,
+    SqlHandlerSlots,
     SqlReceiver,
     checked_changes,
     limits_of,
@@ -209,6 +210,11 @@ class SqlTransport(SqlBackend):
         slots = f"{self._tables.queued.fullname} handled of {queue}"
         admission = QueueAdmission(self._database, self._limits, queue, slots)
         return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle, admission)
+
+    def handler_slots(self, queue: str, handler: str, number: int) -> SqlHandlerSlots:
+        """Return the slots of a handler of the queue's messages; claims like those on messages."""
+        name = f"{self._tables.queued.fullname} handled of {queue} by {handler}"
+        return SqlHandlerSlots(self._database, name, number)
 
     async def has_queue(self, queue: str) -> bool:
         """Return whether the queue is registered."""
