@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.eventually import eventually_async
 from tests.integration.wire_between import wire_to
 
 from delayline import Endpoint, StoredDelivery
@@ -20,6 +23,7 @@ from delayline.sql.dialects import postgresql_notifications as postgresql_wake_u
 from delayline.sql.dialects.postgresql_notifications import channel_name
 from delayline.sql.statements import queue_channel
 from delayline.testing import Signals
+from delayline.testing.conformance.messages import operation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -65,9 +69,16 @@ def endpoint_at(url: str) -> Endpoint:
 @pytest.fixture
 async def notified(postgresql_url: str) -> AsyncIterator[list[str]]:
     """Provide the notifications that go over the channel of the store's pollers."""
+    async with heard_on("timeouts orders.timeouts", postgresql_url) as heard:
+        yield heard
+
+
+@contextlib.asynccontextmanager
+async def heard_on(channel: str, url: str) -> AsyncIterator[list[str]]:
+    """Provide the notifications that go over the channel."""
     heard: list[str] = []
-    async with await psycopg.AsyncConnection.connect(postgresql_url, autocommit=True) as connection:
-        await connection.execute(f'LISTEN "{channel_name("timeouts orders.timeouts")}"')
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as connection:
+        await connection.execute(f'LISTEN "{channel_name(channel)}"')
 
         async def listen() -> None:
             async for notification in connection.notifies():
@@ -115,6 +126,32 @@ async def test_no_notification_is_sent_if_no_poller_sleeps(postgresql_url: str, 
     await send(postgresql_url, "100", "0.2")
     # Then nothing is sent that would serialise commits
     assert notified == []
+
+
+@pytest.mark.parametrize("receives", [True, False])
+async def test_a_queue_that_is_received_from_here_is_notified_to_others_at_intervals(
+    postgresql_url: str, receives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a sender in a process that receives from the queue, or does not
+    monkeypatch.setattr(postgresql_wake_ups, "TOLD_WITHIN", 2.0)
+    transport = SqlTransport(postgresql_url)
+    await transport.setup_infrastructure(["orders"])
+    await transport.start()
+    if receives:
+        await transport.receiver("orders")
+    async with heard_on("queue orders", postgresql_url) as heard:
+        # When it sends messages one after another
+        for number in range(5):
+            await transport.dispatch([operation("orders", str(number))])
+            await eventually_async(partial(_has, heard, 1 if receives else number + 1))
+        # Then others are notified of the first at once and of the rest together, or of each
+        await eventually_async(partial(_has, heard, 2 if receives else 5))
+        assert len(heard) < 5 or not receives
+    await transport.stop()
+
+
+async def _has(heard: list[str], number: int) -> bool:
+    return len(heard) >= number
 
 
 async def test_where_listening_ends_it_begins_again(postgresql_url: str, caplog: pytest.LogCaptureFixture) -> None:

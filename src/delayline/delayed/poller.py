@@ -35,7 +35,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.circuit_breaker import first_of
-from delayline.delayed.store import SupportsBatches, SupportsTransactions
+from delayline.clock import EPOCH
+from delayline.delayed.store import Forwarded, SupportsBatches, SupportsTransactions
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, StorageFull
 from delayline.events import Event, emit
 from delayline.message import Headers
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.delayed.recovery import Failures, Recovery
-    from delayline.delayed.store import DelayedMessageStore, Forwarded, SupportsForwarding
+    from delayline.delayed.store import DelayedMessageStore, SupportsForwarding
     from delayline.message import DelayedMessage, Message
     from delayline.transaction import Transaction
     from delayline.transport import Transport
@@ -63,6 +64,11 @@ logger = logging.getLogger(__name__)
 
 #: Notifications may get lost: a message stored by another process is found after this time at the latest.
 MAXIMUM_SLEEP: Final = timedelta(seconds=60)
+#: After a move inside the database the poller rests so many times as long as the move took, so that messages due at
+#: nearly the same time move together ...
+RESTS: Final = 8
+#: ... but no longer than this from the beginning of one move to the next.
+MOVES_WITHIN: Final = timedelta(milliseconds=8)
 #: Pause while all due messages are locked by other processes; without one the poller would query in a tight loop.
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
 
@@ -110,8 +116,10 @@ class Poller:
         self._singles_left = 0
         #: Whether the next batch is fetched although the store can move messages: one of them needs the poller.
         self._bypass_forwarding = False
-        #: The last move in the database, whose `next_due` saves a query.
-        self._forwarded: Forwarded | None = None
+        #: The next due time where a query for it is not needed: after a move in the database, and after a sleep.
+        self._known: Forwarded | None = None
+        #: The end of the rest after the last move in the database.
+        self._rests_until = EPOCH
 
     def start(self) -> None:
         """Start polling on the running event loop."""
@@ -133,7 +141,7 @@ class Poller:
     async def _run(self) -> None:
         while not self._stopping.is_set():
             if self._woken.is_set():
-                self._forwarded = None
+                self._known = None
             self._woken.clear()
             self._wakes_at = None
             try:
@@ -148,19 +156,23 @@ class Poller:
             return
         if self._mover.has_prefetched and await self._dispatch_due(self._clock.now()):
             return
-        forwarded, self._forwarded = self._forwarded, None
-        due = await self._store.next_due() if forwarded is None else forwarded.next_due
+        known, self._known = self._known, None
+        await self._rest(None if known is None else known.next_due)
+        due = await self._store.next_due() if known is None else known.next_due
         now = self._clock.now()
         if due is not None and due <= now:
-            if await self._dispatch_due(now) == 0:
+            if await self._dispatch_due(now) == 0 and known is None:
                 await self._sleep_until(now + LOCKED_ELSEWHERE)
-        else:
-            self._singles_left = 0
-            self._fetch_breaker.success()
-            if self._observer is not None:
-                self._observer.polled(0, None)
-            latest = now + self._maximum_sleep
-            await self._sleep_until(latest if due is None else min(due, latest))
+            return
+        self._singles_left = 0
+        self._fetch_breaker.success()
+        if self._observer is not None:
+            self._observer.polled(0, None)
+        latest = now + self._maximum_sleep
+        if due is None or due > latest:
+            await self._sleep_until(latest)
+        elif await self._sleep_until(due):
+            self._known = Forwarded(0, due)
 
     async def _dispatch_due(self, now: datetime) -> int:
         """Move one batch and return its size; failures of the batch are handled here."""
@@ -209,7 +221,10 @@ class Poller:
             emit(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
             return 0
         if forwarded.number:
-            self._forwarded = forwarded
+            self._known = forwarded
+            if forwarded.next_due is None or forwarded.next_due > now:
+                ended = self._clock.now()
+                self._rests_until = min(ended + RESTS * (ended - now), now + MOVES_WITHIN)
             self._bypass_forwarding = forwarded.left > 0
             self._fetch_breaker.success()
             self._dispatch_breaker.success()
@@ -301,7 +316,15 @@ class Poller:
         )
         await self._pause(self._fetch_breaker.failure(error))
 
-    async def _sleep_until(self, wake_at: datetime) -> None:
+    async def _rest(self, due: datetime | None) -> None:
+        """Wait for the end of the rest if the next message is due before it, or may be."""
+        rest = min(self._rests_until - self._clock.now(), MOVES_WITHIN)  # the clock may have been set back
+        if rest > timedelta(0) and (due is None or due < self._rests_until):
+            self._rests_until = EPOCH
+            await self._clock.sleep(rest.total_seconds())
+
+    async def _sleep_until(self, wake_at: datetime) -> bool:
+        """Sleep, and return whether nothing has ended the sleep before its time."""
         self._wakes_at = wake_at
         seconds = (wake_at - self._clock.now()).total_seconds()
         if seconds > 0 and not self._woken.is_set():
@@ -313,6 +336,7 @@ class Poller:
                 self._observer.slept(time.monotonic() - asleep, notified=self._woken.is_set())
             if logger.isEnabledFor(logging.DEBUG):
                 emit(logger, logging.DEBUG, Event.WOKE, "woke")
+        return not self._woken.is_set()
 
     async def _pause(self, wait: Coroutine[None, None, None]) -> None:
         await first_of(self._stopping.wait(), wait)

@@ -141,7 +141,7 @@ class Forwarding(Protocol):
     ) -> Moved:
         """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`.
 
-        `next_due` is `until` where more may be due, else None.
+        `next_due` is `until` where more may be due; else the due time of the next message, or None where it is unknown.
 
         Those that need more than moving are passed over: their queue does not exist, or their headers hold
         properties that are meant for the dispatch only, or a time to be received.

@@ -43,6 +43,10 @@ class ServerNotifications(Notifications, Protocol):
         """Register the schema of the tables that `channel` belongs to."""
         ...
 
+    def registers(self, channel: str, until: datetime | None) -> bool:
+        """Return whether `sleeps` has something to publish."""
+        ...
+
     def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
         """Publish how long the poller that listens to `channel` here is going to sleep.
 
@@ -85,6 +89,10 @@ class Listeners:
         with self._lock:
             return set(self._by_channel)
 
+    def listens(self, channel: str) -> bool:
+        """Return whether the channel has a listener."""
+        return bool(self._by_channel.get(channel))
+
     def notify(self, channel: str, at: int) -> None:
         """Call every listener of the channel."""
         for loop, callback in list(self._by_channel.get(channel, ())):
@@ -113,6 +121,11 @@ class LocalNotifications:
 
     def knows(self, channel: str, schema: str | None) -> None:
         """No-op: no tables are used."""
+
+    def registers(self, channel: str, until: datetime | None) -> bool:
+        """Return False: sleeping pollers are not registered."""
+        del channel, until
+        return False
 
     def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
         """No-op: sleeping pollers are not registered."""

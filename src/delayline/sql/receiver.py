@@ -39,6 +39,11 @@ logger = logging.getLogger(__name__)
 
 #: Seconds at most until messages before those received last are found, while others come in.
 FULL_LOOK_EVERY: Final = 0.5
+#: After a look that has found all messages a receiver rests so many times as long as the look took, so that messages
+#: that come at nearly the same time are received together ...
+RESTS: Final = 3
+#: ... but no longer than so many seconds from the beginning of one look to the next.
+LOOKS_WITHIN: Final = 0.004
 READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
 LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
 WAIT: Final = 0.5  # seconds that it waits where they admit nothing
@@ -73,6 +78,10 @@ class SqlReceiver:
         """The number of the last message claimed."""
         self._full_at = -math.inf
         """When messages were last looked for from the first one on."""
+        self._exhausted = False
+        """Whether the last look has found fewer messages than it asked for."""
+        self._rests_until = -math.inf
+        """When the next look is worth it."""
         self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._on_news)
 
     @property
@@ -82,7 +91,7 @@ class SqlReceiver:
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and claim up to `limit` of them."""
-        while not self._stopped:
+        while await self._rested():
             self._news.clear()
             batch: list[ReceivedMessage] = []
             expired: list[ReceivedMessage] = []
@@ -93,6 +102,7 @@ class SqlReceiver:
                     async with asyncio.timeout(self._admission.wait):
                         await self._news.wait()
                 continue
+            began = time.monotonic()
             try:
                 await self._database.read(partial(self._claim, limit=admitted, batch=batch, expired=expired))
                 await self._discard(expired)
@@ -107,11 +117,28 @@ class SqlReceiver:
                 await self.release_many(batch)
                 continue
             self._admission.received([_number(received) for received in batch])
+            if self._exhausted:
+                ended = time.monotonic()
+                self._rests_until = min(ended + RESTS * (ended - began), began + LOOKS_WITHIN)
             if batch:
                 return batch
             if not expired:
                 await self._idle.wait(self._queue, self._news)
         return []
+
+    async def _rested(self) -> bool:
+        """Wait until another look is worth it; return whether there is to be one.
+
+        After a look that has found everything there was, that is when something has come, or when it is time for a look
+        from the first message on.
+        """
+        if self._exhausted and not self._news.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._full_at + FULL_LOOK_EVERY - time.monotonic()):
+                    await self._news.wait()
+        if not self._stopped and (rest := self._rests_until - time.monotonic()) > 0:
+            await asyncio.sleep(rest)
+        return not self._stopped
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         """Delete the message, now or at the commit."""
@@ -184,6 +211,7 @@ class SqlReceiver:
         expired: list[ReceivedMessage],
     ) -> None:
         """Claim rows page by page until there are enough; read those that are still there."""
+        self._exhausted = False
         size = limit if after else limit + self._claims.number_held
         while len(batch) + len(expired) < limit:
             page = [number for (number,) in self._statements.numbers.rows(connection, self._queue, after, size)]
@@ -194,6 +222,7 @@ class SqlReceiver:
             if taken:
                 self._after = max(self._after, taken[-1])
             if len(page) < size:
+                self._exhausted = len(batch) + len(expired) < limit
                 return
             after = page[-1]
 

@@ -348,7 +348,10 @@ class ServerRowClaims:
         forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes, counted=counted)
         with self._looking():
             moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
-        return moved if moved.next_due is not None else replace(moved, next_due=await self.next_due())
+        due = moved.next_due
+        if due is not None and not self._database.notifications.registers(self._channel, self._from_due(due)):
+            return moved
+        return replace(moved, next_due=await self.next_due())
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
         """Give up the leases on the messages."""

@@ -467,6 +467,11 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
 # Claims on queue rows in PostgreSQL: advisory locks of a session.
 
 ADVISORY_LOCK: Final = "SELECT k FROM unnest(%s::bigint[]) AS k WHERE pg_try_advisory_lock(%s + k)"
+#: The first part returns no rows: an unlock is never null.
+ADVISORY_EXCHANGE: Final = f"""
+SELECT k FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
+UNION ALL {ADVISORY_LOCK}
+"""  # noqa: S608 - our own
 ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
 
 
@@ -481,6 +486,11 @@ class AdvisoryLockClaims(SessionClaims):
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
         """Lock free rows in one round trip."""
         return {row for (row,) in run(connection, ADVISORY_LOCK, list(rows), self._base)}
+
+    def exchange(self, connection: Connection, released: Sequence[int], rows: Sequence[int]) -> set[int]:
+        """Unlock the released rows, then lock free ones, in one round trip."""
+        found = run(connection, ADVISORY_EXCHANGE, list(released), self._base, list(rows), self._base)
+        return {row for (row,) in found}
 
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
         """Unlock, in one round trip."""
@@ -504,7 +514,10 @@ WITH due AS MATERIALIZED (
   SELECT destination, id, headers, body FROM gone ORDER BY due, seq
 ){grouped}
 SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT destination FROM due WHERE movable),
-  (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable), (SELECT max(due) FROM gone){counts}
+  (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable), (SELECT max(due) FROM gone),
+  CASE WHEN (SELECT count(*) FROM due) < %s THEN (
+    SELECT due FROM {table} WHERE due >= (SELECT max(due) FROM gone) AND seq NOT IN (SELECT seq FROM gone)
+    ORDER BY due, seq LIMIT 1) END{counts}
 """
 GROUPED: Final = """, grouped AS MATERIALIZED (
   SELECT destination, due, count(*)::int AS number FROM gone GROUP BY destination, due
@@ -554,16 +567,19 @@ class PostgresqlForwarding:
     ) -> Moved:
         """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`."""
         move_all, move_some = self._moves[counted]
-        bounds = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes)
-        moved, queues, due, left, last, *groups = run(connection, move_all, *bounds)[0]
+        bounds = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes, limit)
+        moved, queues, due, left, last, next_due, *groups = run(connection, move_all, *bounds)[0]
         if moved + left < due:
-            moved, queues, due, left, last, *groups = run(connection, move_some, *bounds)[0]
-        more = due == limit or moved + left < due
+            moved, queues, due, left, last, next_due, *groups = run(connection, move_some, *bounds)[0]
+        if left:
+            next_due = last = None
+        if due == limit or moved + left < due:
+            next_due = until
         counts = None
         if counted and moved:
             destinations, due_times, numbers = groups
             counts = dict(zip(zip(destinations, due_times, strict=True), numbers, strict=True))
-        return Moved(moved, set(queues), left, until if more else None, None if left else last, counts)
+        return Moved(moved, set(queues), left, next_due, last, counts)
 
 
 # Expired timeouts go to their queues in PostgreSQL in one statement, which says as well when the next one expires.

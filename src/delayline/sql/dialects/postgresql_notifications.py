@@ -26,7 +26,7 @@ from delayline.sql.notifications import Listeners
 from delayline.sql.schema import queue_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -42,6 +42,8 @@ TELL_EVERY: Final = 0.002  # seconds between notifications of other processes: e
 LOST_AFTER: Final = 1.0  # seconds after which a scheduled one is lost: its event loop has ended
 
 
+#: Seconds between notifications of other processes that a queue has messages, where this process receives from it too.
+TOLD_WITHIN: Final = 0.02
 #: A poller that sleeps shorter than this needs no notification.
 WORTH_TELLING: Final = timedelta(milliseconds=5)
 #: A poller's longest sleep, and the time for its query of the next due time.
@@ -107,22 +109,28 @@ class PostgresqlNotifications:
         table = queue_tables(schema).sleeping
         self._sleeping[channel] = self._dialect.sql.identifier_preparer.format_table(table)
 
-    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
-        """Let everybody know how long the poller that listens here is going to sleep; True when it was news."""
+    def registers(self, channel: str, until: datetime | None) -> bool:
+        """Return whether other processes do not know yet how long the poller that listens here is going to sleep."""
         if channel not in self.listeners.channels:
             return False
-        now = self._database.clock.now()
-        latest = now + LONGEST_SLEEP
-        until = latest if until is None else min(until, latest)
+        now, until = self._database.clock.now(), self._at_most(until)
         said = self._said.get(channel)
-        if until - now < WORTH_TELLING or (said is not None and timedelta(0) <= said - until < WORTH_TELLING):
+        return until - now >= WORTH_TELLING and (said is None or not timedelta(0) <= said - until < WORTH_TELLING)
+
+    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
+        """Let everybody know how long the poller that listens here is going to sleep; True when it was news."""
+        if not self.registers(channel, until):
             return False
-        name = channel_name(channel)
-        if said is None:
+        name, until = channel_name(channel), self._at_most(until)
+        if channel not in self._said:
             run(connection, SWEEP.format(sleeping=self._sleeping[channel]))
         run(connection, SLEEP.format(sleeping=self._sleeping[channel]), name, self.me, until)
         self._said[channel] = until
         return True
+
+    def _at_most(self, until: datetime | None) -> datetime:
+        latest = self._database.clock.now() + LONGEST_SLEEP
+        return latest if until is None else min(until, latest)
 
     def forget(self) -> None:
         """Register again how long pollers sleep: the server may have lost it."""
@@ -141,10 +149,13 @@ class PostgresqlNotifications:
         """Notify other processes of pending news, unless that is scheduled: now, or a moment after the last time."""
         now = time.monotonic()
         with self._lock:
-            if not self._untold or (self._tells_at is not None and now < self._tells_at + LOST_AFTER):
+            if not self._untold:
                 return
-            self._tells_at = max(now, self._told_at + TELL_EVERY)
-            pause = self._tells_at - now
+            tells_at = max(now, self._told_at + (TOLD_WITHIN if self._is_received_here(self._untold) else TELL_EVERY))
+            if self._tells_at is not None and self._tells_at <= tells_at and now < self._tells_at + LOST_AFTER:
+                return
+            self._tells_at = tells_at
+            pause = tells_at - now
         try:
             loop = asyncio.get_running_loop() if pause else None
         except RuntimeError:  # a thread of the database
@@ -153,6 +164,10 @@ class PostgresqlNotifications:
             self._database.spawn(self._tell_others)
         else:
             loop.call_later(pause, self._database.spawn, self._tell_others)
+
+    def _is_received_here(self, channels: Iterable[str]) -> bool:
+        """Return whether the channels are all of queues that this process receives from."""
+        return all(channel not in self._sleeping and self.listeners.listens(channel) for channel in channels)
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
         """Tell every listener, in this process too, when the transaction on the connection commits."""
@@ -192,9 +207,10 @@ class PostgresqlNotifications:
     def _tell_others(self) -> None:
         with self._lock:
             untold, self._untold = self._untold, {}
-            self._tells_at, self._told_at = None, time.monotonic()
-        if not untold:
-            return
+            self._tells_at = None
+            if not untold:
+                return
+            self._told_at = time.monotonic()
         try:
             try:
                 self.send(untold)

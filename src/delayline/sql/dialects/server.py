@@ -493,6 +493,12 @@ class SessionClaims(ABC):
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
         """Unlock rows that this session has locked."""
 
+    def exchange(self, connection: Connection, released: Sequence[int], rows: Sequence[int]) -> set[int]:
+        """Unlock the released rows, if any, then lock rows as `try_lock` does."""
+        if released:
+            self.unlock(connection, released)
+        return self.try_lock(connection, rows)
+
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
         """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
         with self._in_use:
@@ -524,7 +530,7 @@ class SessionClaims(ABC):
         """Make released rows available to other sessions; blocks for a round trip."""
         with self._in_use:
             if self._released:
-                self._session.run(self._settle)
+                self._session.run(self._unlock_released)
 
     @property
     def number_held(self) -> int:
@@ -556,12 +562,15 @@ class SessionClaims(ABC):
             return len(self._released)
 
     def _try(self, connection: Connection, rows: list[int]) -> list[int]:
-        self._settle(connection)
-        locked = self.try_lock(connection, rows)
+        locked = self.exchange(connection, self._settle(connection), rows)
         return [row for row in rows if row in locked]
 
-    def _settle(self, connection: Connection) -> None:
-        """Unlock released rows; after a lost connection, lock again the rows that are still free."""
+    def _unlock_released(self, connection: Connection) -> None:
+        if released := self._settle(connection):
+            self.unlock(connection, released)
+
+    def _settle(self, connection: Connection) -> list[int]:
+        """Return the rows to unlock; after a lost connection, lock again the rows that are still free."""
         if connection is not self._locked_by:
             with self._lock:
                 held = set(self._held)
@@ -572,8 +581,7 @@ class SessionClaims(ABC):
             self._locked_by = connection
         with self._lock:
             released, self._released = self._released, []
-        if released:
-            self.unlock(connection, released)
+        return released
 
 
 class LockedForwarding:
