@@ -6,16 +6,19 @@ import asyncio
 import json
 import re
 import subprocess
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.conftest import not_installed
+from tests.conftest import not_installed, running
+from tests.servers.postgresql import PostgresqlServer
 from tests.servers.prometheus import PrometheusServer
 
 from delayline import Endpoint, SqlDelayedMessageStore, SqlTransport
 from delayline.telemetry import PrometheusMetrics
+from delayline.telemetry import pending as pending_module
 from delayline.telemetry.catalog import MESSAGING, NSERVICEBUS, OWN, Kind
 from delayline.telemetry.http_server import HttpServer
 
@@ -97,6 +100,8 @@ async def test_a_real_prometheus_finds_every_documented_name(scraped: Prometheus
     assert handled["metric"]["instance"]
     [late] = await eventually_found(scraped, "delayline_delivery_lateness_seconds_count == 1")
     assert late["metric"]["messaging_destination_name"] == "shop"
+    pending = await eventually_found(scraped, "delayline_messages_pending > 0")
+    assert [one["metric"]["delayline_due"] for one in pending] == ["later"]
     described = await asyncio.to_thread(scraped.ask, "metadata")
     for metric in (*OWN, *MESSAGING, *NSERVICEBUS):
         [entry] = described[metric.prometheus_name.removesuffix("_total")]  # as OpenMetrics describes counters
@@ -152,3 +157,26 @@ def promtool(*arguments: str, given: str = "") -> None:
         ["promtool", *arguments], cwd=DEPLOY / "prometheus", input=given, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_a_scrape_while_the_database_is_away_answers_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given pending messages that were counted, when their server is killed, then a scrape still has them, quickly."""
+    pending = (
+        'delayline_messages_pending{delayline_due="1d",delayline_endpoint="shop",messaging_system="delayline"} 1.0'
+    )
+    with running(PostgresqlServer, "fsync=off") as server:
+        url = server.new_database()
+        store, transport = SqlDelayedMessageStore(url, server_timeout=2), SqlTransport(url, server_timeout=2)
+        endpoint = Endpoint("shop", transport=transport, delayed_delivery=store)
+        metrics = PrometheusMetrics()
+        metrics.watch(endpoint)
+        async with endpoint:
+            await endpoint.send("shop", "x", delay=timedelta(hours=2))
+            assert pending in (await asyncio.to_thread(metrics.text))[0]
+            await asyncio.to_thread(server.kill)
+            monkeypatch.setattr(pending_module, "FRESH", 0.0)
+            began = time.monotonic()
+            found = (await asyncio.to_thread(metrics.text))[0]
+            assert time.monotonic() - began < 5
+            assert pending in found
+            await asyncio.to_thread(server.start)
