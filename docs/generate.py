@@ -304,6 +304,8 @@ EVENT_MEANING: Final = {
     Event.UNDELIVERABLE_CAUGHT: "Whether a set-up of RabbitMQ's levels has due messages without a destination caught.",
     Event.LEASE_LOST: "Another process may have the lease on the delayed messages: what is in flight may be doubled.",
     Event.INDEX_MISSING: "A table of timeouts that .NET made lacks an index; the text has the SQL that creates it.",
+    Event.DASHBOARD_ACTION: "An action was taken in the dashboard; the text has its actor.",
+    Event.DASHBOARD_FAILED: "A part of a page could not be made, for an unexpected error.",
     Event.OBSERVER_FAILED: "A method of an observer has raised; delivery goes on. After the first time: DEBUG.",
     Event.HTTP_REQUEST: "The server of probes and metrics has answered a request.",
     Event.HTTP_REQUEST_FAILED: "A request for probes or metrics failed: at DEBUG because the client went away.",
