@@ -239,3 +239,29 @@ def test_systemd_is_notified(
             while True:
                 notified.add(manager.recv(1000).decode().partition("\n")[0])
     assert notified == {"READY=1", "WATCHDOG=1", "STOPPING=1"}
+
+
+TRACED = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+from shop import billing
+
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=open("spans", "w", buffering=1))))
+trace.set_tracer_provider(provider)
+"""
+
+
+def test_spans_go_to_the_global_provider_on_request(
+    shop: Callable[..., Result], processes: list[subprocess.Popen[str]], folder: Path
+) -> None:
+    """Given --opentelemetry and a provider of the application, when a message is handled, then its spans are there."""
+    (folder / "traced.py").write_text(TRACED)
+    shop("send", "billing", "x")
+    process = delayline_process("run", "traced:billing", "--opentelemetry")
+    processes.append(process)
+    eventually(lambda: Path("spans").exists() and "process billing" in Path("spans").read_text())
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert "settle billing" in Path("spans").read_text()
