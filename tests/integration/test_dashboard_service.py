@@ -162,7 +162,7 @@ async def test_missing_rights_make_their_own_part_unavailable(
         connection.execute("DROP ROLE IF EXISTS looker")
         connection.execute("CREATE ROLE looker LOGIN")
         for table in ('"sales.timeouts"', "delayline_schema", "delayline_queues"):
-            connection.execute(f"GRANT SELECT ON {table} TO looker")  # type: ignore[call-overload]
+            connection.execute(f"GRANT SELECT ON {table} TO looker")
     url = make_url(postgresql_url).set(username="looker").render_as_string(hide_password=False)
     try:
         async with EndpointService(Settings(endpoint="sales", url=url), time_limit=20) as service:
