@@ -175,14 +175,14 @@ async def rmq_handled_due(folder: Path) -> Figures:
     return figures | {"times the best peer": ratio(runs, "defaults", best.name)}
 
 
-BARE = Contender("bare loop, 500", "bare", due=True)
+BARE = Contender("bare loop, 500", "bare", due=True, stored=20_000)
 
 
 def _with(some: dict[str, Any]) -> dict[str, Any]:
     return {"settings": some}
 
 
-def _ours(*, due: bool, stored: float = 10_000) -> list[Contender]:
+def _ours(*, due: bool, stored: float = 20_000) -> list[Contender]:
     start = "due" if due else "queued"
     return [
         Contender(f"{start}, {mode}, {speed}", "delayline", _with(guarantee | settings), due, stored=stored)
