@@ -52,14 +52,7 @@ async def sqlite_handled_queued(folder: Path) -> Figures:
 async def pg_handled(folder: Path) -> Figures:
     """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, beside the fastest."""
     del folder
-    with on_postgresql() as server:
-        figures, runs = await compare(server, [BARE, *_ours(due=True), *_fastest(due=True)])
-    ours = "due, at least once, best"
-    return figures | {
-        "times PgQueuer": ratio(runs, ours, "PgQueuer, 100"),
-        "ratio to the bare loop": ratio(runs, ours, BARE.name),
-        "exactly once, ratio to at least once": ratio(runs, "due, exactly once, best", ours),
-    }
+    return await _beside_the_fastest(BARE, due=True)
 
 
 async def pg_handled_peers(folder: Path) -> Figures:
@@ -74,14 +67,18 @@ async def pg_handled_peers(folder: Path) -> Figures:
 async def pg_handled_queued(folder: Path) -> Figures:
     """The same from an immediate send: they are in the queue when the worker starts."""
     del folder
-    bare = Contender("bare claim, 500", "bare")
+    return await _beside_the_fastest(Contender("bare claim, 500", "bare"), due=False)
+
+
+async def _beside_the_fastest(bare: Contender, *, due: bool) -> Figures:
     with on_postgresql() as server:
-        figures, runs = await compare(server, [bare, *_ours(due=False), *_fastest(due=False)])
-    ours = "queued, at least once, best"
+        figures, runs = await compare(server, [bare, *_ours(due=due), *_fastest(due=due)])
+    start = "due" if due else "queued"
+    ours = f"{start}, at least once, best"
     return figures | {
         "times PgQueuer": ratio(runs, ours, "PgQueuer, 100"),
         "ratio to the bare loop": ratio(runs, ours, bare.name),
-        "exactly once, ratio to at least once": ratio(runs, "queued, exactly once, best", ours),
+        "exactly once, ratio to at least once": ratio(runs, f"{start}, exactly once, best", ours),
     }
 
 
