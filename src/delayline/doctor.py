@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +27,7 @@ from delayline.timeouts.draining import remaining_timeouts
 from delayline.transport import SupportsQueueComparison
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from delayline.config import Settings
     from delayline.delayed.store import SupportsManagement
@@ -46,6 +46,20 @@ class Finding:
     what: str
     ok: bool
     text: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """The numbers in the text, by name: `messages`, `oldest_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What is still healthy."""
+
+    overdue: timedelta = STALE
+    """How long the oldest pending message may be overdue."""
+    errors: int | None = None
+    """How many messages may be in the error queue; None for any number."""
+    queue: int | None = None
+    """How many messages may be in the endpoint's queue; None for any number."""
 
 
 def check_urls(settings: Settings) -> None:
@@ -58,8 +72,9 @@ def check_urls(settings: Settings) -> None:
         store_of(settings)
 
 
-async def examine_endpoint(settings: Settings) -> list[Finding]:
+async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = None) -> list[Finding]:
     """Return what was found; a part that cannot be looked at is a finding with the reason."""
+    limits = thresholds or Thresholds()
     findings = [_guarantee(settings)]
     for what, look in (
         ("connection", _connection),
@@ -70,7 +85,7 @@ async def examine_endpoint(settings: Settings) -> list[Finding]:
         ("timeout manager", _timeouts),
     ):
         try:
-            findings += [finding async for finding in look(settings)]
+            findings += [finding async for finding in look(settings, limits)]
         except DelaylineError as error:
             findings.append(Finding(what, ok=False, text=str(error)))
             if what == "connection":
@@ -92,13 +107,13 @@ def _guarantee(settings: Settings) -> Finding:
     return Finding("guarantee", ok=True, text=f"{endpoint.guarantee}: {parts}")
 
 
-async def _connection(settings: Settings) -> AsyncIterator[Finding]:
+async def _connection(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     must_exist(settings.resolved_store_url)
     async with open_transport(settings):
         yield Finding("connection", ok=True, text=masked(settings.resolved_transport_url))
 
 
-async def _rights(settings: Settings) -> AsyncIterator[Finding]:
+async def _rights(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     endpoint = endpoint_from(settings)
     missing: dict[str, None] = {}
     parts: list[object] = [endpoint.transport, endpoint.delayed_delivery, endpoint.draining]
@@ -109,7 +124,7 @@ async def _rights(settings: Settings) -> AsyncIterator[Finding]:
         yield Finding("rights", ok=False, text="\n".join(["run this as the owner of the tables:", *missing]))
 
 
-async def _database(settings: Settings) -> AsyncIterator[Finding]:
+async def _database(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     places = [settings.resolved_store_url]
     if on_rabbitmq(settings.resolved_transport_url):
         places.append(settings.resolved_transport_url)
@@ -121,7 +136,7 @@ async def _database(settings: Settings) -> AsyncIterator[Finding]:
             yield Finding(what, ok, text)
 
 
-async def _queues(settings: Settings) -> AsyncIterator[Finding]:
+async def _queues(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
     endpoint = settings.named_endpoint
     async with open_transport(settings) as transport:
         queues = managed_queues(transport)
@@ -133,20 +148,25 @@ async def _queues(settings: Settings) -> AsyncIterator[Finding]:
                 text = f"does not exist. Create it with: delayline setup --endpoint {endpoint}"
                 yield Finding(f"queue {name}", ok=False, text=text)
                 continue
-            hint = ": see them with delayline errors list" if number and name == settings.error_queue else ""
+            limit = {settings.error_queue: limits.errors, endpoint: limits.queue}.get(name)
+            many = limit is not None and number > limit
+            text = f"{number} messages" + (f", more than {limit}" if many else "")
+            text += ": see them with delayline errors list" if number and name == settings.error_queue else ""
             differs = await transport.difference(name) if isinstance(transport, SupportsQueueComparison) else ""
-            yield Finding(f"queue {name}", ok=True, text=f"{number} messages{hint}{differs and f'; {differs}'}")
+            text += differs and f"; {differs}"
+            yield Finding(f"queue {name}", ok=not many, text=text, numbers={"messages": number})
 
 
-async def _delayed_messages(settings: Settings) -> AsyncIterator[Finding]:
+async def _delayed_messages(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
     if on_rabbitmq(settings.resolved_store_url) and not settings.timeout_manager:
         yield Finding("pending", ok=True, text="in delay levels. Count it with: delayline rabbitmq pending")
         return
     async with open_waiting(settings, timeouts=False) as store:
         now = datetime.now(UTC)
         overdue, later = await _counts(store, now)
-        yield Finding("pending", ok=True, text=f"{_about(overdue, later)} messages")
-        yield await _overdue(store, now, _about(overdue))
+        pending = {"messages": overdue.count + later.count}
+        yield Finding("pending", ok=True, text=f"{_about(overdue, later)} messages", numbers=pending)
+        yield await _overdue(store, now, overdue, limits.overdue)
 
 
 async def _counts(store: SupportsManagement, now: datetime) -> Sequence[DueBucket]:
@@ -165,18 +185,19 @@ def _about(*buckets: DueBucket) -> str:
     return f"{number}" if all(one.exact for one in buckets) else f"about {number}"
 
 
-async def _overdue(store: SupportsManagement, now: datetime, number: str) -> Finding:
+async def _overdue(store: SupportsManagement, now: datetime, overdue: DueBucket, limit: timedelta) -> Finding:
     first = next(iter(await store.pending(limit=1)), None)
     if first is None or first.due > now:
         text = "none" if first is None else f"none; the next is due {local(first.due)}, {relative(first.due, now)}"
-        return Finding("overdue", ok=True, text=text)
+        return Finding("overdue", ok=True, text=text, numbers={"messages": 0, "oldest_seconds": 0.0})
     oldest = f"the oldest is {first.id} for {first.destination}, {duration(now - first.due)} overdue"
-    stale = now - first.due > STALE
-    remedy = ". Nobody dispatches: is an endpoint of this name running?" if stale else ""
-    return Finding("overdue", ok=not stale, text=f"{number} messages; {oldest}{remedy}")
+    stale = now - first.due > limit
+    remedy = ". No process dispatches: is an endpoint of this name running?" if stale else ""
+    numbers = {"messages": overdue.count, "oldest_seconds": (now - first.due).total_seconds()}
+    return Finding("overdue", ok=not stale, text=f"{_about(overdue)} messages; {oldest}{remedy}", numbers=numbers)
 
 
-async def _timeouts(settings: Settings) -> AsyncIterator[Finding]:
+async def _timeouts(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     if settings.timeouts_url is None:
         return
     must_exist(settings.timeouts_url)
@@ -195,10 +216,10 @@ def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
         first = None if timeouts is None else timeouts.first
         stale = first is not None and now - first > STALE
         if disabled:
-            text += ". Nobody delivers them: take disable_timeout_manager out of the settings"
+            text += ". No process delivers them: take disable_timeout_manager out of the settings"
         elif first is not None:
             text += f"; the first is due {local(first)}, {relative(first, now)}"
-            text += ". Nobody dispatches: is an endpoint of this name running?" if stale else ""
+            text += ". No process dispatches: is an endpoint of this name running?" if stale else ""
         return Finding(what, ok=not (disabled or stale), text=text)
     left = [f"queue {name}" for name in remains.queues] + ([f"table {remains.table}"] if timeouts is not None else [])
     deletable = f"these can be deleted: {', '.join(left)}" if left else "nothing of it is left"

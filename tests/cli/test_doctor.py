@@ -85,7 +85,48 @@ def test_messages_without_a_dispatcher_are_reported(ready: Callable[..., Result]
     ok, text = findings(ran)["overdue"]
     assert not ok
     assert text.startswith("1 messages; the oldest is late for billing, 5 min overdue")
-    assert "Nobody dispatches" in text
+    assert "No process dispatches" in text
+
+
+def test_thresholds_decide_about_the_exit_code(ready: Callable[..., Result]) -> None:
+    """Given messages in queue and error queue, and an overdue one, when each has a limit, then it decides alone."""
+    # Given
+    for queue in ("sales", "sales", "error"):
+        ready("send", queue, "x")
+    ready("send", "billing", "x", "--delay", "1h")
+    overdue_by(timedelta(seconds=30))
+    at_limits = ("--max-errors", "1", "--max-overdue", "5m", "--max-queue", "2")
+    # When
+    assert ready("doctor").code == 1
+    assert ready("doctor", *at_limits).code == 0
+    # Then
+    for option, value, what in (
+        ("--max-errors", "0", "queue error"),
+        ("--max-queue", "1", "queue sales"),
+        ("--max-overdue", "20s", "overdue"),
+    ):
+        ran = ready("doctor", *at_limits, option, value, "--json")
+        assert ran.code == 1
+        assert [one["what"] for one in ran.document["findings"] if not one["ok"]] == [what]
+    assert "1 messages, more than 0: see them" in ready("doctor", "--max-errors", "0").out
+
+
+def test_numbers_are_fields(ready: Callable[..., Result]) -> None:
+    """Given one overdue message of two, when it is examined, then queues, pending and overdue have numbers."""
+    ready("send", "sales", "x")
+    ready("send", "billing", "x", "--delay", "1h")
+    overdue_by(timedelta(seconds=30))
+    ready("send", "billing", "x", "--delay", "1h")
+    numbers = {one["what"]: one["numbers"] for one in ready("doctor", "--json").document["findings"]}
+    assert numbers["queue sales"] == {"messages": 1}
+    assert numbers["pending"] == {"messages": 2}
+    assert numbers["overdue"]["messages"] == 1
+    assert 30 <= numbers["overdue"]["oldest_seconds"] < 300
+
+
+@pytest.mark.parametrize("limit", [("--max-errors", "-1"), ("--max-overdue", "soon"), ("--max-queue", "many")])
+def test_a_threshold_that_is_none_is_refused(ready: Callable[..., Result], limit: tuple[str, str]) -> None:
+    assert ready("doctor", *limit).code == 2
 
 
 def test_a_file_that_is_no_database_is_reported_in_one_line(ready: Callable[..., Result]) -> None:
@@ -135,7 +176,7 @@ def test_a_timeout_manager_that_drains_is_reported(
     timeouts(Path.cwd(), after=timedelta(minutes=-5))
     ok, text = findings(ready("doctor", "--json"))["timeout manager"]
     assert not ok
-    assert "Nobody dispatches" in text
+    assert "No process dispatches" in text
 
 
 def test_a_timeout_manager_of_which_nothing_is_left(
