@@ -13,6 +13,7 @@ from tests.unit.amqp_fields import long_string, short, table_of
 from delayline.errors import InvalidMessage
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.channel import Channel, read_frames
+from delayline.rabbitmq.amqp.confirms import Closed
 from delayline.rabbitmq.amqp.properties import (
     Delivery,
     Undecodable,
@@ -189,3 +190,17 @@ def test_names_of_exchanges_and_keys_may_be_any_bytes(exchange: bytes, key: byte
         assert (found.exchange, found.routing_key) == (exchange.decode(), key.decode())
     except UnicodeDecodeError:
         assert "\\x" in found.exchange + found.routing_key
+
+
+async def test_a_channel_that_the_broker_closes_meanwhile_is_not_closed_again() -> None:
+    """Given a close that has begun, when the broker closes the channel first, then no method follows its CloseOk."""
+    # Given
+    broker = Broker()
+    closing = broker.channel.close()
+    closing.send(None)
+    # When
+    broker.channel.end(Closed(404, "NOT_FOUND"))
+    # Then: `Broker.call` would fail
+    assert broker.channel._closing is not None
+    await broker.channel._closing
+    closing.close()

@@ -161,6 +161,8 @@ class Channel:
             await asyncio.shield(self._closing)
 
     async def _say_goodbye(self) -> None:
+        if self.closed is not None:  # by the broker before this task began: it would refuse a method on no channel
+            return
         with contextlib.suppress(ChannelEnded):  # by the broker, just then
             await self._connection.call(self.number, commands.Channel.Close(200, "closed", 0, 0))
 
