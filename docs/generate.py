@@ -305,7 +305,7 @@ EVENT_MEANING: Final = {
     Event.LEASE_LOST: "Another process may have the lease on the delayed messages: what is in flight may be doubled.",
     Event.INDEX_MISSING: "A table of timeouts that .NET made lacks an index; the text has the SQL that creates it.",
     Event.DASHBOARD_ACTION: "An action was taken in the dashboard; the text has its actor.",
-    Event.DASHBOARD_FAILED: "A part of a page could not be made, for an unexpected error.",
+    Event.DASHBOARD_FAILED: "A page of the dashboard, or a part of one, failed; pages show the reference in the text.",
     Event.OBSERVER_FAILED: "A method of an observer has raised; delivery goes on. After the first time: DEBUG.",
     Event.HTTP_REQUEST: "The server of probes and metrics has answered a request.",
     Event.HTTP_REQUEST_FAILED: "A request for probes or metrics failed: at DEBUG because the client went away.",
@@ -320,6 +320,8 @@ EVENT_MEANING: Final = {
     Event.BREAKER_TRIGGERED: "The fault lasted too long: a critical error follows.",
     Event.BREAKER_DISARMED: "The fault is over.",
     Event.BREAKER_ACTION_FAILED: "What a breaker does when it arms, triggers or disarms raised an error.",
+    Event.DASHBOARD_REFUSED: "The dashboard refused a request: another host name, no permission, no CSRF token.",
+    Event.DASHBOARD_SIGN_IN_FAILED: "A wrong token, user name or password was given to the dashboard.",
 }
 
 
@@ -509,6 +511,7 @@ EXTRAS: Final = {
     "azure": "queues and delayed messages in Azure Storage, `azure://`",
     "spark": "scheduling in bulk, the cold tier, migration and audit on Spark, with a Java for machines without one",
     "telemetry": "metrics and traces for OpenTelemetry and Prometheus",
+    "dashboard": "`delayline dashboard`, and `delayline.dashboard.app` to mount",
     "plot": "the audit's histogram of lateness as a PNG",
     "testing": "the conformance suites for a store or transport of your own",
 }

@@ -14,7 +14,7 @@ from examples.demo import reminders
 from examples.demo.lateness import draw
 from examples.demo.pipeline import pipeline_on
 from examples.demo.play import Play
-from examples.demo.stage import REPOSITORY, Stage
+from examples.demo.stage import REMINDERS, REPOSITORY, Stage
 from examples.demo.verdict import show, verdict_of
 from examples.demo.watching import watcher
 
@@ -88,6 +88,8 @@ def demo(
             held = pipeline.held
             audited = _audit(screen, pipeline, report or stage.report)
     _conclude(screen, verdict)
+    left = stage.settings(REMINDERS)
+    screen.echo(f"to look at what it left: delayline dashboard --endpoint {REMINDERS} --url {left.url}", "dim")
     documents = {"plot": plot, "directory": str(stage.directory), "held": held}
     screen.document({**verdict.document(), **documents, "audit": None if audited is None else asdict(audited)})
     if not verdict.kept or not (audited is None or audited.clean):

@@ -55,6 +55,8 @@ class Event(StrEnum):
     LEASE_LOST = "delayed.lease_lost"
     DASHBOARD_ACTION = "dashboard.action"
     DASHBOARD_FAILED = "dashboard.failed"
+    DASHBOARD_REFUSED = "dashboard.refused"
+    DASHBOARD_SIGN_IN_FAILED = "dashboard.sign_in_failed"
     OBSERVER_FAILED = "observer.failed"
     HTTP_REQUEST = "http.request"
     HTTP_REQUEST_FAILED = "http.request_failed"

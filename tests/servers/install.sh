@@ -20,6 +20,8 @@ PATH="$PATH:/usr/sbin:/usr/local/sbin" command -v mariadbd >/dev/null || missing
 [ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
 [ -x /usr/sbin/pgbouncer ] || missing="$missing pgbouncer"
 command -v prometheus >/dev/null && command -v promtool >/dev/null || missing="$missing prometheus"
+# The browser that looks at the dashboard's pages.
+[ -x /usr/bin/chromedriver ] || missing="$missing chromium chromium-driver"
 [ -e /usr/share/java/postgresql.jar ] || missing="$missing libpostgresql-jdbc-java"
 # What mssql-python, the driver for SQL Server, loads at its first connection.
 for library in libltdl.so.7:libltdl7 libodbc.so.2:libodbc2; do

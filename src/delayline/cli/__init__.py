@@ -8,6 +8,7 @@ from typing import Final
 
 import click
 
+from delayline.cli.dashboard import dashboard
 from delayline.cli.doctor import doctor
 from delayline.cli.errors import errors
 from delayline.cli.migrate import migrate
@@ -43,5 +44,5 @@ def main() -> None:
 
 PENDING: Final = (pending, cancel, reschedule)
 QUEUES: Final = (queues, peek, pause, resume, limit, purge)
-for command in (setup, run, send, *PENDING, *QUEUES, errors, doctor, rabbitmq, spark, migrate):
+for command in (setup, run, send, *PENDING, *QUEUES, errors, doctor, dashboard, rabbitmq, spark, migrate):
     main.add_command(command)

@@ -144,14 +144,20 @@ JOBS_LISTED: Final = 50
 PROBLEMS_LISTED: Final = 20
 HIGHEST_RATE: Final = 1_000
 LONGEST_QUEUES: Final = 200
-#: Widths of the bars of a forecast and how many there are, by the name of the zoom.
-SPANS: Final[Mapping[str, tuple[timedelta, int]]] = {
-    "hour": (timedelta(minutes=1), 60),
-    "day": (timedelta(minutes=30), 48),
-    "week": (timedelta(hours=4), 42),
-    "month": (timedelta(days=1), 31),
-    "year": (timedelta(days=7), 53),
-    "all": (timedelta(days=91), 60),
+#: From a minute to ten years, each about twice the one before, in hours that people know.
+GROWING: Final = (
+    *(timedelta(minutes=one) for one in (1, 2, 5, 10, 20, 30)),
+    *(timedelta(hours=one) for one in (1, 2, 4, 8, 12)),
+    *(timedelta(days=one) for one in (1, 2, 4, 7, 14, 30, 60, 90, 180, 365, 730, 1825, 3650)),
+)
+#: Where the bars of a forecast end, from now, by the name of the zoom.
+SPANS: Final[Mapping[str, Sequence[timedelta]]] = {
+    "all": GROWING,
+    "hour": [place * timedelta(minutes=1) for place in range(1, 61)],
+    "day": [place * timedelta(minutes=30) for place in range(1, 49)],
+    "week": [place * timedelta(hours=4) for place in range(1, 43)],
+    "month": [place * timedelta(days=1) for place in range(1, 32)],
+    "year": [place * timedelta(days=7) for place in range(1, 54)],
 }
 #: Time spans of the heat map, the width of a column, and whether hours' rows are enough.
 LATENESS_SPANS: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
@@ -759,10 +765,9 @@ class EndpointService:
         return [Level(level, number, timedelta(seconds=(2 << level) - 1)) for level, number in enumerate(counts)]
 
     async def _forecast(self, span: str) -> tuple[datetime, DueForecast, DueForecast | None]:
-        width, number = SPANS[span]
         store, now = await self._forecasting(), await self._time()
         latest = datetime.max.replace(tzinfo=UTC) - ONE_DAY
-        edges = [now + position * width for position in range(number + 1) if now + position * width < latest]
+        edges = [now, *(now + end for end in SPANS[span] if now + end < latest)]
         cold = None
         if hasattr(store, "cold_forecast"):
             cold = cast("DueForecast", await store.cold_forecast(edges))

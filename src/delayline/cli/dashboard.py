@@ -1,0 +1,251 @@
+"""`delayline dashboard`: serve the dashboard of one or more endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import getpass
+import ipaddress
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from delayline.cli.options import PLACES, examples, json_option, settings_options
+from delayline.cli.run import load_endpoint
+from delayline.config import load_settings
+from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
+from delayline.opening import refuse_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from delayline.cli.screen import Screen
+    from delayline.config import Settings
+    from delayline.endpoint import Endpoint
+
+TOKEN: Final = "DELAYLINE_DASHBOARD_TOKEN"  # noqa: S105 - the name of the variable
+USERS: Final = "DELAYLINE_DASHBOARD_USERS"
+LARGEST_FILE: Final = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def url_host(self) -> str:
+        """The host as URLs and Host headers write it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    def __str__(self) -> str:
+        return f"{self.url_host}:{self.port}"
+
+
+def address_given(ctx: click.Context, param: click.Parameter, value: str) -> Address:
+    """Return the address of an option, or fail with how to write it."""
+    host, colon, port = value.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 <= int(port[:6]) <= 65_535:
+        raise click.BadParameter(f"{value!r} is no HOST:PORT, as in 127.0.0.1:8080 or [::1]:8080", ctx, param)
+    return Address(host, int(port))
+
+
+@click.command(
+    epilog=examples(
+        "delayline dashboard --endpoint sales",
+        "delayline dashboard sales.toml billing.toml --allow-actions",
+        "delayline dashboard shop.billing:endpoint",
+        f"{TOKEN}=... delayline dashboard --listen 0.0.0.0:8080 --allowed-host ops.example.com",
+    )
+)
+@click.argument("targets", nargs=-1, metavar="[FILE.toml|MODULE:ENDPOINT]...")
+@click.option(
+    "--listen", callback=address_given, default="127.0.0.1:8080", show_default=True, metavar="HOST:PORT", help="Where."
+)
+@click.option("--allow-actions", is_flag=True, help="Let messages be changed; without it the dashboard only shows.")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A host name that browsers reach it by, beside those of --listen and loopback. Repeatable.",
+)
+@click.option(
+    "--token-file", type=click.Path(), metavar="FILE", help=f"Ask for the token in this file. [{TOKEN}: the token]"
+)
+@click.option(
+    "--users-file",
+    type=click.Path(),
+    metavar="FILE",
+    help=f"Ask for a user name and password, which are lines NAME:PASSWORD of this file. [{USERS}: the lines]",
+)
+@settings_options(*PLACES)
+@json_option
+def dashboard(
+    settings: Settings,
+    screen: Screen,
+    targets: tuple[str, ...],
+    listen: Address,
+    allow_actions: bool,
+    allowed_hosts: tuple[str, ...],
+    token_file: str | None,
+    users_file: str | None,
+) -> None:
+    """Serve the dashboard until SIGINT or SIGTERM: what is due, late, waiting and failed, and what to do about it.
+
+    It shows the endpoint of the settings, or those of the settings files and Endpoint objects given. It listens on this
+    machine only; for others it needs a token or users, which travel as they are: put a proxy with TLS in front.
+    """
+    if not targets:
+        refuse_memory(settings)
+    endpoints = [_endpoint_at(target) for target in targets] or [settings]
+    token = _secret(TOKEN, token_file)
+    users = _users(_secret(USERS, users_file))
+    if not listen.is_loopback and token is None and not users:
+        raise ConfigurationError(
+            f"{listen} can be reached from other machines, and no token or user is set. "
+            f"Set {TOKEN} or {USERS}, or listen on 127.0.0.1:{listen.port}"
+        )
+    application = _application(
+        endpoints, allow_actions=allow_actions, hosts=[listen.url_host, *allowed_hosts], token=token, users=users
+    )
+    asyncio.run(_serve(application, listen, screen, allow_actions=allow_actions))
+
+
+def _endpoint_at(target: str) -> Settings | Endpoint:
+    if target.endswith(".toml"):
+        settings = load_settings(target, environ={})
+        refuse_memory(settings)
+        return settings
+    return load_endpoint(target)
+
+
+def _secret(variable: str, path: str | None) -> str | None:
+    """Return what the file or the variable holds. Raises ConfigurationError."""
+    if path is None:
+        text: str | None = os.environ.get(variable)
+    else:
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(LARGEST_FILE)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigurationError(f"cannot read {path!r}: {reason}") from error
+    if text is None:
+        return None
+    if not text.strip():
+        raise ConfigurationError(f"{path or variable} is empty: put a secret into it, or leave it out")
+    return text.strip()
+
+
+def _users(lines: str | None) -> Mapping[str, str]:
+    users: dict[str, str] = {}
+    for number, line in enumerate((lines or "").splitlines(), 1):
+        if not line.strip():
+            continue
+        name, colon, password = line.strip().partition(":")
+        if not colon or not name:
+            raise ConfigurationError(f"line {number} of the users is not NAME:PASSWORD")
+        users[name] = password
+    return users
+
+
+def _application(
+    endpoints: Sequence[Settings | Endpoint],
+    *,
+    allow_actions: bool,
+    hosts: Sequence[str],
+    token: str | None,
+    users: Mapping[str, str],
+) -> ASGIApp:
+    from delayline.dashboard import Actor, app
+    from delayline.dashboard.security import LOOPBACK, Credentials
+
+    if token is not None or users:
+        authorize: Credentials | None = Credentials(token=token, users=users, may_act=allow_actions)
+        return app(endpoints, read_only=not allow_actions, authorize=authorize, allowed_hosts=[*LOOPBACK, *hosts])
+    actor = Actor(_user_name(), may_act=allow_actions)
+    return app(endpoints, read_only=not allow_actions, authorize=lambda _: actor, allowed_hosts=[*LOOPBACK, *hosts])
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return "local user"
+
+
+async def _serve(application: ASGIApp, address: Address, screen: Screen, *, allow_actions: bool) -> None:
+    try:
+        import uvicorn
+    except ModuleNotFoundError as error:
+        raise MissingExtra("dashboard", "delayline dashboard") from error
+
+    listening = _listening(address)
+    with listening:
+        bound = Address(address.host, listening.getsockname()[1])
+        url = f"http://{bound}/"
+        config = uvicorn.Config(
+            application,
+            access_log=False,  # paths hold ids of messages
+            log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,  # live parts never end by themselves
+            limit_concurrency=200,
+        )
+        screen.echo(f"dashboard at {url}, {'actions allowed' if allow_actions else 'read-only'}. Ctrl+C stops it")
+        screen.document({"url": url, "read_only": not allow_actions})
+        server = uvicorn.Server(config)
+        server.capture_signals = partial(_ended_by_signal, server)  # type: ignore[method-assign]
+        await server.serve(sockets=[listening])
+
+
+@contextlib.contextmanager
+def _ended_by_signal(server: uvicorn.Server) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the server; its own handlers raise the signal again when it has ended."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _listening(address: Address) -> socket.socket:
+    """Return a socket that listens. Raises BackendUnusable with what to do."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family, backlog=128)
+    except OSError as error:
+        remedy = {
+            errno.EADDRINUSE: "another process listens there: choose another port, as in "
+            f"--listen {address.url_host}:{min(address.port + 1, 65_535)}",
+            errno.EACCES: "ports below 1024 need more rights: choose one above, as in "
+            f"--listen {address.url_host}:8080",
+            errno.EADDRNOTAVAIL: "this machine has no such address: use one of its own, 127.0.0.1 or 0.0.0.0",
+        }.get(error.errno or 0, f"{error.strerror or error}: check --listen")
+        raise BackendUnusable(f"cannot listen on {address}: {remedy}") from error

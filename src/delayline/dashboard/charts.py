@@ -1,0 +1,305 @@
+"""The forecast and the lateness heat map as SVG, drawn by the server; the style sheet has their colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from html import escape
+from typing import Final
+
+MOST_SERIES: Final = 6
+"""Destinations with a colour of their own; the others are drawn as one."""
+NARROW: Final = 500
+"""Up to this width, labels are fewer."""
+TOP: Final = 18
+BOTTOM: Final = 36
+RIGHT: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One bucket of due times."""
+
+    label: str
+    """Below the axis: `1 h`."""
+    title: str
+    """In full: `from 30 min to 1 h`."""
+    counts: Sequence[int]
+    """Messages by series, in the hot store."""
+    cold: int = 0
+    """Messages in the cold tier, drawn on top of the others."""
+    capacity: float | None = None
+    """Messages that the measured drain rate dispatches within the bucket; None if unknown or without an end."""
+    exact: bool = True
+    """Whether the counts are exact."""
+    at_least: bool = False
+    """Whether there may be more messages, uncounted."""
+
+    @property
+    def total(self) -> int:
+        """Messages of the bucket in both tiers."""
+        return sum(self.counts) + self.cold
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether more is due than the drain rate can dispatch in the bucket."""
+        return self.capacity is not None and self.total > self.capacity
+
+
+def forecast(columns: Sequence[Column], series: Sequence[str], *, width: int, height: int = 300, name: str) -> str:
+    """Return the histogram of due times on a logarithmic scale, with the capacity of each bucket as a line.
+
+    The height of a column is its total; its colours share the height as the destinations share the total.
+
+    Args:
+        columns: The buckets, earliest first.
+        series: Names of the destinations, as the counts of the columns have them.
+        width: In pixels, at which the text has its own size.
+        height: Likewise.
+        name: Begins the ids within the drawing: unique on the page.
+    """
+    largest = max((max(one.total, one.capacity or 0) for one in columns), default=0)
+    scale = _Logarithm(1, max(10.0, largest), height - BOTTOM, TOP)
+    left = 46 if width > NARROW else 36
+    step = (width - left - RIGHT) / max(1, len(columns))
+    parts = [_patterns(name), *_levels(scale, left, width - RIGHT)]
+    label_each = _labelled([one.label for one in columns], step)
+    for place, column in enumerate(columns):
+        x = left + place * step
+        parts.append(_column(column, series, scale, x, step, name))
+        if place % label_each == 0:
+            parts.append(_text(x + step / 2, height - BOTTOM + 16, column.label, "tick"))
+    parts += _capacity(columns, scale, left, step)
+    return _svg(width, height, f"Messages by due time; {_summary(columns)}", parts)
+
+
+def _summary(columns: Sequence[Column]) -> str:
+    total = sum(one.total for one in columns)
+    marked = sum(one.exceeds for one in columns)
+    return f"{total:,} in {len(columns)} buckets, {marked} above the drain rate"
+
+
+def _column(column: Column, series: Sequence[str], scale: _Logarithm, x: float, step: float, name: str) -> str:
+    gap = min(3.0, step * 0.12)
+    top, floor = scale.at(column.total), scale.floor
+    about, more = "" if column.exact else "about ", " or more" if column.at_least else ""
+    lines = [f"{column.title}: {about}{column.total:,}{more}"]
+    lines += [f"{one}: {number:,}" for one, number in zip(series, column.counts, strict=True) if number]
+    if column.cold:
+        lines.append(f"cold tier: {column.cold:,}")
+    if column.capacity is not None:
+        lines.append(f"drain rate: {column.capacity:,.0f} in this time")
+    if column.exceeds:
+        lines.append("more than the drain rate")
+    parts = [f"<title>{escape(chr(10).join(lines))}</title>"]
+    parts.append(_rectangle(x, TOP, step, floor - TOP, "hover"))
+    y = floor
+    for place, number in enumerate([*column.counts, column.cold]):
+        if not number:
+            continue
+        share = (floor - top) * number / column.total
+        y -= share
+        kind = "cold" if place == len(column.counts) else f"s{place}"
+        parts.append(_rectangle(x + gap, y, step - 2 * gap, share, kind))
+        if kind == "cold":
+            parts.append(_rectangle(x + gap, y, step - 2 * gap, share, "hatch", f"url(#{name}-hatch)"))
+    if column.exceeds:
+        parts.append(_rectangle(x + gap, top, step - 2 * gap, floor - top, "over"))
+        middle, tip = x + step / 2, top - 12
+        parts.append(f'<path class="mark" d="M{middle:.1f} {tip:.1f}l5 9h-10z"/>')
+    return f'<g class="column">{"".join(parts)}</g>'
+
+
+def _capacity(columns: Sequence[Column], scale: _Logarithm, left: float, step: float) -> list[str]:
+    """Return the drain rate as a line of stairs: wider buckets have room for more."""
+    steps = [
+        f"M{left + place * step:.1f} {scale.at(one.capacity):.1f}h{step:.1f}"
+        for place, one in enumerate(columns)
+        if one.capacity is not None
+    ]
+    return [f'<path class="capacity" d="{"".join(steps)}"/>'] if steps else []
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Dispatched messages by time and lateness."""
+
+    times: Sequence[str]
+    """The start of each column, as text."""
+    bounds: Sequence[float]
+    """Upper bounds of the rows in seconds, ascending; the last row has none."""
+    counts: Sequence[Sequence[int]]
+    """Of each column, the number in each row: one more than there are bounds."""
+    medians: Sequence[float | None] = ()
+    """In seconds by column, None where nothing was dispatched."""
+    p99s: Sequence[float | None] = ()
+    """Likewise."""
+
+    @property
+    def labels(self) -> list[str]:
+        """What each row means."""
+        return [*(f"up to {seconds(one)} late" for one in self.bounds), f"over {seconds(self.bounds[-1])} late"]
+
+
+HEAT_LEVELS: Final = 8
+
+
+def heat_map(data: HeatMap, *, width: int, height: int = 320) -> str:
+    """Return the map: time from left to right, lateness upwards on a logarithmic scale, p50 and p99 as lines."""
+    left, rows = (58 if width > NARROW else 50), len(data.bounds) + 1
+    step = (width - left - RIGHT) / max(1, len(data.times))
+    row = (height - TOP - BOTTOM) / rows
+    floor = height - BOTTOM
+    largest = max((max(column, default=0) for column in data.counts), default=0)
+    labels, meanings = [seconds(one) for one in data.bounds], data.labels
+    parts = []
+    for place, label in enumerate(labels):
+        if place % max(1, math.ceil(18 / row)) == 0:
+            y = floor - (place + 1) * row
+            parts.append(_line(left, y, width - RIGHT, y, "grid"))
+            parts.append(f'<text class="tick end" x="{left - 6}" y="{y + 4:.1f}">{escape(label)}</text>')
+    parts.append(_line(left, floor, width - RIGHT, floor, "axis"))
+    each = _labelled(data.times, step)
+    for place, (time, column) in enumerate(zip(data.times, data.counts, strict=True)):
+        x = left + place * step
+        parts += [
+            f'<rect class="h{_level(number, largest)}" x="{x:.1f}" y="{floor - (index + 1) * row:.1f}" '
+            f'width="{step + 0.3:.1f}" height="{row + 0.3:.1f}">'
+            f"<title>{escape(time)}, {meanings[index]}: {number:,}</title></rect>"
+            for index, number in enumerate(column)
+            if number
+        ]
+        if place % each == 0 and x + 20 < width:
+            parts.append(_text(x + step / 2, floor + 16, time, "tick"))
+    for kind, values in (("p50", data.medians), ("p99", data.p99s)):
+        points = [
+            f"{left + (place + 0.5) * step:.1f},{floor - _row_of(value, data.bounds) * row:.1f}"
+            for place, value in enumerate(values)
+            if value is not None
+        ]
+        if points:  # twice: on an edge of the panel's colour it is seen on every cell
+            path = f'points="{" ".join(points)}"'
+            parts += [f'<polyline class="edge" {path}/>', f'<polyline class="{kind}" {path}/>']
+    total = sum(map(sum, data.counts))
+    return _svg(width, height, f"Lateness of {total:,} dispatched messages over time", parts)
+
+
+def _labelled(labels: Sequence[str], step: float) -> int:
+    """Return how many labels are left out for one to be shown, plus one, so that none covers another."""
+    return max(1, math.ceil((6.4 * max(map(len, labels), default=0) + 8) / step))
+
+
+def _level(number: int, largest: int) -> int:
+    """Return 1 for few to HEAT_LEVELS for most, on a logarithmic scale."""
+    if largest <= 1:
+        return HEAT_LEVELS
+    return 1 + round((HEAT_LEVELS - 1) * math.log(number) / math.log(largest))
+
+
+def _row_of(value: float, bounds: Sequence[float]) -> float:
+    """Return the height of a lateness in rows, between those of the bounds."""
+    lower = 0.0
+    for place, upper in enumerate(bounds):
+        if value <= upper:
+            if lower <= 0:
+                return place + min(1.0, value / upper)
+            return place + math.log(max(value, lower) / lower) / math.log(upper / lower)
+        lower = upper
+    return len(bounds) + 0.5
+
+
+def seconds(value: float) -> str:
+    """Return a lateness bound as people write it: 5 ms, 2 s, 10 min, 1 h."""
+    for unit, length in (("h", 3600), ("min", 60), ("s", 1)):
+        if value >= length:
+            return f"{value / length:.3g} {unit}"
+    return f"{value * 1000:.3g} ms"
+
+
+def short(span: timedelta) -> str:
+    """Return a span as an axis has it, in its largest unit: 5 min, 12 h, 2 w, 3 mo, 1 y."""
+    value = span.total_seconds()
+    for unit, length in (("y", 31_536_000), ("mo", 2_592_000), ("w", 604_800), ("d", 86_400), ("h", 3600), ("min", 60)):
+        if value >= length * 0.999:
+            return f"{value / length:.2g} {unit}"
+    return f"{value:.2g} s"
+
+
+def sparkline(values: Sequence[int], title: str) -> str:
+    """Return small bars for a trend."""
+    width, height, largest = 96, 24, max(values, default=0)
+    step = width / max(1, len(values))
+    parts = []
+    for place, value in enumerate(values):
+        tall = max(1.5, height * value / largest) if value else 1
+        kind = "bar" if value else "none"
+        parts.append(_rectangle(place * step, height - tall, max(1.0, step - 1), tall, kind))
+    return (
+        f'<svg class="spark" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Logarithm:
+    """Heights of numbers between two powers of ten; zero is on the floor, one a little above it."""
+
+    lowest: float
+    largest: float
+    floor: float
+    top: float
+
+    @property
+    def decades(self) -> int:
+        return max(1, math.ceil(math.log10(self.largest * 1.0001)))
+
+    def at(self, value: float | None) -> float:
+        if not value or value < self.lowest:
+            return self.floor
+        # One message must be seen: a twentieth of a decade is below the first line.
+        share = (math.log10(value) + 0.35) / (self.decades + 0.35)
+        return self.floor - (self.floor - self.top) * min(1.0, share)
+
+
+def _levels(scale: _Logarithm, left: float, right: float) -> list[str]:
+    parts = [_line(left, scale.floor, right, scale.floor, "axis")]
+    for power in range(scale.decades + 1):
+        y = scale.at(10**power)
+        parts.append(_line(left, y, right, y, "grid"))
+        parts.append(f'<text class="tick end" x="{left - 6}" y="{y + 4:.1f}">{compact(10**power)}</text>')
+    return parts
+
+
+def compact(number: float) -> str:
+    """Return a number in few characters: 900, 12 k, 3 M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}\N{NO-BREAK SPACE}{unit}"
+    return f"{number:.3g}"
+
+
+def _patterns(name: str) -> str:
+    return (
+        f'<defs><pattern id="{name}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><line class="hatching" x1="0" y1="0" x2="0" y2="6"/></pattern></defs>'
+    )
+
+
+def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    head = f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
+    return f"{head}{''.join(parts)}</svg>"
+
+
+def _rectangle(x: float, y: float, width: float, height: float, kind: str, fill: str | None = None) -> str:
+    painted = f' fill="{fill}"' if fill else ""
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{max(height, 0):.1f}"{painted}/>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

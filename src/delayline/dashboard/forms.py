@@ -1,0 +1,68 @@
+"""What people write into forms: times, filters, the headers of an edited message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delayline.errors import InvalidDueTime, InvalidMessage
+from delayline.readable import parse_delay, parse_instant
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+
+def instant_of(text: str, now: datetime) -> datetime:
+    """Return the instant written as a time, `2026-05-01T09:00Z`, or as a delay from now, `2h` or `in 2h`.
+
+    Raises:
+        InvalidDueTime: It is neither.
+    """
+    text = text.strip().removeprefix("in ").strip()
+    if not text:
+        raise InvalidDueTime("no time is given: write 2h for two hours from now, or 2026-05-01T09:00Z")
+    try:
+        return now + parse_delay(text)
+    except InvalidDueTime as no_delay:
+        try:
+            return parse_instant(text)
+        except InvalidDueTime as no_instant:
+            raise no_instant if text[:4].isdigit() else no_delay from None
+    except OverflowError as error:
+        raise InvalidDueTime(f"{text!r} from now lies beyond year 9999: use an earlier time") from error
+
+
+def whole(text: str, name: str, largest: int) -> int:
+    """Return a whole number from 1 on. Raises InvalidMessage."""
+    if not text.isascii() or not text.isdigit() or len(text) > 12 or not 1 <= int(text) <= largest:
+        raise InvalidMessage(f"{name} must be a number from 1 to {largest:,}, not {text[:20]!r}")
+    return int(text)
+
+
+def header_lines(headers: Mapping[str, str]) -> str:
+    """Return headers as lines that `headers_of` reads."""
+    return "\n".join(f"{name}: {_escaped(value)}" for name, value in headers.items())
+
+
+def headers_of(text: str) -> dict[str, str]:
+    """Return the headers of lines `name: value`. Raises InvalidMessage with the line."""
+    headers: dict[str, str] = {}
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        if not line.strip():
+            continue
+        name, colon, value = line.partition(": ") if ": " in line else line.partition(":")
+        if not colon or not name.strip():
+            raise InvalidMessage(f"line {number} of the headers is not `name: value`")
+        if name.strip() in headers:
+            raise InvalidMessage(f"line {number} of the headers repeats {name.strip()[:100]!r}")
+        headers[name.strip()] = _plain(value)
+    return headers
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _plain(value: str) -> str:
+    parts = value.split("\\\\")
+    return "\\".join(part.replace("\\r", "\r").replace("\\n", "\n") for part in parts)

@@ -1,0 +1,661 @@
+"""The pages and actions: from a request to the service of an endpoint, and from what it returns to HTML."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from markupsafe import Markup
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+
+from delayline.dashboard import charts
+from delayline.dashboard.contents import FORMS, Form
+from delayline.dashboard.forms import header_lines, headers_of, instant_of, whole
+from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
+from delayline.dashboard.model import (
+    Action,
+    ActionJob,
+    ActionOutcome,
+    ErrorGroups,
+    Forecast,
+    ForecastBar,
+    Lateness,
+    MessageDetails,
+    PendingPage,
+    PendingQuery,
+    Preview,
+    Unavailable,
+)
+from delayline.dashboard.rendering import PAGES, link_to, number, render
+from delayline.dashboard.service import HIGHEST_RATE, EndpointService
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, InvalidMessage
+from delayline.message import MAXIMUM_ID_LENGTH, Headers
+from delayline.readable import parse_delay, parse_instant
+from delayline.recoverability import FAILURE_HEADERS
+from delayline.sync import SyncEndpoint
+
+if TYPE_CHECKING:
+    from starlette.datastructures import ImmutableMultiDict
+    from starlette.requests import Request
+
+    from delayline.clock import Clock
+    from delayline.config import Settings
+    from delayline.endpoint import Endpoint
+
+T = TypeVar("T")
+
+ROWS: Final = 50
+"""Messages on a page."""
+LONGEST: Final = 500
+"""Characters of a search field."""
+WIDE: Final = 1040
+NARROW: Final = 330
+SPANS: Final = {
+    "all": "a minute to years",
+    "hour": "next hour",
+    "day": "next day",
+    "week": "next week",
+    "month": "next month",
+    "year": "next year",
+}
+PAST: Final = {
+    "hour": "last hour",
+    "6 hours": "last 6 hours",
+    "day": "last day",
+    "week": "last week",
+    "month": "last 30 days",
+}
+FILTERS: Final = ("id", "destination", "type", "header", "value", "from", "before")
+"""Fields of a search."""
+MOST_NOTICES: Final = 200
+STALE: Final = timedelta(seconds=10)
+"""A message that is overdue for longer means that no poller dispatches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What an action did, shown on the next page."""
+
+    kind: str
+    text: str
+    lines: Sequence[str] = ()
+
+
+class Pages:
+    """The pages and actions of the endpoints, by path."""
+
+    def __init__(self, endpoints: Sequence[Endpoint | SyncEndpoint | Settings], clock: Clock) -> None:
+        sources = [one.endpoint if isinstance(one, SyncEndpoint) else one for one in endpoints]
+        services = [EndpointService(one, clock=clock) for one in sources]
+        self._services = {one.name: one for one in services}
+        if not services:
+            raise ConfigurationError("the dashboard needs an endpoint to show: give one or more")
+        if len(self._services) < len(services):
+            raise ConfigurationError(
+                f"two of the endpoints have one name: {', '.join(sorted(one.name for one in services))}"
+            )
+        self._clock = clock
+        self._notices: OrderedDict[str, Notice] = OrderedDict()
+        self._streams = 0
+        self._now = Shared(self._read_now, EVERY / 2, clock)
+        self.shown: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+            "/": self.now,
+            "/live/now": self.live_now,
+            "/forecast": self.forecast,
+            "/lateness": self.lateness,
+            "/waiting": self.waiting,
+            "/waiting/message": self.waiting_message,
+            "/waiting/all": self.waiting_all,
+            "/errors": self.errors,
+            "/errors/group": self.error_group,
+            "/errors/message": self.error_message,
+            "/errors/edit": self.edit_form,
+            "/errors/export": self.export,
+            "/life": self.life,
+            "/jobs": self.jobs,
+            "/live/jobs": self.live_jobs,
+            "/doctor": self.doctor,
+        }
+        self.actions: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+            "/waiting": self._action(self.change, "/waiting"),
+            "/waiting/all": self._action(self.change_all, "/waiting"),
+            "/errors/retry": self._action(self.retry, "/errors"),
+            "/errors/edit": self._action(self.edit, "/errors"),
+            "/errors/purge": self._action(self.purge, "/errors"),
+            "/jobs/stop": self._action(self.stop_job, "/jobs"),
+        }
+
+    async def close(self) -> None:
+        """Close the connections of the services."""
+        for service in self._services.values():
+            await service.close()
+
+    # Pages
+
+    async def now(self, request: Request) -> Response:
+        """Show what each endpoint does at this moment."""
+        return self._page(request, "now.html", "Now", "/", states=await self._now(), every=f"{EVERY:g}")
+
+    async def live_now(self, request: Request) -> Response:
+        """Send the same again and again."""
+
+        async def fragment() -> str:
+            return self._fragment(request, "now_list.html", states=await self._now())
+
+        return self._stream(fragment)
+
+    async def _read_now(self) -> Sequence[tuple[EndpointService, Any]]:
+        """Return the state of all endpoints, read at the same time."""
+        services = list(self._services.values())
+        found = await asyncio.gather(*(_attempt(one.now()) for one in services))
+        return list(zip(services, found, strict=True))
+
+    async def forecast(self, request: Request) -> Response:
+        """Show when messages are due, and what of it the drain rate cannot dispatch."""
+        service = self._service(request)
+        span = request.query_params.get("span", "all")
+        found = await _attempt(service.forecast(span if span in SPANS else "all"))
+        context: dict[str, Any] = {"spans": SPANS, "span": span, "found": found, "drawing": None}
+        if isinstance(found, Forecast):
+            context["drawing"] = _drawn_forecast(found)
+        return self._page(request, "forecast.html", "Forecast", "/forecast", endpoint=service, **context)
+
+    async def lateness(self, request: Request) -> Response:
+        """Show how late messages were dispatched, over time."""
+        service = self._service(request)
+        asked = request.query_params.get("span", "day")
+        span = asked if asked in PAST else "day"
+        destination = request.query_params.get("destination", "")[:LONGEST] or None
+        found = await _attempt(service.lateness(span, destination=destination))
+        context: dict[str, Any] = {"spans": PAST, "span": span, "destination": destination, "found": found}
+        context["drawing"] = _drawn_lateness(found) if isinstance(found, Lateness) else None
+        return self._page(request, "lateness.html", "Lateness", "/lateness", endpoint=service, **context)
+
+    async def waiting(self, request: Request) -> Response:
+        """Search waiting messages."""
+        service = self._service(request)
+        fields = _filters(request.query_params)
+        after, offset = request.query_params.get("after", "")[:100], _offset(request)
+        found = await _attempt(self._searched(service, fields, after, offset))
+        return self._page(
+            request,
+            "waiting.html",
+            "Waiting messages",
+            "/waiting",
+            endpoint=service,
+            found=found,
+            fields=fields,
+            after=after,
+            longest=LONGEST,
+        )
+
+    async def _searched(
+        self, service: EndpointService, fields: Mapping[str, str], after: str, offset: int
+    ) -> PendingPage | Unavailable:
+        start = parse_instant(after) if after else None
+        return await service.pending(self._query(fields), limit=ROWS, after=start, offset=offset)
+
+    async def waiting_message(self, request: Request) -> Response:
+        """Show a waiting message with headers and body."""
+        service, message_id = self._service(request), _id(request.query_params)
+        found = await _attempt(service.message(message_id, form=_form(request)))
+        return self._page(
+            request,
+            "waiting_message.html",
+            "Waiting message",
+            "/waiting",
+            endpoint=service,
+            found=found,
+            id=message_id,
+            forms=_form_links(request, "/waiting/message", service.name, message_id),
+        )
+
+    async def waiting_all(self, request: Request) -> Response:
+        """Show how many messages match before an action on all of them."""
+        service = self._service(request)
+        fields = _filters(request.query_params)
+        found = await _attempt(self._previewed(service, fields))
+        return self._page(
+            request, "waiting_all.html", "All that match", "/waiting", endpoint=service, found=found, fields=fields
+        )
+
+    async def _previewed(self, service: EndpointService, fields: Mapping[str, str]) -> Preview | Unavailable:
+        return await service.preview(self._query(fields))
+
+    async def errors(self, request: Request) -> Response:
+        """Show the error queue in groups."""
+        service = self._service(request)
+        found = await _attempt(service.error_groups())
+        return self._page(
+            request, "errors.html", "Errors", "/errors", endpoint=service, found=found, sparks=_sparks(found)
+        )
+
+    async def error_group(self, request: Request) -> Response:
+        """Show the messages of a group."""
+        service = self._service(request)
+        group, offset = request.query_params.get("group", "")[:LONGEST], _offset(request)
+        found = await _attempt(service.errors(group or None, limit=ROWS, offset=offset))
+        return self._page(
+            request, "error_group.html", "Errors", "/errors", endpoint=service, found=found, group=group, offset=offset
+        )
+
+    async def error_message(self, request: Request) -> Response:
+        """Show a failed message with headers, body, and a form to edit a copy."""
+        service, message_id = self._service(request), _id(request.query_params)
+        found = await _attempt(service.error(message_id, form=_form(request)))
+        return self._page(
+            request,
+            "error_message.html",
+            "Failed message",
+            "/errors",
+            endpoint=service,
+            found=found,
+            id=message_id,
+            forms=_form_links(request, "/errors/message", service.name, message_id),
+            **_failure(found),
+        )
+
+    async def edit_form(self, request: Request) -> Response:
+        """Show a failed message as a form."""
+        service, message_id = self._service(request), _id(request.query_params)
+        found = await _attempt(service.error(message_id, form="text"))
+        context: dict[str, Any] = {"obstacle": None, "to": "", "lines": ""}
+        if isinstance(found, MessageDetails):
+            headers = {one.name: one.value for one in found.headers}
+            context["to"] = headers.get(Headers.FAILED_QUEUE, "")
+            kept = {name: value for name, value in headers.items() if not name.startswith(FAILURE_HEADERS)}
+            context["lines"] = header_lines(kept)
+            if (
+                found.damaged
+                or found.body.cut
+                or found.body.kind not in ("text", "empty")
+                or any(one.cut for one in found.headers)
+            ):
+                context["obstacle"] = (
+                    "This message is too large for a form, or is not text: it can be retried as it is, or exported."
+                )
+        return self._page(
+            request,
+            "error_edit.html",
+            "Edit a copy",
+            "/errors",
+            endpoint=service,
+            found=found,
+            id=message_id,
+            **context,
+        )
+
+    async def life(self, request: Request) -> Response:
+        """Show what is known of one message."""
+        service, message_id = self._service(request), _id(request.query_params)
+        found = await _attempt(service.life(message_id)) if message_id else None
+        return self._page(
+            request,
+            "life.html",
+            "A message's life",
+            "/life",
+            endpoint=service,
+            found=found,
+            id=message_id,
+            longest=MAXIMUM_ID_LENGTH,
+        )
+
+    async def jobs(self, request: Request) -> Response:
+        """Show jobs and actions on many messages, with their progress."""
+        service = self._service(request)
+        found = await _attempt(service.jobs())
+        return self._page(
+            request, "jobs.html", "Jobs", "/jobs", endpoint=service, found=found, audit=service.audit()[:ROWS]
+        )
+
+    async def live_jobs(self, request: Request) -> Response:
+        """Send the same again and again."""
+        service = self._service(request)
+
+        async def fragment() -> str:
+            found = await _attempt(service.jobs())
+            return self._fragment(request, "jobs_list.html", found=found, endpoint=service.name)
+
+        return self._stream(fragment)
+
+    async def doctor(self, request: Request) -> Response:
+        """Show what `delayline doctor` checks, of every endpoint."""
+        services = list(self._services.values())
+        found = await asyncio.gather(*(_attempt(one.doctor()) for one in services))
+        return self._page(request, "doctor.html", "Doctor", "/doctor", checked=list(zip(services, found, strict=True)))
+
+    async def export(self, request: Request) -> Response:
+        """Send failed messages as a file of JSON lines."""
+        service = self._service(request)
+        group = request.query_params.get("group", "")[:LONGEST] or None
+
+        async def lines() -> AsyncIterator[str]:
+            async for document in service.export(group):
+                yield json.dumps(document) + "\n"
+
+        return StreamingResponse(
+            lines(),
+            media_type="application/x-ndjson",
+            headers={"Content-Disposition": 'attachment; filename="errors.jsonl"'},
+        )
+
+    # Actions
+
+    async def change(self, request: Request) -> Response:
+        """Cancel, reschedule or send now the waiting messages that are ticked."""
+        service, form, actor = self._service(request), request.state.form, request.state.actor.name
+        ids = _ids(form)
+        action, to, by = self._wanted(form)
+        if action is Action.CANCEL:
+            outcomes = await service.cancel(ids, actor=actor)
+        elif action is Action.SEND_NOW:
+            outcomes = await service.send_now(ids, actor=actor)
+        else:
+            outcomes = await service.reschedule(ids, to=to, by=by, actor=actor)
+        return self._outcome(request, outcomes, "/waiting", service)
+
+    async def change_all(self, request: Request) -> Response:
+        """Do the same with all that match, in the background."""
+        service, form = self._service(request), request.state.form
+        fields = _filters(form)
+        query = self._query(fields)
+        action, to, by = self._wanted(form)
+        rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
+        preview = await service.preview(query)
+        if isinstance(preview, Unavailable):
+            raise InvalidMessage(preview.reason)
+        if form.get("confirm", "").strip() != str(preview.number):
+            text = f"Not started: {preview.number:,} match now, and another number was typed."
+            return self._redirect(request, "/waiting/all", Notice("bad", text), endpoint=service.name, **fields)
+        actor = request.state.actor.name
+        job = await service.change_all(action, query, actor=actor, rate=rate, to=to, by=by)
+        return self._started(request, job, service)
+
+    async def retry(self, request: Request) -> Response:
+        """Retry the failed messages that are ticked, or a group or all of them in the background."""
+        service, form, actor = self._service(request), request.state.form, request.state.actor.name
+        to = form.get("to", "").strip() or None
+        if form.get("all"):
+            rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
+            job = await service.retry_all(form.get("group") or None, to=to, rate=rate, actor=actor)
+            return self._started(request, job, service)
+        return self._outcome(request, await service.retry(_ids(form), to=to, actor=actor), "/errors", service)
+
+    async def edit(self, request: Request) -> Response:
+        """Send an edited copy of a failed message, and remove the message."""
+        service, form, actor = self._service(request), request.state.form, request.state.actor.name
+        headers, body = headers_of(form.get("headers", "")), form.get("body", "").replace("\r\n", "\n")
+        to = form.get("to", "").strip() or None
+        outcome = await service.edit(form.get("id", ""), headers=headers, body=body.encode(), to=to, actor=actor)
+        return self._outcome(request, [outcome], "/errors", service)
+
+    async def purge(self, request: Request) -> Response:
+        """Drop failed messages for good: those that are ticked, or all."""
+        service, form, actor = self._service(request), request.state.form, request.state.actor.name
+        if form.get("confirm", "").strip() != "purge":
+            raise InvalidMessage("type the word purge to confirm")
+        outcomes = await service.purge(_ids(form) if form.get("chosen") else None, actor=actor)
+        if isinstance(outcomes, Unavailable):
+            raise InvalidMessage(outcomes.reason)
+        return self._outcome(request, outcomes, "/errors", service)
+
+    async def stop_job(self, request: Request) -> Response:
+        """Stop an action on many messages; what it has done stays done."""
+        service = self._service(request)
+        stopped = service.stop_action(request.state.form.get("job", ""), actor=request.state.actor.name)
+        notice = Notice("good", "Stopped.") if stopped else Notice("bad", "It does not run any more.")
+        return self._redirect(request, "/jobs", notice, endpoint=service.name)
+
+    # What they share
+
+    def _page(
+        self,
+        request: Request,
+        template: str,
+        title: str,
+        path: str,
+        *,
+        endpoint: EndpointService | None = None,
+        **context: object,
+    ) -> Response:
+        notice = self._notices.pop(request.query_params.get("notice", ""), None)
+        text = self._fragment(
+            request,
+            template,
+            title=title,
+            page=path,
+            pages=PAGES,
+            endpoint=endpoint.name if endpoint else None,
+            endpoints=list(self._services),
+            notice=notice,
+            **context,
+        )
+        return HTMLResponse(text)
+
+    def _fragment(self, request: Request, template: str, **context: object) -> str:
+        state = request.state
+        now = self._clock.now()
+        return render(request, template, actor=state.actor, may_act=state.may_act, now=now, late=now - STALE, **context)
+
+    def _stream(self, fragment: Callable[[], Awaitable[str]]) -> Response:
+        if self._streams >= MOST_STREAMS:
+            raise HTTPException(503, "too many browsers are updated at once")
+
+        async def counted() -> AsyncIterator[str]:
+            self._streams += 1
+            try:
+                async for text in updates(fragment, self._clock):
+                    yield text
+            finally:
+                self._streams -= 1
+
+        return StreamingResponse(counted(), media_type="text/event-stream")
+
+    def _service(self, request: Request) -> EndpointService:
+        name = request.state.form.get("endpoint") or request.query_params.get("endpoint")
+        if not name:
+            return next(iter(self._services.values()))
+        if name not in self._services:
+            raise HTTPException(404, "there is no such endpoint")
+        return self._services[name]
+
+    def _query(self, fields: Mapping[str, str]) -> PendingQuery:
+        now = self._clock.now()
+        return PendingQuery(
+            message_id=fields["id"] or None,
+            destination=fields["destination"] or None,
+            message_type=fields["type"] or None,
+            header=fields["header"] or None,
+            header_value=fields["value"] or None,
+            due_from=instant_of(fields["from"], now) if fields["from"] else None,
+            due_before=instant_of(fields["before"], now) if fields["before"] else None,
+        )
+
+    def _action(
+        self, act: Callable[[Request], Awaitable[Response]], path: str
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the action as one that shows on the page at `path` why it was not done."""
+
+        async def shown(request: Request) -> Response:
+            try:
+                return await act(request)
+            except (DelaylineError, TimeoutError) as error:
+                reason = str(error) or "the back end did not answer in time"
+                endpoint = request.state.form.get("endpoint")
+                return self._redirect(request, path, Notice("bad", f"Not done: {reason}"), endpoint=endpoint)
+
+        return shown
+
+    def _wanted(self, form: Mapping[str, str]) -> tuple[Action, datetime | None, timedelta | None]:
+        """Return the action of a form, with the due time or the delay that it needs."""
+        text = form.get("due", "")
+        match form.get("action"):
+            case "cancel":
+                return Action.CANCEL, None, None
+            case "send-now":
+                return Action.SEND_NOW, None, None
+            case "reschedule":
+                return Action.RESCHEDULE, instant_of(text, self._clock.now()), None
+            case "postpone":
+                return Action.RESCHEDULE, None, parse_delay(text)
+        raise InvalidMessage("no action was chosen")
+
+    def _outcome(
+        self, request: Request, outcomes: Sequence[ActionOutcome], path: str, service: EndpointService
+    ) -> Response:
+        done = sum(one.done for one in outcomes)
+        lines = [f"{one.id}: {one.text}".removeprefix(": ") for one in outcomes if not one.done or len(outcomes) == 1]
+        text = f"{done:,} of {len(outcomes):,} done." if len(outcomes) != 1 else "Done." if done else "Not done."
+        notice = Notice("good" if done == len(outcomes) else "bad", text, lines[:20])
+        return self._redirect(request, path, notice, endpoint=service.name)
+
+    def _started(self, request: Request, job: ActionJob | Unavailable, service: EndpointService) -> Response:
+        if isinstance(job, Unavailable):
+            raise InvalidMessage(job.reason)
+        notice = Notice("good", f"Started: {job.action.value}, {job.what}.")
+        return self._redirect(request, "/jobs", notice, endpoint=service.name)
+
+    def _redirect(self, request: Request, path: str, notice: Notice, **query: object) -> Response:
+        """Return the answer that leads to a page with the notice, which is shown once."""
+        key = secrets.token_urlsafe(12)
+        self._notices[key] = notice
+        while len(self._notices) > MOST_NOTICES:
+            self._notices.popitem(last=False)
+        return RedirectResponse(link_to(request, path, notice=key, **query), status_code=303)
+
+
+async def _attempt(work: Awaitable[T]) -> T | Unavailable:
+    """Return what the service returns, or why a back end did not give it: the rest of the page is shown."""
+    try:
+        return await work
+    except DelaylineError as error:
+        return Unavailable(str(error), temporary=isinstance(error, BackendUnavailable))
+    except TimeoutError:
+        return Unavailable("the back end did not answer in time", temporary=True)
+
+
+def _filters(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields of a search."""
+    return {name: given.get(name, "").strip()[:LONGEST] for name in FILTERS}
+
+
+def _form(request: Request) -> Form | None:
+    form = request.query_params.get("form")
+    return form if form in FORMS else None
+
+
+def _offset(request: Request) -> int:
+    text = request.query_params.get("offset", "0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+def _id(values: Mapping[str, str]) -> str:
+    return values.get("id", "").strip()[:MAXIMUM_ID_LENGTH]
+
+
+def _ids(form: ImmutableMultiDict[str, str]) -> list[str]:
+    """Return the ids that are ticked. Raises InvalidMessage if none is."""
+    ids = list(dict.fromkeys(one for one in form.getlist("id") if one))
+    if not ids:
+        raise InvalidMessage("no message is ticked")
+    return ids
+
+
+def _form_links(request: Request, path: str, endpoint: str, message_id: str) -> list[tuple[str, str, str]]:
+    names = {"json": "JSON", "text": "Text", "hex": "Hexadecimal"}
+    return [
+        (form, name, link_to(request, path, endpoint=endpoint, id=message_id, form=form))
+        for form, name in names.items()
+    ]
+
+
+def _drawn_forecast(found: Forecast) -> dict[str, Any]:
+    """Return the drawings of a forecast, with its columns as a table."""
+    named = list(found.destinations[: charts.MOST_SERIES])
+    series = [*named, "others"]
+    columns = [_column(one, named, found.at) for one in found.bars]
+    if not any(column.counts[-1] for column in columns):
+        series.pop()
+        columns = [replace(column, counts=column.counts[:-1]) for column in columns]
+    total = sum(one.total for one in columns)
+    exact, more = all(one.exact for one in columns), any(one.at_least for one in columns)
+    return {
+        "wide": Markup(charts.forecast(columns, series, width=WIDE, name="wide")),  # noqa: S704 - escaped there
+        "narrow": Markup(charts.forecast(columns, series, width=NARROW, height=260, name="narrow")),  # noqa: S704
+        "columns": columns,
+        "series": series,
+        "cold": any(one.cold for one in columns),
+        "total": number(total, about=not exact, at_least=more),
+        "above": sum(one.exceeds for one in columns),
+    }
+
+
+def _column(bar: ForecastBar, named: Sequence[str], now: datetime) -> charts.Column:
+    label = "overdue" if bar.start is None else "later" if bar.end is None else charts.short(bar.end - now)
+    if bar.start is None:
+        title = "overdue"
+    elif bar.end is None:
+        title = f"later than {charts.short(bar.start - now)}"
+    else:
+        title = f"in {charts.short(bar.start - now)} to {charts.short(bar.end - now)}"
+    counts = [bar.destinations.get(name, 0) for name in named]
+    known = sum(counts)
+    if known > bar.hot and known:  # the numbers by destination may cover both tiers
+        counts = [round(one * bar.hot / known) for one in counts]
+        known = sum(counts)
+    return charts.Column(
+        label,
+        title,
+        [*counts, max(0, bar.hot - known)],
+        cold=bar.cold,
+        capacity=bar.capacity,
+        exact=bar.exact,
+        at_least=bar.at_least,
+    )
+
+
+def _failure(found: MessageDetails | Unavailable | None) -> dict[str, Any]:
+    """Return what the headers of a failed message say about the failure."""
+    headers = {one.name: one.value for one in found.headers} if isinstance(found, MessageDetails) else {}
+    names = (
+        ("Failed in", Headers.FAILED_QUEUE),
+        ("When", Headers.TIME_OF_FAILURE),
+        ("Exception", Headers.EXCEPTION_TYPE),
+        ("Why", Headers.EXCEPTION_MESSAGE),
+        ("Message type", Headers.ENCLOSED_MESSAGE_TYPES),
+    )
+    failure = [(label, headers.get(name, "")) for label, name in names]
+    return {"failure": failure, "trace": headers.get(Headers.EXCEPTION_STACK_TRACE)}
+
+
+def _sparks(found: ErrorGroups | Unavailable) -> dict[str, Markup]:
+    """Return the trend of each group, by its key."""
+    if isinstance(found, Unavailable):
+        return {}
+    drawn = {}
+    for group in found.groups:
+        values = [group.by_day.get(day, 0) for day in found.days]
+        title = ", ".join(f"{day}: {value}" for day, value in zip(found.days, values, strict=True) if value)
+        drawn[group.key] = Markup(charts.sparkline(values, title or "no failure in these days"))  # noqa: S704
+    return drawn
+
+
+def _drawn_lateness(found: Lateness) -> dict[str, Any]:
+    """Return the drawings of a heat map, with the sums of its rows as a table."""
+    form = "%H:%M" if found.step * len(found.counts) <= timedelta(days=1) else "%d %b %H:%M"
+    times = [f"{found.start + found.step * place:{form}}" for place in range(len(found.counts))]
+    data = charts.HeatMap(times, found.bounds, found.counts, found.p50, found.p99)
+    sums = [sum(column[place] for column in found.counts) for place in range(len(found.bounds) + 1)]
+    return {
+        "wide": Markup(charts.heat_map(data, width=WIDE)),  # noqa: S704 - escaped there
+        "narrow": Markup(charts.heat_map(data, width=NARROW, height=280)),  # noqa: S704
+        "rows": [(label, count) for label, count in zip(data.labels, sums, strict=True) if count],
+        "total": sum(sums),
+    }

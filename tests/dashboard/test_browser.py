@@ -1,0 +1,184 @@
+"""What people do on each page, in a real browser: on SQLite all of it, elsewhere what may differ."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.conftest import not_installed
+from tests.dashboard.browser import DRIVER, Browser, serving
+from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from delayline.config import Settings
+
+PAGES = ("/", "/forecast", "/lateness", "/waiting", "/errors", "/life", "/jobs", "/doctor")
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests: it takes seconds to start."""
+    if not DRIVER.exists():
+        not_installed("chromium", "apt-get install chromium chromium-driver")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """An endpoint on SQLite; each test changes messages of its own."""
+    return asyncio.run(fill(f"sqlite:///{tmp_path_factory.mktemp('shop') / 'shop.db'}"))
+
+
+@pytest.fixture(scope="module")
+def served(shop: Settings) -> Iterator[str]:
+    with serving([shop]) as url:
+        yield url
+
+
+@pytest.fixture
+def browser(chromium: Browser, served: str) -> Iterator[Browser]:
+    """The browser at the dashboard; whatever a test does, no page runs a stranger's script."""
+    chromium.url = served
+    chromium.complaints()
+    yield chromium
+    assert chromium.complaints() == []
+    assert "owned" not in chromium.driver.title
+
+
+def test_now_shows_what_is_due_and_is_updated_by_itself(browser: Browser) -> None:
+    browser.open("/")
+    assert browser.shows("sales")
+    assert browser.shows("due in the next minute")
+    before = browser.find("[hx-sse\\:connect]").get_attribute("innerHTML")
+    browser.until(lambda: browser.find("[hx-sse\\:connect]").get_attribute("innerHTML") != before)
+    browser.press("Pause")
+    assert browser.find("#live-state").text == "paused"
+    browser.picture("now")
+
+
+def test_the_forecast_shows_when_messages_are_due_and_zooms(browser: Browser) -> None:
+    browser.open("/forecast")
+    assert len(browser.all(".only-wide .column")) > 10
+    assert browser.shows("billing")
+    browser.picture("forecast")
+    browser.follow("next hour")
+    assert "span=hour" in browser.driver.current_url
+    assert browser.all(".only-wide .s0")
+
+
+def test_the_heat_map_shows_how_late_messages_were_and_zooms(browser: Browser) -> None:
+    browser.open("/lateness")
+    browser.picture("lateness")
+    browser.choose("select[name=span]", "last week")
+    browser.until(lambda: "span=week" in browser.driver.current_url)
+    assert browser.all(".only-wide .h8")
+
+
+def test_a_waiting_message_is_found_read_and_postponed(browser: Browser) -> None:
+    browser.open("/waiting")
+    browser.picture("waiting")
+    browser.fill("input[name=id]", "order-007-reminder")
+    browser.press("Search")
+    browser.follow("order-007-reminder")
+    assert browser.shows('"order": 7')
+    assert browser.shows("NServiceBus.EnclosedMessageTypes")
+    browser.picture("waiting-message")
+    browser.follow("Hexadecimal")
+    assert browser.shows("00000000  7b 22")
+    browser.fill("input[name=due]", "10d")
+    browser.press("Reschedule to")
+    assert browser.shows("Done")
+    browser.open("/waiting/message?id=order-007-reminder")
+    assert browser.shows("in 9 d 23 h")
+
+
+def test_all_that_match_are_cancelled_after_their_number_is_typed(browser: Browser) -> None:
+    browser.open("/waiting?destination=email")
+    browser.follow("Act on all that match…")
+    number = browser.find("form strong").text
+    browser.fill("input[name=confirm]", "1")
+    browser.press("Start")
+    assert browser.shows("another number was typed")
+    browser.fill("input[name=confirm]", number)
+    browser.press("Start")
+    browser.until(lambda: "✓\ndone" in browser.loaded("/jobs"))
+    browser.open("/waiting?destination=email")
+    assert browser.shows("No waiting message matches")
+
+
+def test_failed_messages_are_retried_one_and_as_a_group(browser: Browser) -> None:
+    browser.open("/errors")
+    browser.picture("errors")
+    browser.follow("builtins.TimeoutError")
+    browser.follow("failed-003")
+    browser.press("Retry")
+    assert browser.shows("Done")
+    browser.follow("builtins.TimeoutError")
+    assert "failed-003" not in browser.text
+    browser.press("Retry all")
+    browser.until(lambda: "✓\ndone" in browser.loaded("/jobs"))
+    browser.picture("jobs")
+    browser.open("/errors")
+    assert "builtins.TimeoutError" not in browser.text
+
+
+def test_a_copy_of_a_failed_message_is_edited_and_sent(browser: Browser) -> None:
+    browser.open("/errors/message?id=failed-001")
+    browser.follow("Edit a copy and send it")
+    browser.picture("edit")
+    browser.fill("textarea[name=body]", '{"order": 18}')
+    browser.press("Send the copy and remove the failed message")
+    assert browser.shows("Done")
+    browser.open("/errors/message?id=failed-001")
+    assert browser.shows("No failed message has the id")
+
+
+def test_the_life_of_a_message_is_in_the_journal(browser: Browser) -> None:
+    browser.open("/life")
+    browser.fill("input[name=id]", "order-009-reminder")
+    browser.press("Show")
+    assert browser.shows("scheduled")
+    browser.picture("life")
+
+
+def test_jobs_and_doctor_show_their_state(browser: Browser) -> None:
+    browser.open("/jobs")
+    assert browser.shows("Dispatchers")
+    browser.open("/doctor")
+    assert browser.shows("connection")
+    assert browser.shows("guarantee")
+    browser.picture("doctor")
+
+
+def test_scripts_in_every_field_of_a_message_do_not_run(browser: Browser) -> None:
+    browser.open("/waiting")
+    browser.follow(HOSTILE_ID)
+    assert browser.shows("<script>")
+    browser.follow("Text")
+    browser.follow("Its life")
+    browser.open("/errors")
+    browser.follow(HOSTILE)
+    browser.follow(HOSTILE_ID)
+    assert browser.shows("<script>")
+    for field in ("id", "destination", "header", "value", "type", "from", "before"):
+        browser.open(f"/waiting?{field}=%22%3E%3Cscript%3Edocument.title=%27owned%27%3C/script%3E")
+        assert "owned" not in browser.driver.title
+
+
+def test_pages_are_used_with_the_keyboard_on_a_narrow_screen_without_scrolling_sideways(browser: Browser) -> None:
+    browser.emulate("dark", 360, 780)
+    try:
+        for path in PAGES:
+            browser.open(path)
+            width = browser.driver.execute_script("return document.documentElement.scrollWidth")
+            assert width <= 360, path
+        browser.driver.switch_to.active_element.send_keys("\ue004\ue007")
+        assert browser.driver.execute_script("return location.hash") == "#content"
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.emulate("light")

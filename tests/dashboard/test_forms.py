@@ -1,0 +1,108 @@
+"""What people write into forms, and values that many browsers ask for at once."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from delayline.dashboard.forms import header_lines, headers_of, instant_of, whole
+from delayline.dashboard.live import Shared, event
+from delayline.errors import InvalidDueTime, InvalidMessage
+from delayline.testing import ManualClock
+
+NOW = datetime(2026, 5, 1, 9, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("text", "instant"),
+    [
+        ("2h", NOW + timedelta(hours=2)),
+        (" in 2h ", NOW + timedelta(hours=2)),
+        ("1h30m", NOW + timedelta(minutes=90)),
+        ("2026-05-01T12:00+02:00", NOW + timedelta(hours=1)),
+    ],
+)
+def test_a_time_is_a_delay_or_an_instant(text: str, instant: datetime) -> None:
+    assert instant_of(text, NOW) == instant
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no time is given"),
+        ("soon", "is not understood"),
+        ("2026-05-01T12:00", "has no time zone"),
+        ("9000000d", "beyond year 9999"),
+        ("9" * 101, "characters"),
+    ],
+)
+def test_another_text_is_refused_with_how_to_write_it(text: str, reason: str) -> None:
+    with pytest.raises(InvalidDueTime, match=reason):
+        instant_of(text, NOW)
+
+
+def test_headers_keep_their_values_as_lines_of_a_form() -> None:
+    headers = {"a": "1", "trace": "one\ntwo\r\n\\n three", "empty": "", "colon": "a: b", "path": "C:\\new\\"}
+    assert headers_of(header_lines(headers).replace("\n", "\r\n")) == headers
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [("a: 1\nnothing", "line 2"), (": 1", "line 1"), ("a: 1\na: 2", "line 2 of the headers repeats")],
+)
+def test_damaged_headers_are_refused_with_their_line(lines: str, reason: str) -> None:
+    with pytest.raises(InvalidMessage, match=reason):
+        headers_of(lines)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "101", "9" * 5000, "\u0661"])
+def test_a_number_out_of_its_range_is_refused(text: str) -> None:
+    with pytest.raises(InvalidMessage, match="the rate must be a number from 1 to 100"):
+        whole(text, "the rate", 100)
+
+
+async def test_a_value_is_read_once_for_all_that_ask_until_it_is_old() -> None:
+    # Given a value that many ask for at once
+    clock, reads = ManualClock(), []
+    go_on = asyncio.Event()
+
+    async def read() -> int:
+        reads.append(1)
+        await go_on.wait()
+        return len(reads)
+
+    shared = Shared(read, 1.0, clock)
+    asking = [asyncio.create_task(shared()) for _ in range(5)]
+    await asyncio.sleep(0)
+    # When one of them leaves
+    asking[0].cancel()
+    go_on.set()
+    # Then the others have the value of one reading
+    assert await asyncio.gather(*asking[1:]) == [1, 1, 1, 1]
+    assert await shared() == 1
+    # And it is read again when it is old
+    await clock.advance(timedelta(seconds=1))
+    assert await shared() == 2
+
+
+async def test_a_failed_reading_is_not_kept_longer_than_a_value() -> None:
+    clock = ManualClock()
+    answers = iter([None, 7])
+
+    async def read() -> int:
+        answer = next(answers)
+        if answer is None:
+            raise ValueError("away")
+        return answer
+
+    shared = Shared(read, 1.0, clock)
+    with pytest.raises(ValueError, match="away"):
+        await shared()
+    await clock.advance(timedelta(seconds=2))
+    assert await shared() == 7
+
+
+def test_an_event_of_several_lines_stays_one_event() -> None:
+    assert event("<p>a\n\nb</p>\n") == "data: <p>a\ndata: \ndata: b</p>\n\n"
