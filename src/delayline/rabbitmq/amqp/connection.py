@@ -7,7 +7,7 @@ import contextlib
 import logging
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from pamqp import commands, frame, header, heartbeat
 from pamqp.exceptions import PAMQPException
@@ -237,9 +237,8 @@ class AmqpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the socket."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101
-        self._transport = transport
-        transport.set_write_buffer_limits(WRITE_BUFFER)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by its methods, not by its class
+        self._transport.set_write_buffer_limits(WRITE_BUFFER)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whatever waits."""
