@@ -10,10 +10,10 @@ from tests.conftest import not_installed
 from tests.dashboard.browser import DRIVER, Browser, serving
 from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill
 
+from delayline.config import Settings
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from delayline.config import Settings
 
 PAGES = ("/", "/forecast", "/lateness", "/waiting", "/errors", "/life", "/jobs", "/doctor")
 
@@ -38,6 +38,17 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def served(shop: Settings) -> Iterator[str]:
     with serving([shop]) as url:
         yield url
+
+
+@pytest.fixture
+def elsewhere(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Browser]:
+    """The browser at the dashboard of an endpoint on a server: the test's parameter is the fixture of its URL."""
+    settings = asyncio.run(fill(request.getfixturevalue(request.param)))
+    with serving([settings]) as url:
+        chromium.url = url
+        chromium.complaints()
+        yield chromium
+        assert chromium.complaints() == []
 
 
 @pytest.fixture
@@ -182,3 +193,59 @@ def test_pages_are_used_with_the_keyboard_on_a_narrow_screen_without_scrolling_s
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         browser.emulate("light")
+
+
+def edits_and_retries(browser: Browser) -> None:
+    """Edit a copy of a failed message, retry another one and a group."""
+    browser.open("/errors/edit?id=failed-001")
+    browser.fill("textarea[name=body]", '{"order": 18}')
+    browser.press("Send the copy and remove the failed message")
+    assert browser.shows("Done")
+    assert "No failed message has the id" in browser.loaded("/errors/message?id=failed-001")
+    browser.open("/errors")
+    browser.follow("builtins.TimeoutError")
+    browser.follow("failed-003")
+    browser.press("Retry")
+    assert browser.shows("Done")
+    browser.follow("builtins.TimeoutError")
+    browser.press("Retry all")
+    browser.until(lambda: "✓\ndone" in browser.loaded("/jobs"))
+    assert "builtins.TimeoutError" not in browser.loaded("/errors")
+
+
+@pytest.mark.parametrize("elsewhere", ["postgresql_url", "azure_url"], indirect=True)
+def test_a_store_on_a_server_is_searched_and_changed(elsewhere: Browser) -> None:
+    browser = elsewhere
+    assert "in the next hour" in browser.loaded("/")
+    browser.open("/forecast")
+    assert browser.all(".only-wide .s0")
+    browser.open("/waiting?destination=email")
+    browser.follow("order-003-reminder")
+    browser.fill("input[name=due]", "10d")
+    browser.press("Reschedule to")
+    assert browser.shows("Done")
+    assert "in 9 d 23 h" in browser.loaded("/waiting/message?id=order-003-reminder")
+    browser.press("Cancel")
+    assert browser.shows("Done")
+    assert "No waiting message has the id" in browser.loaded("/waiting/message?id=order-003-reminder")
+    edits_and_retries(browser)
+
+
+@pytest.mark.parametrize("elsewhere", ["rabbitmq_url"], indirect=True)
+def test_delay_levels_are_counted_and_pages_say_what_they_cannot_do(elsewhere: Browser) -> None:
+    browser = elsewhere
+    assert "Delay levels" in browser.loaded("/")
+    browser.picture("now-levels")
+    for path in ("/forecast", "/waiting"):
+        assert "delay levels" in browser.loaded(path)
+    edits_and_retries(browser)
+
+
+def test_a_server_that_is_away_shows_in_its_parts_of_the_pages(chromium: Browser) -> None:
+    away = Settings(endpoint="sales", url="postgresql://127.0.0.1:1/nothing?server_timeout=1")
+    with serving([away]) as url:
+        chromium.url = url
+        for path in PAGES:
+            text = chromium.loaded(path)
+            assert chromium.all(".nav a"), path
+            assert path == "/life" or "127.0.0.1" in text or "answer" in text, text
