@@ -122,31 +122,15 @@ def test_all_that_match_are_cancelled_after_their_number_is_typed(browser: Brows
     assert browser.shows("No waiting message matches")
 
 
-def test_failed_messages_are_retried_one_and_as_a_group(browser: Browser) -> None:
+def test_failed_messages_are_edited_and_retried_one_and_as_a_group(browser: Browser) -> None:
     browser.open("/errors")
     browser.picture("errors")
-    browser.follow("builtins.TimeoutError")
-    browser.follow("failed-003")
-    browser.press("Retry")
-    assert browser.shows("Done")
-    browser.follow("builtins.TimeoutError")
-    assert "failed-003" not in browser.text
-    browser.press("Retry all")
-    browser.until(lambda: "✓\ndone" in browser.loaded("/jobs"))
+    browser.follow("shop.PaymentRefused")
+    browser.follow("failed-001")
+    assert browser.shows("card expired")
+    edits_and_retries(browser)
+    browser.open("/jobs")
     browser.picture("jobs")
-    browser.open("/errors")
-    assert "builtins.TimeoutError" not in browser.text
-
-
-def test_a_copy_of_a_failed_message_is_edited_and_sent(browser: Browser) -> None:
-    browser.open("/errors/message?id=failed-001")
-    browser.follow("Edit a copy and send it")
-    browser.picture("edit")
-    browser.fill("textarea[name=body]", '{"order": 18}')
-    browser.press("Send the copy and remove the failed message")
-    assert browser.shows("Done")
-    browser.open("/errors/message?id=failed-001")
-    assert browser.shows("No failed message has the id")
 
 
 def test_the_life_of_a_message_is_in_the_journal(browser: Browser) -> None:
@@ -198,6 +182,7 @@ def test_pages_are_used_with_the_keyboard_on_a_narrow_screen_without_scrolling_s
 def edits_and_retries(browser: Browser) -> None:
     """Edit a copy of a failed message, retry another one and a group."""
     browser.open("/errors/edit?id=failed-001")
+    browser.picture("edit")
     browser.fill("textarea[name=body]", '{"order": 18}')
     browser.press("Send the copy and remove the failed message")
     assert browser.shows("Done")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import getpass
 import ipaddress
 import os
@@ -20,7 +19,7 @@ import click
 from delayline.cli.options import PLACES, examples, json_option, settings_options
 from delayline.cli.run import load_endpoint
 from delayline.config import load_settings
-from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
+from delayline.errors import ConfigurationError, MissingExtra
 from delayline.opening import refuse_memory
 
 if TYPE_CHECKING:
@@ -62,15 +61,6 @@ class Address:
         return f"{self.url_host}:{self.port}"
 
 
-def address_given(ctx: click.Context, param: click.Parameter, value: str) -> Address:
-    """Return the address of an option, or fail with how to write it."""
-    host, colon, port = value.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 <= int(port[:6]) <= 65_535:
-        raise click.BadParameter(f"{value!r} is no HOST:PORT, as in 127.0.0.1:8080 or [::1]:8080", ctx, param)
-    return Address(host, int(port))
-
-
 @click.command(
     epilog=examples(
         "delayline dashboard --endpoint sales",
@@ -80,9 +70,7 @@ def address_given(ctx: click.Context, param: click.Parameter, value: str) -> Add
     )
 )
 @click.argument("targets", nargs=-1, metavar="[FILE.toml|MODULE:ENDPOINT]...")
-@click.option(
-    "--listen", callback=address_given, default="127.0.0.1:8080", show_default=True, metavar="HOST:PORT", help="Where."
-)
+@click.option("--listen", default="127.0.0.1:8080", show_default=True, metavar="HOST:PORT", help="Where to listen.")
 @click.option("--allow-actions", is_flag=True, help="Let messages be changed; without it the dashboard only shows.")
 @click.option(
     "--allowed-host",
@@ -106,7 +94,7 @@ def dashboard(
     settings: Settings,
     screen: Screen,
     targets: tuple[str, ...],
-    listen: Address,
+    listen: str,
     allow_actions: bool,
     allowed_hosts: tuple[str, ...],
     token_file: str | None,
@@ -117,20 +105,23 @@ def dashboard(
     It shows the endpoint of the settings, or those of the settings files and Endpoint objects given. It listens on this
     machine only; for others it needs a token or users, which travel as they are: put a proxy with TLS in front.
     """
+    from delayline.telemetry.http_server import parse_address
+
     if not targets:
         refuse_memory(settings)
+    address = Address(*parse_address(listen))
     endpoints = [_endpoint_at(target) for target in targets] or [settings]
     token = _secret(TOKEN, token_file)
     users = _users(_secret(USERS, users_file))
-    if not listen.is_loopback and token is None and not users:
+    if not address.is_loopback and token is None and not users:
         raise ConfigurationError(
-            f"{listen} can be reached from other machines, and no token or user is set. "
-            f"Set {TOKEN} or {USERS}, or listen on 127.0.0.1:{listen.port}"
+            f"{address} can be reached from other machines, and no token or user is set. "
+            f"Set {TOKEN} or {USERS}, or listen on 127.0.0.1:{address.port}"
         )
     application = _application(
-        endpoints, allow_actions=allow_actions, hosts=[listen.url_host, *allowed_hosts], token=token, users=users
+        endpoints, allow_actions=allow_actions, hosts=[address.url_host, *allowed_hosts], token=token, users=users
     )
-    asyncio.run(_serve(application, listen, screen, allow_actions=allow_actions))
+    asyncio.run(_serve(application, address, screen, allow_actions=allow_actions))
 
 
 def _endpoint_at(target: str) -> Settings | Endpoint:
@@ -236,16 +227,11 @@ def _ended_by_signal(server: uvicorn.Server) -> Iterator[None]:
 
 
 def _listening(address: Address) -> socket.socket:
-    """Return a socket that listens. Raises BackendUnusable with what to do."""
+    """Return a socket that listens. Raises ConfigurationError with what to do."""
+    from delayline.telemetry.http_server import refusal
+
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=128)
     except OSError as error:
-        remedy = {
-            errno.EADDRINUSE: "another process listens there: choose another port, as in "
-            f"--listen {address.url_host}:{min(address.port + 1, 65_535)}",
-            errno.EACCES: "ports below 1024 need more rights: choose one above, as in "
-            f"--listen {address.url_host}:8080",
-            errno.EADDRNOTAVAIL: "this machine has no such address: use one of its own, 127.0.0.1 or 0.0.0.0",
-        }.get(error.errno or 0, f"{error.strerror or error}: check --listen")
-        raise BackendUnusable(f"cannot listen on {address}: {remedy}") from error
+        raise ConfigurationError(refusal(str(address), error)) from error

@@ -58,7 +58,7 @@ class HttpServer:
         try:
             self._server = _Server(host, port, dict(paths))
         except OSError as error:
-            raise ConfigurationError(_refusal(address, error)) from error
+            raise ConfigurationError(refusal(address, error)) from error
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.2},
@@ -111,7 +111,8 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, port
 
 
-def _refusal(address: str, error: OSError) -> str:
+def refusal(address: str, error: OSError) -> str:
+    """Return why no server can listen there, and what to do."""
     if error.errno == errno.EADDRINUSE:
         return f"{address} is in use by another process: choose another port"
     if error.errno in (errno.EACCES, errno.EPERM):
