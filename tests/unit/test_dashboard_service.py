@@ -121,7 +121,7 @@ async def test_a_forecast_has_bars_and_destinations(endpoint: Endpoint, service:
     only = await service.forecast("day", destination="nowhere")
     assert not isinstance(only, Unavailable)
     assert sum(bar.count for bar in only.bars) == 0
-    with pytest.raises(ConfigurationError, match="use one of hour, day"):
+    with pytest.raises(ConfigurationError, match="use one of all, hour, day"):
         await service.forecast("century")
 
 

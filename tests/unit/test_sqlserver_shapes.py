@@ -263,8 +263,9 @@ def test_the_upgraded_tables_match_the_current_ones() -> None:
     dialect = server()
     schema = dialect.schema_of(None)
     made = (Path(__file__).parents[1] / "integration" / "schema_2" / "sqlserver.sql").read_text(encoding="utf-8")
+    came_since = {"history"}  # setup creates their tables
     for group in registered_groups():
-        for table in group.tables(dialect, schema):
+        for table in group.tables(dialect, schema) if group.feature not in came_since else ():
             columns = [column for column in table.columns if table.name != "delayline_queues" or column.name == "name"]
             if len(columns) < len(table.columns):  # they have come since, and are added by an upgrade
                 table = Table(table.name, MetaData(schema=schema), *(column._copy() for column in columns))
