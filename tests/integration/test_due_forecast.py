@@ -9,6 +9,7 @@ import pytest
 
 from delayline import DelayedMessage, Message, TransactionMode
 from delayline.sql import SqlDelayedMessageStore
+from delayline.sql.due_forecast import level
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,3 +87,17 @@ async def test_messages_that_left_are_not_estimated(store: SqlDelayedMessageStor
     # Then about half is left
     assert [found.buckets[0].count, found.buckets[2].count] == [0, 0]
     assert found.buckets[1].count == pytest.approx(NUMBER / 2, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("counts", "budget", "expected"),
+    [
+        ([3, 4], 100, 100),
+        ([3, 1000], 100, 97),
+        ([1000, 1000], 100, 50),
+        ([0, 0, 500, 10, 500], 100, 45),
+        ([9] * 50, 10, 1),
+    ],
+)
+def test_small_buckets_leave_their_share_to_large_ones(counts: list[int], budget: int, expected: int) -> None:
+    assert level(counts, budget) == expected

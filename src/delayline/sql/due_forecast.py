@@ -7,10 +7,11 @@ and its division by destination comes from the first messages of the bucket.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import and_, bindparam, func, literal_column, select, union_all
+from sqlalchemy import Integer, and_, bindparam, func, literal_column, select, union_all
 
 from delayline.delayed.store import DueBucket, DueForecast, spans_of
 from delayline.sql.prepared import Prepared
@@ -20,18 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
+    import sqlalchemy
     from sqlalchemy import ColumnElement, CompoundSelect, Connection, Select, Table
 
-    from delayline.sql.dialect import Dialect
     from delayline.sql.statements import StoreStatements
 
 #: Entries of the index that all buckets of a forecast may read together.
 COUNTED: Final = 60_000
 #: The most that one bucket may read.
 COUNTED_EACH: Final = 20_000
-#: Rows that all buckets may read together to be divided by destination, and the most of one bucket.
-SAMPLED: Final = 6_000
-SAMPLED_EACH: Final = 1_000
+#: Rows that all buckets may read together to be divided by destination.
+SAMPLED: Final = 2_000
 
 
 def forecast(
@@ -42,7 +42,7 @@ def forecast(
     values = [dialect.to_due(edge) for edge in edges]
     number = len(values) + 1
     most = min(COUNTED_EACH, COUNTED // number)
-    first = _counted(connection, table, dialect, values, most + 1)
+    first = _counted(connection, statements, values, most + 1)
     counts = [first[position].get((), 0) for position in range(number)]
     exact = [count <= most for count in counts]
     if not all(exact):
@@ -53,9 +53,8 @@ def forecast(
         ]
     shares: list[Mapping[str, int]] = [{} for _ in counts]
     if by_destination:
-        most = min(SAMPLED_EACH, SAMPLED // number)
-        destination = dialect.exact(table.c.destination).label("destination")
-        sampled = _counted(connection, table, dialect, values, most, destination)
+        most = level(counts, SAMPLED)
+        sampled = _counted(connection, statements, values, most, by_destination=True)
         exact = [known and count <= most for known, count in zip(exact, counts, strict=True)]
         shares = [divided(count, sampled[position]) for position, count in enumerate(counts)]
     earliest = statements.next_due.one(connection)
@@ -79,6 +78,17 @@ def divided(count: int, sample: Mapping[tuple[str], int]) -> Mapping[str, int]:
     return {name: number for name, number in parts.items() if number}
 
 
+def level(counts: Sequence[int], budget: int) -> int:
+    """Return the greatest limit for which the counts, each up to the limit, are at most `budget` in sum; 1 or more."""
+    left = budget
+    for position, count in enumerate(sorted(counts)):
+        share = left // (len(counts) - position)
+        if count > share:
+            return max(1, share)
+        left -= count
+    return max(1, budget)
+
+
 def in_buckets(due: ColumnElement[Any], edges: Sequence[ColumnElement[Any]]) -> list[ColumnElement[bool]]:
     """Return the condition of each bucket between the edges."""
     between = [and_(due >= start, due < end) for start, end in pairwise(edges)]
@@ -90,33 +100,45 @@ def edge_parameters(table: Table, number: int) -> list[Any]:
     return [bindparam(f"edge{position}", type_=table.c.due.type) for position in range(number)]
 
 
-def selected_by_bucket(table: Table, edges: int) -> CompoundSelect[Any]:
-    """Return the rows of every bucket, as a query for plans: it is explained, and never run."""
-    conditions = in_buckets(table.c.due, edge_parameters(table, edges))
-    return union_all(*(select(literal_column("1")).select_from(table).where(one) for one in conditions))
+@lru_cache(maxsize=64)
+def explanation(table: Table, dialect: sqlalchemy.Dialect, edges: int, words: str) -> Prepared:
+    """Return the query for the plan of reading every bucket, given the edges; `words` begin it, as in `EXPLAIN `."""
+    parameters = edge_parameters(table, edges)
+    conditions = in_buckets(table.c.due, parameters)
+    query: CompoundSelect[Any] = union_all(
+        *(select(literal_column("1")).select_from(table).where(one) for one in conditions)
+    )
+    return Prepared(query, dialect, [edge.key for edge in parameters], prefix=words)
 
 
 def _counted(
     connection: Connection,
-    table: Table,
-    dialect: Dialect,
+    statements: StoreStatements,
     values: Sequence[Any],
     most: int,
-    *columns: ColumnElement[Any],
+    *,
+    by_destination: bool = False,
 ) -> dict[int, dict[tuple[Any, ...], int]]:
-    """Return for each bucket how many of its first `most` messages have each combination of the columns' values."""
-    edges = edge_parameters(table, len(values))
+    """Return for each bucket how many messages it has among its first `most`, by destination where asked for."""
+    query = _count(statements, len(values), by_destination=by_destination)
+    found: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
+    for position, number, *destination in query.rows(connection, *values, most):
+        found[int(position)][tuple(destination)] = int(number)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _count(statements: StoreStatements, edges: int, *, by_destination: bool) -> Prepared:
+    """Return the query for the first messages of each bucket; to compile it takes longer than to run it."""
+    table, dialect = statements.table, statements.dialect
+    columns = [dialect.exact(table.c.destination).label("destination")] if by_destination else []
+    parameters = edge_parameters(table, edges)
 
     def first(position: int, condition: ColumnElement[bool]) -> Select[Any]:
         query = select(table.c.due, *columns).where(condition).order_by(*in_order(table))
-        rows = query.limit(literal_column(str(most))).subquery()
+        rows = query.limit(bindparam("most", type_=Integer())).subquery()
         grouped = list(rows.c)[1:]
         return select(literal_column(str(position)), func.count(), *grouped).select_from(rows).group_by(*grouped)
 
-    query = union_all(*(first(position, one) for position, one in enumerate(in_buckets(table.c.due, edges))))
-    found: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
-    for position, number, *values_of in Prepared(query, dialect.sql, [edge.key for edge in edges]).rows(
-        connection, *values
-    ):
-        found[int(position)][tuple(values_of)] = int(number)
-    return found
+    query = union_all(*(first(position, one) for position, one in enumerate(in_buckets(table.c.due, parameters))))
+    return Prepared(query, dialect.sql, [*(edge.key for edge in parameters), "most"])

@@ -30,7 +30,7 @@ from delayline.sql.dialect import TableIdentity, TimeoutShape
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.server import LockedForwarding, ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
-from delayline.sql.due_forecast import edge_parameters, selected_by_bucket
+from delayline.sql.due_forecast import explanation
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import TO_PUT, must_fit
@@ -392,8 +392,7 @@ class Mariadb(ServerDialect):
 
     def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
         """Return the optimizer's estimates, from some pages of the index of due times."""
-        names = [edge.key for edge in edge_parameters(table, len(edges))]
-        explain = Prepared(selected_by_bucket(table, len(edges)), self.sql, names, prefix="EXPLAIN ")
+        explain = explanation(table, self.sql, len(edges), "EXPLAIN ")
         cursor = explain.run(connection, *edges)
         column = [str(name).lower() for name, *_ in cursor.description or ()].index("rows")
         rows = [row for row in cursor.fetchall() if row[0] is not None]  # the union itself has no number

@@ -28,7 +28,7 @@ from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
-from delayline.sql.due_forecast import edge_parameters, selected_by_bucket
+from delayline.sql.due_forecast import explanation
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
@@ -217,8 +217,7 @@ class Postgresql(ServerDialect):
 
     def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
         """Return the planner's estimates, from the histogram of due times that ANALYZE keeps."""
-        names = [edge.key for edge in edge_parameters(table, len(edges))]
-        explain = Prepared(selected_by_bucket(table, len(edges)), self.sql, names, prefix="EXPLAIN (FORMAT JSON) ")
+        explain = explanation(table, self.sql, len(edges), "EXPLAIN (FORMAT JSON) ")
         self.begin(connection)
         try:
             run(connection, "SET LOCAL max_parallel_workers_per_gather = 0")  # which would hide and reorder the buckets
