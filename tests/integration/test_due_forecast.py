@@ -101,3 +101,23 @@ async def test_messages_that_left_are_not_estimated(store: SqlDelayedMessageStor
 )
 def test_small_buckets_leave_their_share_to_large_ones(counts: list[int], budget: int, expected: int) -> None:
     assert level(counts, budget) == expected
+
+
+async def test_messages_that_are_stored_in_turns_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a store whose senders take turns, each with its own delay, as far apart as the windows that are sampled
+    monkeypatch.setattr("delayline.sql.dialects.sqlite.WINDOWS", 40)
+    store = SqlDelayedMessageStore(f"sqlite:///{tmp_path / 'delayline.db'}")
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    for first in range(0, 40_000, 5000):
+        await store.store_many(
+            [
+                DelayedMessage(Message(f"m{number}", {}, b""), "sales", NOON + HOUR * (number % 1000))
+                for number in range(first, first + 5000)
+            ]
+        )
+    # When they are counted
+    found = await store.due_forecast([NOON, NOON + 500 * HOUR])
+    await store.close()
+    # Then the estimate does not depend on whose turn it was
+    assert [one.count for one in found.buckets] == [0, *[pytest.approx(20_000, rel=0.35)] * 2]

@@ -386,12 +386,15 @@ SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 #: How many windows of row numbers are sampled to estimate due times, and how many numbers each has.
 WINDOWS: Final = 400
 WINDOW: Final = 25
-#: CROSS JOIN keeps SQLite from reading the table first.
+#: A window in each stretch of row numbers, at a place that looks random and is the same each time: windows at equal
+#: distances could meet the same part of what is stored in turns. CROSS JOIN keeps SQLite from reading the table first.
 SAMPLED: Final = """
-WITH RECURSIVE windows (start) AS (
-    SELECT ? UNION ALL SELECT start + ? FROM windows WHERE start + ? <= ?
+WITH RECURSIVE stretches (number, first) AS (
+    SELECT 1, :first UNION ALL SELECT number + 1, first + :step FROM stretches WHERE first + :step <= :last
+), windows (start) AS (
+    SELECT first + (number * 2654435761 % 4294967296) * (:step - :window) / 4294967296 FROM stretches
 )
-SELECT due FROM windows CROSS JOIN {table} WHERE seq >= start AND seq < start + ?
+SELECT due FROM windows CROSS JOIN {table} WHERE seq >= start AND seq < start + :window
 """
 
 
@@ -681,7 +684,7 @@ class Sqlite:
         del connection
 
     def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
-        """Return estimates from windows of row numbers at equal distances: SQLite keeps no usable statistics.
+        """Return estimates from windows of row numbers: SQLite keeps no usable statistics.
 
         Rows that left are missing from windows too, so the estimates take them into account.
         """
@@ -691,7 +694,8 @@ class Sqlite:
         if first is None:
             return counts
         step = max(WINDOW, (last - first + WINDOWS) // WINDOWS)
-        for (due,) in run(connection, SAMPLED.format(table=name), first, step, step, last, WINDOW):
+        numbers = {"first": first, "last": last, "step": step, "window": WINDOW}
+        for (due,) in _driver(connection).execute(SAMPLED.format(table=name), numbers):
             counts[bisect.bisect_right(edges, due)] += step / WINDOW
         return counts
 
