@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What is still healthy."""
+    """The numbers above which an endpoint is not healthy."""
 
     overdue: timedelta = STALE
     """How long the oldest pending message may be overdue."""
@@ -73,7 +73,7 @@ def check_urls(settings: Settings) -> None:
 
 
 async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return what was found; a part that cannot be looked at is a finding with the reason."""
+    """Return the findings; a part that cannot be examined is a finding with the reason."""
     limits = thresholds or Thresholds()
     findings = [_guarantee(settings)]
     for what, look in (

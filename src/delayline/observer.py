@@ -174,7 +174,7 @@ class Observer(Protocol):
         """A message that could not be handled or dispatched was retried or removed.
 
         Args:
-            action: What was done with it.
+            action: How it was retried or removed.
             place: The queue that it came from or, dispatched by the poller, its destination.
             message: The message.
             error: Why.
@@ -215,7 +215,7 @@ class SupportsTraces(Protocol):
 
 @runtime_checkable
 class SupportsRun(Protocol):
-    """Capability of observers: to work beside the endpoint, as for writing what they have counted."""
+    """Capability of observers: a task beside the endpoint, for example one that writes counts to a database."""
 
     async def run(self) -> None:
         """Run until cancelled; the endpoint starts it, and cancels it when it stops."""
@@ -253,7 +253,7 @@ class Observers:
         self._observers.append(observer)
 
     def attach(self, endpoint: ObservedEndpoint) -> None:
-        """Attach each to the endpoint; raises what they raise."""
+        """Attach each to the endpoint; their errors are raised."""
         for observer in self._observers:
             observer.attached(endpoint)
 

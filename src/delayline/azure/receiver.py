@@ -187,7 +187,7 @@ def receipt_of(message: QueueMessage) -> str:
 
 
 async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bool:
-    """Delete a message; False if the receipt is no longer valid."""
+    """Delete a message; False if the receipt has expired."""
     try:
         await client.delete_message(message_id, receipt)
     except HttpResponseError as error:
@@ -198,7 +198,7 @@ async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bo
 
 
 async def shown(client: QueueClient, message_id: str, receipt: str) -> str | None:
-    """Make a message visible and return its new receipt; None if the old one is no longer valid."""
+    """Make a message visible and return its new receipt; None if the old one has expired."""
     try:
         return receipt_of(await client.update_message(message_id, receipt, visibility_timeout=0))
     except HttpResponseError as error:

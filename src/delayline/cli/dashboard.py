@@ -133,7 +133,7 @@ def _endpoint_at(target: str) -> Settings | Endpoint:
 
 
 def _secret(variable: str, path: str | None) -> str | None:
-    """Return what the file or the variable holds. Raises ConfigurationError."""
+    """Return the contents of the file or the variable. Raises ConfigurationError."""
     if path is None:
         text: str | None = os.environ.get(variable)
     else:
@@ -203,7 +203,7 @@ async def _serve(application: ASGIApp, address: Address, screen: Screen, *, allo
             log_config=None,
             proxy_headers=False,
             server_header=False,
-            timeout_graceful_shutdown=2,  # live parts never end by themselves
+            timeout_graceful_shutdown=2,  # responses with live parts end only with the connection
             limit_concurrency=200,
         )
         screen.echo(f"dashboard at {url}, {'actions allowed' if allow_actions else 'read-only'}. Ctrl+C stops it")

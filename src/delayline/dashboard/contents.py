@@ -1,4 +1,4 @@
-"""Shows what is in messages: a stranger's headers, bodies and stack traces, as bounded text."""
+"""Turns headers, bodies and stack traces, which anyone may have sent, into bounded text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages of the dashboard show: frozen values without behaviour, made by `delayline.dashboard.service`.
+"""Values that the pages of the dashboard show: frozen, without behaviour, made by `delayline.dashboard.service`.
 
 A part that a back end cannot show, or cannot show now, is an `Unavailable` with its reason. Texts from messages are a
 stranger's: they may contain anything, and are cut to the lengths that are given here.
@@ -416,7 +416,7 @@ class LifeEvent:
 
 @dataclass(frozen=True, slots=True)
 class MessageLife:
-    """What is known about a message, earliest first."""
+    """The recorded events of a message, earliest first."""
 
     id: str
     events: Sequence[LifeEvent]

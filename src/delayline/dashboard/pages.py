@@ -293,7 +293,7 @@ class Pages:
         )
 
     async def life(self, request: Request) -> Response:
-        """Show what is known of one message."""
+        """Show the recorded events of one message."""
         service, message_id = self._service(request), _id(request.query_params)
         found = await _attempt(service.life(message_id)) if message_id else None
         return self._page(
@@ -407,13 +407,13 @@ class Pages:
         return self._outcome(request, outcomes, "/errors", service)
 
     async def stop_job(self, request: Request) -> Response:
-        """Stop an action on many messages; what it has done stays done."""
+        """Stop an action on many messages; the messages that it has changed stay changed."""
         service = self._service(request)
         stopped = service.stop_action(request.state.form.get("job", ""), actor=request.state.actor.name)
         notice = Notice("good", "Stopped.") if stopped else Notice("bad", "It does not run any more.")
         return self._redirect(request, "/jobs", notice, endpoint=service.name)
 
-    # What they share
+    # Shared by all pages
 
     def _page(
         self,
@@ -532,7 +532,7 @@ class Pages:
 
 
 async def _attempt(work: Awaitable[T]) -> T | Unavailable:
-    """Return what the service returns, or why a back end did not give it: the rest of the page is shown."""
+    """Return the service's answer, or why a back end gave none; the rest of the page is shown."""
     try:
         return await work
     except DelaylineError as error:
@@ -622,7 +622,7 @@ def _column(bar: ForecastBar, named: Sequence[str], now: datetime) -> charts.Col
 
 
 def _failure(found: MessageDetails | Unavailable | None) -> dict[str, Any]:
-    """Return what the headers of a failed message say about the failure."""
+    """Return the facts about the failure in a failed message's headers."""
     headers = {one.name: one.value for one in found.headers} if isinstance(found, MessageDetails) else {}
     names = (
         ("Failed in", Headers.FAILED_QUEUE),

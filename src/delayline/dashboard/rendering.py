@@ -1,4 +1,4 @@
-"""Turns what a page shows into HTML: templates in which everything is escaped, links, and how values read."""
+"""Renders pages as HTML: templates that escape every value, links, and values in readable form."""
 
 from __future__ import annotations
 

@@ -479,7 +479,7 @@ class EndpointService:
     # Other pages
 
     async def life(self, message_id: str) -> MessageLife | Unavailable:
-        """Return what is known about a message: its journal, and where it is now."""
+        """Return a message's journal, and where it is now."""
         return await self._part(("life", message_id), partial(self._life, message_id))
 
     async def jobs(self) -> Jobs:
@@ -501,7 +501,7 @@ class EndpointService:
         return [job.shown for job in reversed(self._jobs.values())]
 
     def stop_action(self, job_id: str, *, actor: str) -> bool:
-        """Stop a job; what it has done stays done. False if it does not run."""
+        """Stop a job; the messages that it has changed stay changed. False if it does not run."""
         job = self._jobs.get(job_id)
         if job is None or job.task is None or job.task.done():
             return False

@@ -124,7 +124,7 @@ class RabbitMQReceiver:
         return []
 
     async def acknowledge(self, received: ReceivedMessage, transaction: object = None) -> bool:
-        """Acknowledge the message, in a batch with others; False if the delivery is no longer valid.
+        """Acknowledge the message, in a batch with others; False if the delivery has ended.
 
         A crash before the broker has read it duplicates the message, with the same id. Takes part in no transaction.
         """

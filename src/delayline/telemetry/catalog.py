@@ -32,7 +32,7 @@ DUE: Final = "delayline.due"
 RETRY: Final = "delayline.retry"
 BREAKER: Final = "delayline.breaker"
 NSERVICEBUS_QUEUE: Final = "nservicebus.queue"
-#: The kinds of retries, by what was done.
+#: The actions that count as retries.
 RETRIES: Final = {Action.RETRIED: "immediate", Action.DELAYED: "delayed", Action.BACKED_OFF: "dispatch"}
 
 

@@ -72,7 +72,7 @@ MINUTES: Final = register(TableGroup("history", lambda _, schema: [minutes_table
 
 @dataclass(frozen=True, slots=True)
 class MinuteRow:
-    """What one process has done in a minute or an hour, and its state at the end."""
+    """The counts of one process in a minute or an hour, and its state at the end."""
 
     process: str
     start: datetime
@@ -99,7 +99,7 @@ class MinuteRow:
 
 
 class MinuteHistory(Measurements):
-    """An observer that counts, and writes what it has counted to a SQL database every minute.
+    """An observer that writes its counts to a SQL database every minute.
 
     Args:
         url: The database, as of a store; its table is created when the endpoint starts.
@@ -248,7 +248,7 @@ def read_minutes(
 
 
 def difference(process: str, scale: int, start: int, before: Snapshot, after: Snapshot, now: datetime) -> MinuteRow:
-    """Return the row of what was done between two snapshots."""
+    """Return the row with the counts between two snapshots."""
     lateness = {}
     for destination, histogram in after.lateness.items():
         base = before.lateness.get(destination)

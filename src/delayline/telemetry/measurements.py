@@ -79,7 +79,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class PollerCounts:
-    """What the poller has done."""
+    """The poller's counts."""
 
     batches: int
     """Batches of due messages that it has moved."""
@@ -120,7 +120,7 @@ class Snapshot:
     recovered: Mapping[tuple[Action, str], int]
     """Messages that could not be handled or dispatched, by what was done with them and queue or destination."""
     poller: PollerCounts
-    """What the poller has done."""
+    """The poller's counts."""
     polling: Activity
     """When the poller last succeeded."""
     receiving: Mapping[str, Activity]
