@@ -395,7 +395,9 @@ class ServerDatabase(Database):
         if transaction is not None:
             await super().insert(statement, rows, transaction)
         elif len(rows) == 1:
-            await self.insert_one(statement, rows[0])
+            # The short way has no limit but the server's; the other one checks the size of what the product takes.
+            if self._inserts is None or await self._inserts.insert(statement, rows[0]) is None:
+                await super().insert(statement, rows)
         else:
             insert = partial(self.insert_from, statement, lambda _: rows)
             is_large = sum(len(row[3]) + len(row[4]) for row in rows) > LARGE_INSERT
