@@ -318,7 +318,16 @@ def _wrapper_of(given: Any) -> Any:  # noqa: ANN401
             f"transaction= is the text {name}: a text must be an alias of Django's DATABASES, and Django is not used "
             "here"
         )
-    if given not in connections:
+    from django.core.exceptions import ImproperlyConfigured
+
+    try:
+        found = given in connections
+    except ImproperlyConfigured as error:
+        raise ConfigurationError(
+            f"transaction= is the text {name}: a text must be an alias of Django's DATABASES, and Django has no "
+            "settings here"
+        ) from error
+    if not found:
         raise ConfigurationError(
             f"transaction= is the text {name}, which is not an alias in Django's DATABASES: it has "
             f"{', '.join(connections)}"
