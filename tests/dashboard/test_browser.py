@@ -101,11 +101,11 @@ def test_a_waiting_message_is_found_read_and_postponed(browser: Browser) -> None
     browser.picture("waiting-message")
     browser.follow("Hexadecimal")
     assert browser.shows("00000000  7b 22")
-    browser.fill("input[name=due]", "10d")
+    browser.fill("input[name=due]", "10d12h30m")
     browser.press("Reschedule to")
     assert browser.shows("Done")
     browser.open("/waiting/message?id=order-007-reminder")
-    assert browser.shows("in 9 d 23 h")
+    assert browser.shows("in 10 d 12 h")
 
 
 def test_all_that_match_are_cancelled_after_their_number_is_typed(browser: Browser) -> None:
@@ -117,6 +117,7 @@ def test_all_that_match_are_cancelled_after_their_number_is_typed(browser: Brows
     assert browser.shows("another number was typed")
     browser.fill("input[name=confirm]", number)
     browser.press("Start")
+    assert browser.shows("Started: ")
     browser.until(lambda: "✓\ndone" in browser.loaded("/jobs"))
     browser.open("/waiting?destination=email")
     assert browser.shows("No waiting message matches")
@@ -194,6 +195,7 @@ def edits_and_retries(browser: Browser) -> None:
     assert browser.shows("Done")
     browser.follow("builtins.TimeoutError")
     browser.press("Retry all")
+    assert browser.shows("Started: ")
     browser.until(lambda: "✓\ndone" in browser.loaded("/jobs"))
     assert "builtins.TimeoutError" not in browser.loaded("/errors")
 
@@ -206,10 +208,10 @@ def test_a_store_on_a_server_is_searched_and_changed(elsewhere: Browser) -> None
     assert browser.all(".only-wide .s0")
     browser.open("/waiting?destination=email")
     browser.follow("order-003-reminder")
-    browser.fill("input[name=due]", "10d")
+    browser.fill("input[name=due]", "10d12h30m")
     browser.press("Reschedule to")
     assert browser.shows("Done")
-    assert "in 9 d 23 h" in browser.loaded("/waiting/message?id=order-003-reminder")
+    assert "in 10 d 12 h" in browser.loaded("/waiting/message?id=order-003-reminder")
     browser.press("Cancel")
     assert browser.shows("Done")
     assert "No waiting message has the id" in browser.loaded("/waiting/message?id=order-003-reminder")
