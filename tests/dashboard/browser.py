@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DRIVER: Final = Path("/usr/bin/chromedriver")
 SCREENSHOTS: Final = Path(__file__).parents[2] / "screenshots"
-PATIENCE: Final = 20.0
+PATIENCE: Final = 60.0
 ARGUMENTS: Final = (
     "--headless",
     "--no-sandbox",

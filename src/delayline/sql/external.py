@@ -322,11 +322,14 @@ def _wrapper_of(given: Any) -> Any:  # noqa: ANN401
 
     try:
         found = given in connections
-    except ImproperlyConfigured as error:
+        usable = not found or connections[given].settings_dict["ENGINE"] != NO_DATABASE
+    except ImproperlyConfigured:
+        found = usable = False
+    if not usable:
         raise ConfigurationError(
             f"transaction= is the text {name}: a text must be an alias of Django's DATABASES, and Django has no "
-            "settings here"
-        ) from error
+            "such settings here"
+        )
     if not found:
         raise ConfigurationError(
             f"transaction= is the text {name}, which is not an alias in Django's DATABASES: it has "
@@ -445,6 +448,8 @@ SYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], AbstractContextManager[
     ("sqlalchemy", "Connection", borrow_connection),
     ("sqlalchemy.orm", "Session", borrow_session),
 )
+#: The engine of Django's only alias where its settings have no DATABASES.
+NO_DATABASE: Final = "django.db.backends.dummy"
 OF_DJANGO: Final = (
     ("django.utils.connection", "ConnectionProxy"),
     ("django.db.backends.base.base", "BaseDatabaseWrapper"),
