@@ -53,7 +53,7 @@ class Database(ABC):
         self._opening = threading.Lock()
 
     def limit_waits(self, server_timeout: float) -> None:
-        """Wait so many seconds for an answer, or as long as was said before if that is shorter."""
+        """Wait so many seconds for an answer, or the earlier limit if that is shorter."""
         self._server_timeouts.append(server_timeout)
         self.dialect.server_timeout = min(self._server_timeouts)
 

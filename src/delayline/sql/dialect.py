@@ -63,7 +63,7 @@ class Claims(Protocol):
         ...
 
     @property
-    def number_held(self) -> int:
+    def number_claimed(self) -> int:
         """How many rows this process holds."""
         ...
 
@@ -88,7 +88,7 @@ class PreparedTransactions(Protocol):
     """Prepared transactions of one database, which any process can finish later."""
 
     def check(self, connection: Connection) -> str:
-        """Return a short name that tells the database from every other. Raises BackendUnusable where it cannot."""
+        """Return a short name that no other database has. Raises BackendUnusable where it cannot."""
         ...
 
     def prepare(self, connection: Connection, name: str) -> None:

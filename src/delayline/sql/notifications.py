@@ -39,15 +39,15 @@ class Notifications(Protocol):
 class ServerNotifications(Notifications, Protocol):
     """Notifications of one database server."""
 
-    def knows(self, channel: str, schema: str | None) -> None:
+    def register_store(self, channel: str, schema: str | None) -> None:
         """Register the schema of the tables that `channel` belongs to."""
         ...
 
-    def registers(self, channel: str, until: datetime | None) -> bool:
-        """Return whether `sleeps` has something to publish."""
+    def must_register_sleep(self, channel: str, until: datetime | None) -> bool:
+        """Return whether `register_sleep` has something to publish."""
         ...
 
-    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
+    def register_sleep(self, connection: Connection, channel: str, until: datetime | None) -> bool:
         """Publish how long the poller that listens to `channel` here is going to sleep.
 
         Returns True if this is new to other processes; the caller then has to look once more, because a message may
@@ -119,15 +119,15 @@ class LocalNotifications:
     def notify(self, channel: str, at: int = 0) -> None:
         self._listeners.notify(channel, at)
 
-    def knows(self, channel: str, schema: str | None) -> None:
+    def register_store(self, channel: str, schema: str | None) -> None:
         """No-op: no tables are used."""
 
-    def registers(self, channel: str, until: datetime | None) -> bool:
+    def must_register_sleep(self, channel: str, until: datetime | None) -> bool:
         """Return False: sleeping pollers are not registered."""
         del channel, until
         return False
 
-    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
+    def register_sleep(self, connection: Connection, channel: str, until: datetime | None) -> bool:
         """No-op: sleeping pollers are not registered."""
         del connection, channel, until
         return False

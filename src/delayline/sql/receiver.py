@@ -212,15 +212,15 @@ class SqlReceiver:
     ) -> None:
         """Claim rows page by page until there are enough; read those that are still there."""
         self._exhausted = False
-        size = limit if after else limit + self._claims.number_held
+        size = limit if after else limit + self._claims.number_claimed
         while len(batch) + len(expired) < limit:
             page = [number for (number,) in self._statements.numbers.rows(connection, self._queue, after, size)]
             wanted = limit - len(batch) - len(expired)
-            taken = self._claims.take(page, wanted)
-            for received, is_expired in self._read(connection, taken):
+            claimed = self._claims.take(page, wanted)
+            for received, is_expired in self._read(connection, claimed):
                 (expired if is_expired else batch).append(received)
-            if taken:
-                self._after = max(self._after, taken[-1])
+            if claimed:
+                self._after = max(self._after, claimed[-1])
             if len(page) < size:
                 self._exhausted = len(batch) + len(expired) < limit
                 return
@@ -382,9 +382,9 @@ class SqlHandlerSlots:
         self._slots = range(1, number + 1)
 
     async def take(self) -> int | None:
-        """Return a free slot; None while all are taken."""
-        taken = await self._database.read(lambda _: self._claims.take(self._slots, 1))
-        return taken[0] if taken else None
+        """Return a free slot; None while all are claimed."""
+        claimed = await self._database.read(lambda _: self._claims.take(self._slots, 1))
+        return claimed[0] if claimed else None
 
     async def give_back(self, slot: int) -> None:
         """Free a slot."""
@@ -428,7 +428,7 @@ class QueueAdmission:
     async def admit(self, number: int) -> int:
         """Return how many messages may be received now, at most `number`; `received` has to follow.
 
-        A queue that had no limits is taken to have none; `confirm` has to follow too.
+        A queue that had no limits is assumed to have none; `confirm` has to follow too.
         """
         if self._is_limited:
             await self._read()

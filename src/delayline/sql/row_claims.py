@@ -274,11 +274,11 @@ class ServerRowClaims:
         self._forwarding = database.dialect.forwarding(statements.table, tables)
         self._from_due = database.dialect.from_due
         self._channel = store_channel(statements.table)
-        database.notifications.knows(self._channel, statements.table.schema)
+        database.notifications.register_store(self._channel, statements.table.schema)
         self._leased: set[str] = set()
         self._watermark = Watermark()
         self._full_looks: FullLooks | None = None
-        self._held: list[datetime] = []
+        self._fetched: list[datetime] = []
         """The earliest due time of each transaction with messages of ours: undone, they wait again."""
 
     async def fetch(
@@ -286,20 +286,20 @@ class ServerRowClaims:
     ) -> Sequence[DelayedMessage]:
         """Lock and return due messages."""
         fetch = partial(self._fetch, until=until, limit=limit, max_bytes=max_bytes, leasing=transaction is None)
-        with self._looking():
+        with self._then_look_fully():
             messages = await self._database.write(fetch, transaction)
         if transaction is None:
             self._leased.update(message.id for message in messages)
         elif messages:
             first = messages[0].due
-            self._held.append(first)
+            self._fetched.append(first)
             self._watermark.lower(first)  # another look may have skipped these rows and raised it
-            transaction.after_end(lambda: self._held.remove(first))
+            transaction.after_end(lambda: self._fetched.remove(first))
         return messages
 
     async def next_due(self) -> Any:  # noqa: ANN401 - what the due column keeps
-        """Return the earliest due time of any message; others know from then on how long this process sleeps."""
-        with self._looking():
+        """Return the earliest due time of any message; registers how long this process sleeps, for the others."""
+        with self._then_look_fully():
             return await self._database.read(self._next_due)
 
     def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
@@ -346,10 +346,10 @@ class ServerRowClaims:
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the server."""
         forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes, counted=counted)
-        with self._looking():
+        with self._then_look_fully():
             moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
         due = moved.next_due
-        if due is not None and not self._database.notifications.registers(self._channel, self._from_due(due)):
+        if due is not None and not self._database.notifications.must_register_sleep(self._channel, self._from_due(due)):
             return moved
         return replace(moved, next_due=await self.next_due())
 
@@ -381,8 +381,8 @@ class ServerRowClaims:
             return []
         rows = self._locks.read.rows_each(connection, keys=chosen)
         if leasing:
-            taken = set(self._leases.take(connection, [row[0] for row in rows]))
-            rows = [row for row in rows if row[0] in taken]
+            leased = set(self._leases.take(connection, [row[0] for row in rows]))
+            rows = [row for row in rows if row[0] in leased]
         return [self._statements.message_of(row) for row in rows]
 
     def _and_end(self, work: Callable[[Connection], Result], leased: Sequence[str], connection: Connection) -> Result:
@@ -391,7 +391,7 @@ class ServerRowClaims:
         return result
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _then_look_fully(self) -> Iterator[None]:
         """Schedule a full look after one from the watermark on."""
         try:
             yield
@@ -401,14 +401,14 @@ class ServerRowClaims:
 
     def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
         """Lock due rows from the watermark on; it rises to the first: its lock keeps other transactions off."""
-        locks, held = self._locks, list(self._held)
+        locks, fetched = self._locks, list(self._fetched)
 
         def look(since: object | None) -> tuple[Sequence[Any], datetime | None]:
             if since is None:
                 rows = locks.due.rows(connection, until, limit)
             else:
                 rows = locks.due_since.rows(connection, until, since, limit)
-            return rows, min([self._from_due(rows[0][2]), *held]) if rows else None
+            return rows, min([self._from_due(rows[0][2]), *fetched]) if rows else None
 
         return self._from_watermark(look)
 
@@ -433,9 +433,11 @@ class ServerRowClaims:
         return due if due is not None and self._watermark.lower(due) else None
 
     def _next_due(self, connection: Connection) -> Any:  # noqa: ANN401
-        """Look; where others have to know how long we sleep tell them, and look again: they may have come between."""
+        """Look; register the sleep where it is not, and look again: messages may have been stored between."""
         due = self._look(connection)
-        if self._database.notifications.sleeps(connection, self._channel, None if due is None else self._from_due(due)):
+        if self._database.notifications.register_sleep(
+            connection, self._channel, None if due is None else self._from_due(due)
+        ):
             due = self._look(connection)
         return due
 

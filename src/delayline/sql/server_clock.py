@@ -76,15 +76,15 @@ class ServerClock:
         """Sleep on the running event loop."""
         await asyncio.sleep(max(0.0, seconds))
 
-    def answered(self, said: datetime, requested: int) -> None:
+    def answered(self, answer: datetime, requested: int) -> None:
         """Update the bounds from an answer that has just arrived.
 
         Args:
-            said: the server's time in its answer.
+            answer: the server's time in its answer.
             requested: the value of `steady()` before the request.
         """
-        now, said_at = steady(), to_microseconds(said)
-        sample = _Bounds(said_at - now - 1, said_at - requested + self._tick, now)
+        now, answered_at = steady(), to_microseconds(answer)
+        sample = _Bounds(answered_at - now - 1, answered_at - requested + self._tick, now)
         with self._lock:
             if self._bounds is None:
                 self._bounds = sample

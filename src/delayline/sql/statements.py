@@ -227,12 +227,12 @@ class QueueStatements:
 
 
 def store_channel(table: Table) -> str:
-    """Return the name under which writers tell a store's poller that something came."""
+    """Return the name on which writers notify a store's poller of messages."""
     return f"timeouts {table.fullname}"
 
 
 def queue_channel(queue: str) -> str:
-    """Return the name under which writers tell a queue's receivers that something came."""
+    """Return the name on which writers notify a queue's receivers of messages."""
     return f"queue {queue}"
 
 

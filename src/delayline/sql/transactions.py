@@ -53,7 +53,7 @@ class CheckoutTransaction(Protocol):
         ...
 
     async def hold(self) -> Checkout:
-        """Wait for a connection of one's own."""
+        """Wait for a connection that nothing else uses."""
         ...
 
 
@@ -103,11 +103,11 @@ class SqlTransaction(Transaction):
         return self._hold is not None
 
     async def commit(self) -> None:
-        """Commit, as a part of something larger: callbacks are that one's."""
+        """Commit as a branch: callbacks are the composite transaction's."""
         await self._commit()
 
     async def roll_back(self) -> None:
-        """Roll back, as a part of something larger. Idempotent."""
+        """Roll back as a branch. Idempotent."""
         await self._rollback()
 
     async def end(self, how: Callable[[Connection], None]) -> None:
@@ -186,4 +186,4 @@ class CompositeTransaction(Transaction):
 
     @abstractmethod
     def branch(self, database: Any) -> SqlTransaction:  # noqa: ANN401 - a `Database`, which imports this module
-        """Return the part in that database. Raises TypeError for one that takes no part."""
+        """Return the branch in that database. Raises TypeError for a database that is not a member."""

@@ -279,7 +279,7 @@ class SqlTransport(SqlBackend):
         """Remove the oldest copy of the message that is not being handled."""
         free: list[int] = []
 
-        def taken(connection: Connection) -> bool:
+        def delete(connection: Connection) -> bool:
             copies = self._statements.copies.rows(connection, queue, message_id)
             free.extend(self._claims.take((number for (number,) in copies), 1))
             return self._statements.delete.change_each(connection, keys=free) == 1
@@ -287,9 +287,9 @@ class SqlTransport(SqlBackend):
         release = partial(self._claims.release, free)
         if transaction is not None:
             transaction.after_end(release)
-            return await self._database.write(taken, transaction)
+            return await self._database.write(delete, transaction)
         try:
-            return await self._database.write(taken)
+            return await self._database.write(delete)
         finally:
             release()
 

@@ -65,7 +65,7 @@ class TwoPhaseCommit:
         self._users = 0
         self._trouble = asyncio.Event()
         self._left: set[Name] = set()
-        self._looking: asyncio.Task[None] | None = None
+        self._recovery: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"TwoPhaseCommit({', '.join(str(database.dialect) for database in self._members)})"
@@ -125,19 +125,19 @@ class TwoPhaseCommit:
             await self._close(self._members)
             raise
         self._users += 1
-        if self._looking is None:
+        if self._recovery is None:
             self._trouble = asyncio.Event()
             if self._left:
                 self._trouble.set()
-            self._looking = asyncio.create_task(self._look(), name="delayline two-phase recovery")
+            self._recovery = asyncio.create_task(self._look(), name="delayline two-phase recovery")
 
     async def stop(self) -> None:
         """Undo one `start`; the last one deletes the decisions of finished transactions."""
         self._users -= 1
-        if self._users == 0 and self._looking is not None:
-            looking, self._looking = self._looking, None
-            looking.cancel()
-            await asyncio.wait([looking])
+        if self._users == 0 and self._recovery is not None:
+            recovery, self._recovery = self._recovery, None
+            recovery.cancel()
+            await asyncio.wait([recovery])
             with contextlib.suppress(DelaylineError):  # a recovery will
                 await self._forget(self.take_finished())
         await self._close(self._members)
@@ -363,7 +363,7 @@ class TwoPhaseTransaction(CompositeTransaction):
         self._branches: dict[Database, SqlTransaction] = {}
 
     def branch(self, database: Database) -> SqlTransaction:
-        """Return the part in that database. Raises TypeError for one that takes no part."""
+        """Return the branch in that database. Raises TypeError for a database that is not a member."""
         if database not in self._coordinator.members:
             raise TypeError(f"a transaction of {self._coordinator!r} cannot span {database.dialect}")
         if database not in self._branches:
@@ -374,9 +374,9 @@ class TwoPhaseTransaction(CompositeTransaction):
     async def savepoint(self) -> AsyncIterator[None]:
         """Roll back the work inside, in every database, when it raises; the transaction goes on."""
         with self._undoing_callbacks():
-            async with contextlib.AsyncExitStack() as parts:
+            async with contextlib.AsyncExitStack() as branches:
                 for database in self._coordinator.members:
-                    await parts.enter_async_context(self.branch(database).savepoint())
+                    await branches.enter_async_context(self.branch(database).savepoint())
                 yield
 
     async def _commit(self) -> None:

@@ -586,14 +586,14 @@ class PostgresqlForwarding:
 #: Headers in which one of these words occurs need more than moving.
 TIMEOUT_MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED, TimeoutHeaders.OLD_REPLY_TO)
 MOVE_EXPIRED: Final = """
-WITH held AS MATERIALIZED (
+WITH leased AS MATERIALIZED (
   SELECT id, until FROM {leases} WHERE store = %s AND id <> '' AND until > %s
 ), due AS MATERIALIZED (
   SELECT "Id", "Time", "Destination",
     coalesce(octet_length("State"), 0) + coalesce(octet_length("Headers"), 0) AS size,
     coalesce(NOT ("Headers" LIKE ANY (%s)), false)
       AND EXISTS (SELECT FROM {queues} WHERE name = "Destination") AS movable
-  FROM {table} WHERE "Time" <= %s AND "Id"::text NOT IN (SELECT id FROM held)
+  FROM {table} WHERE "Time" <= %s AND "Id"::text NOT IN (SELECT id FROM leased)
   ORDER BY "Time" LIMIT %s FOR UPDATE SKIP LOCKED
 ), sized AS (
   SELECT "Id", movable, sum(size) OVER before <= %s OR row_number() OVER before = 1 AS fits
@@ -610,10 +610,10 @@ WITH held AS MATERIALIZED (
 )
 SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT "Destination" FROM gone),
   (SELECT count(*) FROM due WHERE NOT movable), least(
-    (SELECT min(until) FROM held),
+    (SELECT min(until) FROM leased),
     (SELECT "Time" AT TIME ZONE 'UTC' FROM {table}
      WHERE "Time" IS NOT NULL AND "Id" <> ALL (ARRAY(SELECT "Id" FROM gone))
-       AND "Id"::text NOT IN (SELECT id FROM held) ORDER BY "Time" LIMIT 1))
+       AND "Id"::text NOT IN (SELECT id FROM leased) ORDER BY "Time" LIMIT 1))
 """
 
 

@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 PROBE_EVERY: Final = 30.0  # seconds between proofs that a notification still comes through
 PROBE_WITHIN: Final = 5.0
 POLL_EVERY: Final = 1.0  # seconds between looks while notifications do not come through
-TELL_EVERY: Final = 0.002  # seconds between notifications of other processes: each costs as much as an insert
+SEND_EVERY: Final = 0.002  # seconds between notifications of other processes: each costs as much as an insert
 LOST_AFTER: Final = 1.0  # seconds after which a scheduled one is lost: its event loop has ended
 
 
 #: Seconds between notifications of other processes that a queue has messages, where this process receives from it too.
-TOLD_WITHIN: Final = 0.02
+SEND_EVERY_RECEIVED_HERE: Final = 0.02
 #: A poller that sleeps shorter than this needs no notification.
-WORTH_TELLING: Final = timedelta(milliseconds=5)
+SHORTEST_SLEEP: Final = timedelta(milliseconds=5)
 #: A poller's longest sleep, and the time for its query of the next due time.
 LONGEST_SLEEP: Final = MAXIMUM_SLEEP + timedelta(seconds=5)
 
-TELL: Final = "SELECT pg_notify(%s, %s)"
+NOTIFY: Final = "SELECT pg_notify(%s, %s)"
 #: A poller that is awake needs no notification, unless the message is due: it may have looked beyond it already.
-TELL_SLEEPERS: Final = """
+NOTIFY_SLEEPERS: Final = """
 SELECT pg_notify(%s, %s) WHERE %s <= clock_timestamp() + interval '5 ms'
 OR EXISTS (SELECT FROM {sleeping} WHERE channel = %s AND listener <> %s AND until > %s)
 """
@@ -66,8 +66,8 @@ SWEEP: Final = "DELETE FROM {sleeping} WHERE until < clock_timestamp() - interva
 class PostgresqlNotifications:
     """Notifies listeners in this process at once, in other processes by NOTIFY. Thread-safe.
 
-    NOTIFY serializes commits. Therefore it is sent on a separate connection after the commit, once for all news since
-    the last one, and only if a poller has registered that it sleeps beyond the new due time.
+    NOTIFY serializes commits. Therefore it is sent on a separate connection after the commit, once for all
+    messages since the last one, and only if a poller has registered that it sleeps beyond the new due time.
     """
 
     reach_others = True
@@ -78,12 +78,12 @@ class PostgresqlNotifications:
         self.listeners = Listeners()
         self.me = uuid.uuid4().hex[:12]
         self._lock = threading.Lock()
-        self._untold: dict[str, int] = {}
-        self._tells_at: float | None = None
+        self._unsent: dict[str, int] = {}
+        self._sends_at: float | None = None
         """When other processes are notified next; None if that is not scheduled."""
-        self._told_at = 0.0
+        self._sent_at = 0.0
         self._sleeping: dict[str, str] = {}
-        self._said: dict[str, datetime] = {}
+        self._registered: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
         self._failures = FailureLog(SystemClock())
         self.wake, self._woken = os.pipe()
@@ -95,7 +95,7 @@ class PostgresqlNotifications:
         return self._dialect.server_timeout
 
     def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
-        """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
+        """Call `callback(at)` on the running loop after each commit that notifies `channel`; return how to stop."""
         unsubscribe = self.listeners.add(channel, callback)
         with self._lock:
             if self._thread is None:
@@ -104,28 +104,30 @@ class PostgresqlNotifications:
         os.write(self._woken, b"s")
         return unsubscribe
 
-    def knows(self, channel: str, schema: str | None) -> None:
-        """Learn in which schema the tables behind a store's channel are."""
+    def register_store(self, channel: str, schema: str | None) -> None:
+        """Register the schema of the tables that a store's channel belongs to."""
         table = queue_tables(schema).sleeping
         self._sleeping[channel] = self._dialect.sql.identifier_preparer.format_table(table)
 
-    def registers(self, channel: str, until: datetime | None) -> bool:
-        """Return whether other processes do not know yet how long the poller that listens here is going to sleep."""
+    def must_register_sleep(self, channel: str, until: datetime | None) -> bool:
+        """Return whether the sleep of the poller that listens here still has to be registered for other processes."""
         if channel not in self.listeners.channels:
             return False
         now, until = self._database.clock.now(), self._at_most(until)
-        said = self._said.get(channel)
-        return until - now >= WORTH_TELLING and (said is None or not timedelta(0) <= said - until < WORTH_TELLING)
+        registered = self._registered.get(channel)
+        return until - now >= SHORTEST_SLEEP and (
+            registered is None or not timedelta(0) <= registered - until < SHORTEST_SLEEP
+        )
 
-    def sleeps(self, connection: Connection, channel: str, until: datetime | None) -> bool:
-        """Let everybody know how long the poller that listens here is going to sleep; True when it was news."""
-        if not self.registers(channel, until):
+    def register_sleep(self, connection: Connection, channel: str, until: datetime | None) -> bool:
+        """Register the sleep of the poller that listens here; return True if it was not registered before."""
+        if not self.must_register_sleep(channel, until):
             return False
         name, until = channel_name(channel), self._at_most(until)
-        if channel not in self._said:
+        if channel not in self._registered:
             run(connection, SWEEP.format(sleeping=self._sleeping[channel]))
         run(connection, SLEEP.format(sleeping=self._sleeping[channel]), name, self.me, until)
-        self._said[channel] = until
+        self._registered[channel] = until
         return True
 
     def _at_most(self, until: datetime | None) -> datetime:
@@ -133,52 +135,54 @@ class PostgresqlNotifications:
         return latest if until is None else min(until, latest)
 
     def forget(self) -> None:
-        """Register again how long pollers sleep: the server may have lost it."""
-        self._said.clear()
+        """Register the pollers' sleeps again: the server may have lost them."""
+        self._registered.clear()
 
     def notify(self, channel: str, at: int = 0) -> None:
-        """Tell every listener of `channel`; other processes a moment later, once for all that came meanwhile."""
+        """Notify the listeners of `channel`; in other processes a moment later, once for several notifications."""
         self.listeners.notify(channel, at)
         if channel in self._sleeping and from_microseconds(at) > self._database.clock.at_latest() + LONGEST_SLEEP:
             return  # no poller sleeps that long
         with self._lock:
-            self._untold[channel] = min(at, self._untold.get(channel, at))
-        self.spawn_telling()
+            self._unsent[channel] = min(at, self._unsent.get(channel, at))
+        self.spawn_sending()
 
-    def spawn_telling(self) -> None:
-        """Notify other processes of pending news, unless that is scheduled: now, or a moment after the last time."""
+    def spawn_sending(self) -> None:
+        """Send pending notifications to other processes unless that is scheduled: now, or a moment after the last."""
         now = time.monotonic()
         with self._lock:
-            if not self._untold:
+            if not self._unsent:
                 return
-            tells_at = max(now, self._told_at + (TOLD_WITHIN if self._is_received_here(self._untold) else TELL_EVERY))
-            if self._tells_at is not None and self._tells_at <= tells_at and now < self._tells_at + LOST_AFTER:
+            sends_at = max(
+                now, self._sent_at + (SEND_EVERY_RECEIVED_HERE if self._is_received_here(self._unsent) else SEND_EVERY)
+            )
+            if self._sends_at is not None and self._sends_at <= sends_at and now < self._sends_at + LOST_AFTER:
                 return
-            self._tells_at = tells_at
-            pause = tells_at - now
+            self._sends_at = sends_at
+            pause = sends_at - now
         try:
             loop = asyncio.get_running_loop() if pause else None
         except RuntimeError:  # a thread of the database
             loop = None
         if loop is None:
-            self._database.spawn(self._tell_others)
+            self._database.spawn(self._send_unsent)
         else:
-            loop.call_later(pause, self._database.spawn, self._tell_others)
+            loop.call_later(pause, self._database.spawn, self._send_unsent)
 
     def _is_received_here(self, channels: Iterable[str]) -> bool:
         """Return whether the channels are all of queues that this process receives from."""
         return all(channel not in self._sleeping and self.listeners.listens(channel) for channel in channels)
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
-        """Tell every listener, in this process too, when the transaction on the connection commits."""
-        run(connection, TELL, channel_name(channel), f"caller {at}")
+        """Notify every listener, in this process too, when the transaction on the connection commits."""
+        run(connection, NOTIFY, channel_name(channel), f"caller {at}")
 
     def close(self) -> None:
         """Stop listening."""
         with self._lock:  # the thread, which may be awake already, closes the pipe after that
             self.closing = True
             os.write(self._woken, b"c")
-        self._database.spawn(self._tell_others)  # its time may come too late
+        self._database.spawn(self._send_unsent)  # its time may come too late
         if self._thread is None:
             self._close_pipe()
         else:
@@ -204,36 +208,36 @@ class PostgresqlNotifications:
         """Notify ourselves, to see whether it comes."""
         self._database.spawn(lambda: self.send({self.me: 0}))
 
-    def _tell_others(self) -> None:
+    def _send_unsent(self) -> None:
         with self._lock:
-            untold, self._untold = self._untold, {}
-            self._tells_at = None
-            if not untold:
+            unsent, self._unsent = self._unsent, {}
+            self._sends_at = None
+            if not unsent:
                 return
-            self._told_at = time.monotonic()
+            self._sent_at = time.monotonic()
         try:
             try:
-                self.send(untold)
+                self.send(unsent)
             except BackendUnavailable:  # a connection that died at rest, perhaps: there are others
-                self.send(untold)
+                self.send(unsent)
         except DelaylineError as error:
             with self._lock:  # with the next ones, or when the server is back
-                for channel, at in untold.items():
-                    self._untold[channel] = min(at, self._untold.get(channel, at))
-            emit(logger, logging.WARNING, Event.NOTIFY_FAILED, "Other processes could not be told: %s", error)
+                for channel, at in unsent.items():
+                    self._unsent[channel] = min(at, self._unsent.get(channel, at))
+            emit(logger, logging.WARNING, Event.NOTIFY_FAILED, "Other processes could not be notified: %s", error)
 
-    def send(self, untold: dict[str, int]) -> None:
+    def send(self, unsent: dict[str, int]) -> None:
         """Notify every process, this one included; on a worker thread."""
-        self._database.use_session(lambda connection: self._send(connection, untold))
+        self._database.use_session(lambda connection: self._send(connection, unsent))
 
-    def _send(self, connection: Connection, untold: dict[str, int]) -> None:
-        for channel, at in untold.items():
+    def _send(self, connection: Connection, unsent: dict[str, int]) -> None:
+        for channel, at in unsent.items():
             name, payload, sleeping = channel_name(channel), f"{self.me} {at}", self._sleeping.get(channel)
             if sleeping is None:
-                run(connection, TELL, name, payload)
+                run(connection, NOTIFY, name, payload)
             else:
                 due = from_microseconds(at)
-                run(connection, TELL_SLEEPERS.format(sleeping=sleeping), name, payload, due, name, self.me, due)
+                run(connection, NOTIFY_SLEEPERS.format(sleeping=sleeping), name, payload, due, name, self.me, due)
 
     def _listen(self) -> None:
         try:
@@ -245,7 +249,7 @@ class PostgresqlNotifications:
         while not self.closing:
             try:
                 with self._dialect.connect() as connection:
-                    self.spawn_telling()
+                    self.spawn_sending()
                     NotificationListener(self, connection).run()
             except Exception as error:  # without this thread no listener of this process would be notified
                 text = "Notifications do not come any more, looking every %g s instead: %s"

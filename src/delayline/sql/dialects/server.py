@@ -479,7 +479,7 @@ class SessionClaims(ABC):
     def __init__(self, database: ServerSessions) -> None:
         self._database = database
         self._session = database.session()
-        self._held: set[int] = set()
+        self._claimed: set[int] = set()
         self._released: list[int] = []
         self._lock = threading.Lock()  # never held for long: `release` is called on event loops
         self._in_use = threading.Lock()
@@ -503,18 +503,18 @@ class SessionClaims(ABC):
         """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
         with self._in_use:
             with self._lock:
-                wanted = [row for row in rows if row not in self._held]
-            taken: list[int] = []
+                wanted = [row for row in rows if row not in self._claimed]
+            claimed: list[int] = []
             try:
-                while wanted and len(taken) < limit:
-                    some, wanted = wanted[: limit - len(taken)], wanted[limit - len(taken) :]
-                    taken += self._session.run(partial(self._try, rows=some))
+                while wanted and len(claimed) < limit:
+                    some, wanted = wanted[: limit - len(claimed)], wanted[limit - len(claimed) :]
+                    claimed += self._session.run(partial(self._try, rows=some))
             except BaseException:
                 self._session.close()  # the session's end also ends locks whose acquisition was not confirmed
                 raise
             with self._lock:
-                self._held.update(taken)
-            return taken
+                self._claimed.update(claimed)
+            return claimed
 
     def release(self, rows: Iterable[int]) -> None:
         """Give up claims: here at once, for everybody else with `flush`, which is not far."""
@@ -533,13 +533,13 @@ class SessionClaims(ABC):
                 self._session.run(self._unlock_released)
 
     @property
-    def number_held(self) -> int:
+    def number_claimed(self) -> int:
         """How many rows this process holds."""
-        return len(self._held)
+        return len(self._claimed)
 
     def holds(self, row: int) -> bool:
         """Return whether this process holds the row, as of its last request."""
-        return row in self._held
+        return row in self._claimed
 
     def close(self) -> None:
         """Give up every claim."""
@@ -547,7 +547,7 @@ class SessionClaims(ABC):
         try:
             self._session.close()  # which ends the claims; a thread that still uses it is cut off
             with self._lock:
-                self._held.clear()
+                self._claimed.clear()
                 self._released.clear()
         finally:
             if in_use:
@@ -556,8 +556,8 @@ class SessionClaims(ABC):
     def _give_up(self, rows: Iterable[int]) -> int:
         """Give them up here; return how many are to be unlocked."""
         with self._lock:
-            known = self._held.intersection(rows)
-            self._held -= known
+            known = self._claimed.intersection(rows)
+            self._claimed -= known
             self._released += known
             return len(self._released)
 
@@ -573,11 +573,11 @@ class SessionClaims(ABC):
         """Return the rows to unlock; after a lost connection, lock again the rows that are still free."""
         if connection is not self._locked_by:
             with self._lock:
-                held = set(self._held)
+                before = set(self._claimed)
                 self._released.clear()
-            again = self.try_lock(connection, list(held)) if held else held
+            again = self.try_lock(connection, list(before)) if before else before
             with self._lock:
-                self._held -= held - again
+                self._claimed -= before - again
             self._locked_by = connection
         with self._lock:
             released, self._released = self._released, []

@@ -78,27 +78,27 @@ class FileClaims:
     def __init__(self, directory: Path, table: str, *, mode: int = 0o600) -> None:
         name = hashlib.sha256(table.encode()).hexdigest()[:16]
         self._file = os.open(directory / f"{name}.claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-        self._held: set[int] = set()
+        self._claimed: set[int] = set()
         self._lock = threading.Lock()
 
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
         """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
-        taken: list[int] = []
+        claimed: list[int] = []
         with self._lock:
             for row in rows:
-                if len(taken) == limit:
+                if len(claimed) == limit:
                     break
-                if row not in self._held and self._lock_byte(row):
-                    self._held.add(row)
-                    taken.append(row)
-        return taken
+                if row not in self._claimed and self._lock_byte(row):
+                    self._claimed.add(row)
+                    claimed.append(row)
+        return claimed
 
     def release(self, rows: Iterable[int]) -> None:
         """Give up claims. Idempotent."""
         with self._lock:
             for row in rows:
-                if row in self._held:
-                    self._held.discard(row)
+                if row in self._claimed:
+                    self._claimed.discard(row)
                     fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
 
     def forget(self, rows: Iterable[int]) -> None:
@@ -111,26 +111,26 @@ class FileClaims:
     def nobody_holds_any(self) -> bool:
         """Return whether no process claims any row; only for callers that exclude new claims."""
         with self._lock:
-            if self._held or not self._lock_byte(0, length=0):
+            if self._claimed or not self._lock_byte(0, length=0):
                 return False
             fcntl.lockf(self._file, fcntl.LOCK_UN)
             return True
 
     @property
-    def number_held(self) -> int:
+    def number_claimed(self) -> int:
         """How many rows this process holds."""
-        return len(self._held)
+        return len(self._claimed)
 
     def holds(self, row: int) -> bool:
         """Return whether this process holds the row, as of its last request."""
-        return row in self._held
+        return row in self._claimed
 
     def close(self) -> None:
         """Give up every claim; from now on none is given."""
         with self._lock:
             os.close(self._file)
             self._file = -1
-            self._held.clear()
+            self._claimed.clear()
 
     def forked(self) -> None:
         """Close the descriptor that a fork has inherited: that gives up nothing of its parent's."""
@@ -191,7 +191,7 @@ class PipeNotifications:
         self._pipes, self._pipe = {}, None
 
     def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
-        """Call `callback(at)` on the running event loop after each commit told on `channel`; return how to stop."""
+        """Call `callback(at)` on the running loop after each commit that notifies `channel`; return how to stop."""
         key = _key(channel)
         entry = (asyncio.get_running_loop(), callback)
         with self._lock:
@@ -208,7 +208,7 @@ class PipeNotifications:
     def notify(self, channel: str, at: int = 0) -> None:
         """Tell every listener of `channel`; `at` says from when on there is something. Never blocks."""
         key = _key(channel)
-        self._tell(key, at)
+        self._notify(key, at)
         record = RECORD.pack(key, at)
         with self._lock:
             self._find_pipes()
@@ -222,7 +222,7 @@ class PipeNotifications:
                     _sweep(self._directory / name)
 
     def _find_pipes(self) -> None:
-        """Open the pipes of processes that came since the last look; the folder's time tells whether any did."""
+        """Open the pipes of processes that came since the last look; the folder's time shows whether any did."""
         try:
             changed = self._directory.stat().st_mtime_ns
         except FileNotFoundError:
@@ -263,7 +263,7 @@ class PipeNotifications:
                 earliest[key] = min(at, earliest.get(key, at))
             quitting = earliest.pop(QUIT[:8], None) is not None
             for key, at in earliest.items():
-                self._tell(key, at)
+                self._notify(key, at)
         (self._directory / self._mine).unlink(missing_ok=True)
         os.close(pipe)
         self._pipe = None
@@ -275,7 +275,7 @@ class PipeNotifications:
 
     def _notify_all(self) -> None:
         for key in list(self._listeners):
-            self._tell(key, 0)
+            self._notify(key, 0)
 
 
 def _sweep(path: Path) -> None:
@@ -301,9 +301,9 @@ GIVE_UP_AFTER: Final = 600.0
 class CommitWatch:
     """Passes news on once the transaction that made them is over. Runs a thread while there are any; thread-safe."""
 
-    def __init__(self, connect: Callable[[], Connection], tell: Callable[[Mapping[str, int]], None]) -> None:
+    def __init__(self, connect: Callable[[], Connection], notify: Callable[[Mapping[str, int]], None]) -> None:
         self._connect = connect
-        self._tell = tell
+        self._notify = notify
         self._changed = threading.Condition()
         self._expected: dict[str, int] = {}
         self._since = 0.0
@@ -365,7 +365,7 @@ class CommitWatch:
         except (DBAPIError, DelaylineError, sqlite3.Error):
             self._disconnect()
         if self._version != before and self._expected:
-            self._tell(self._expected)
+            self._notify(self._expected)
             if before is not None:  # else the connection is new, after a fork: the commit may be still to come
                 self._expected = {}
 

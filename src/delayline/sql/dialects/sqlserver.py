@@ -224,8 +224,8 @@ class SqlServer(ServerDialect):
         found: dict[Table, tuple[list[str], bool]] = {}
         for table, needs in needed.items():
             name = self.sql.identifier_preparer.format_table(table)
-            held = [run(connection, HAS_RIGHT.format(mark=self._mark), name, need)[0][0] for need in needs]
-            found[table] = [need for need, has in zip(needs, held, strict=True) if not has], None in held
+            granted = [run(connection, HAS_RIGHT.format(mark=self._mark), name, need)[0][0] for need in needs]
+            found[table] = [need for need, has in zip(needs, granted, strict=True) if not has], None in granted
         if all(unseen for _, unseen in found.values()):
             return []
         user = self.sql.identifier_preparer.quote_identifier(run(connection, "SELECT USER_NAME()")[0][0])
@@ -474,8 +474,8 @@ def _rows_before(edge: datetime, steps: Sequence[tuple[datetime, float, float]])
     before, start = 0.0, None
     for end, between, equal in steps:
         if edge <= end:
-            part = 1.0 if start is None or start >= end else max(0.0, (edge - start) / (end - start))
-            return before + between * min(1.0, part)
+            share = 1.0 if start is None or start >= end else max(0.0, (edge - start) / (end - start))
+            return before + between * min(1.0, share)
         before, start = before + between + equal, end
     return before
 
@@ -525,11 +525,11 @@ class ApplicationLocks(SessionClaims):
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
         """Lock free rows, many in a round trip."""
-        taken: set[int] = set()
+        claimed: set[int] = set()
         for some in _chunks(rows):
             results = only_row(connection, self.lock_sql(some))
-            taken.update(row for row, result in zip(some, results, strict=True) if result >= 0)
-        return taken
+            claimed.update(row for row, result in zip(some, results, strict=True) if result >= 0)
+        return claimed
 
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
         """Unlock, many in a round trip."""

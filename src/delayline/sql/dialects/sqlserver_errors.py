@@ -157,8 +157,8 @@ def translated(error: Exception, place: str) -> Exception:
 def text_of(error: BaseException) -> str:
     """Return the driver's text without the frame that it puts around it."""
     cause = cause_of(error)
-    said = getattr(cause, "ddbc_error", None) or cause
-    parts = said.args if isinstance(said, BaseException) else (said,)
+    answer = getattr(cause, "ddbc_error", None) or cause
+    parts = answer.args if isinstance(answer, BaseException) else (answer,)
     while len(parts) == 1 and isinstance(parts[0], tuple):
         parts = parts[0]
     texts = [part.decode(errors="replace") if isinstance(part, bytes) else str(part) for part in parts]
