@@ -268,7 +268,7 @@ class PipeNotifications:
         os.close(pipe)
         self._pipe = None
 
-    def _tell(self, key: bytes, at: int) -> None:
+    def _notify(self, key: bytes, at: int) -> None:
         for loop, callback in list(self._listeners.get(key, ())):
             with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(callback, at)
