@@ -93,12 +93,9 @@ class DeliverySession(ABC):
         """Remove deliveries that were not committed."""
 
 
-class Target(Protocol):
-    """One back end that messages are moved to. Every method blocks, and but for `begin` changes nothing."""
+class TargetLimits(Protocol):
+    """The limits of a back end that messages are moved to."""
 
-    kind: ClassVar[str]
-    exactly_once: ClassVar[bool]
-    """Whether a batch that is delivered again leaves no second copy."""
     longest: ClassVar[timedelta | None]
     """The longest delay of a pending message; None for no limit."""
     grain: ClassVar[timedelta]
@@ -108,6 +105,14 @@ class Target(Protocol):
     def largest_message(self) -> int:
         """How many bytes headers and body may have together."""
         ...
+
+
+class Target(TargetLimits, Protocol):
+    """One back end that messages are moved to. Every method blocks, and but for `begin` changes nothing."""
+
+    kind: ClassVar[str]
+    exactly_once: ClassVar[bool]
+    """Whether a batch that is delivered again leaves no second copy."""
 
     def __str__(self) -> str:
         """Return the target's kind and address, without secrets."""

@@ -387,10 +387,6 @@ class StatementWords(Protocol):
         """Run the insert for every row."""
         ...
 
-    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
-        """Return how expired timeouts move inside the server, or None where they do not."""
-        ...
-
 
 class BulkWork(Protocol):
     """Reading and moving whole tables."""
@@ -429,6 +425,10 @@ class BulkWork(Protocol):
 
     def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
         """Delete the rows whose keys are in `copy`, and return their number."""
+        ...
+
+    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
+        """Return how expired timeouts move inside the server, or None where they do not."""
         ...
 
 
@@ -623,7 +623,7 @@ class ServerSessions(Protocol):
 
 
 class ServerConnections(Protocol):
-    """Connections to a server, and the meaning of their errors."""
+    """Connections to a server."""
 
     stops: StopLimit
     """The limit of waits while an endpoint stops."""
@@ -653,6 +653,10 @@ class ServerConnections(Protocol):
     def ping(self, connection: Connection) -> None:
         """Ask the server for a sign of life; raises one of `errors`."""
         ...
+
+
+class ServerErrors(Protocol):
+    """The meaning of a server's errors."""
 
     def is_broken(self, connection: Connection) -> bool:
         """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
@@ -699,5 +703,5 @@ class ServerFeatures(Protocol):
         ...
 
 
-class Server(Dialect, ServerConnections, ServerFeatures, Protocol):
+class Server(Dialect, ServerConnections, ServerErrors, ServerFeatures, Protocol):
     """One database of a server."""
