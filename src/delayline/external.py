@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from queue import SimpleQueue
@@ -156,3 +157,37 @@ def _succeed(outcome: asyncio.Future[Result], result: Result) -> Callable[[], No
 
 def _fail(outcome: asyncio.Future[Any], error: BaseException) -> Callable[[], None]:
     return lambda: None if outcome.done() else outcome.set_exception(error)
+
+
+#: The engine of Django's only alias where its settings have no DATABASES.
+NO_DATABASE: Final = "django.db.backends.dummy"
+
+
+def django_connection(alias: str, argument: str) -> Any:  # noqa: ANN401 - Django belongs to its user
+    """Return Django's connection of this thread for an alias of DATABASES.
+
+    Args:
+        alias: The text that the user has given.
+        argument: What it was given as, for errors.
+
+    Raises:
+        ConfigurationError: Django is not used in this process, or its settings have no such database.
+    """
+    connections = getattr(sys.modules.get("django.db"), "connections", None)
+    name = repr(alias) if alias.isidentifier() else "of another form"  # a URL may have a password
+    must_be = f"{argument} is the text {name}: a text must be an alias of Django's DATABASES, and Django"
+    if connections is None:
+        raise ConfigurationError(f"{must_be} is not used here")
+    from django.core.exceptions import ImproperlyConfigured
+
+    try:
+        usable = [each for each in connections if connections[each].settings_dict["ENGINE"] != NO_DATABASE]
+    except ImproperlyConfigured:
+        usable = []
+    if not usable:
+        raise ConfigurationError(f"{must_be} has no such settings here")
+    if alias not in usable:
+        raise ConfigurationError(
+            f"{argument} is the text {name}, no alias of Django's DATABASES, which has {', '.join(usable)}"
+        )
+    return connections[alias]

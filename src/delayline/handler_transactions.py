@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_check
 
 from delayline.errors import ConfigurationError
 from delayline.events import Event, emit
-from delayline.external import ExternalTransaction, SupportsExternalTransactions, WaitingThread
+from delayline.external import ExternalTransaction, SupportsExternalTransactions, WaitingThread, django_connection
 from delayline.transaction import Transaction, TransactionMode
 
 if TYPE_CHECKING:
@@ -336,19 +336,13 @@ class ThreadTransaction:
             _log_unclosed(error)
 
     def _begin_in_django(self, alias: str) -> Any:  # noqa: ANN401
-        if "django.db" not in sys.modules:
-            raise ConfigurationError(
-                f"context.transaction({alias!r}) names an alias of Django's DATABASES, and Django is not used here"
-            )
-        from django.db import connections
+        connection = django_connection(alias, "the source of context.transaction")
         from django.db.transaction import Atomic
 
-        if alias not in connections:
-            raise ConfigurationError(f"Django's DATABASES have no {alias!r}: they have {', '.join(connections)}")
         atomic = Atomic(using=alias, savepoint=True, durable=False)
         atomic.__enter__()
         self._atomic = atomic
-        return connections[alias]
+        return connection
 
 
 class Undone(Exception):

@@ -475,3 +475,48 @@ def test_rows_of_django_commit_with_the_message(url: str) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.stdout.strip(), ran.returncode) == ("2 1", 0), ran.stderr
     assert orders(url) == ["m0"]
+
+
+REFUSED_ALIAS = """
+    import asyncio, sys
+    {settings}
+    from delayline import ConfigurationError, Endpoint
+    from delayline.sql import SqlTransport
+    endpoint, errors = Endpoint("shop", transport=SqlTransport(sys.argv[1])), []
+
+    @endpoint.handler
+    def handle(message, context):
+        try:
+            context.transaction("orders")
+        except ConfigurationError as error:
+            errors.append(str(error))
+
+    async def main():
+        await endpoint.setup()
+        async with endpoint:
+            await endpoint.send("shop", b"")
+            while not errors:
+                await asyncio.sleep(0.02)
+        print(*errors)
+
+    asyncio.run(main())
+"""
+CONFIGURE = "import django.db; from django.conf import settings; settings.configure({})"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("", "and Django is not used here"),
+        ("import django.db", "and Django has no such settings here"),
+        (CONFIGURE.format(""), "and Django has no such settings here"),
+        (CONFIGURE.format("DATABASES={'default': {'ENGINE': 'django.db.backends.sqlite3'}}"), "which has default"),
+    ],
+    ids=["no Django", "no settings", "no databases", "another alias"],
+)
+def test_an_alias_that_django_does_not_have_is_refused(tmp_path: Path, settings: str, reason: str) -> None:
+    program = textwrap.dedent(REFUSED_ALIAS.format(settings=settings))
+    command = [sys.executable, "-c", program, f"sqlite:///{tmp_path}/shop.db"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.stdout.startswith("the source of context.transaction is the text 'orders'"), ran.stderr
+    assert ran.stdout.strip().endswith(reason)

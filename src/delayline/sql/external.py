@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 from sqlalchemy.exc import DBAPIError
 
 from delayline.errors import ConfigurationError, TransactionAborted
+from delayline.external import django_connection
 from delayline.sql.workers import in_thread
 
 if TYPE_CHECKING:
@@ -311,31 +312,7 @@ def _wrapper_of(given: Any) -> Any:  # noqa: ANN401
         if not _is(given, *OF_DJANGO[0]):
             return given
         given = given._alias
-    connections = getattr(sys.modules.get("django.db"), "connections", None)
-    name = repr(given) if given.isidentifier() else "of another form"  # a URL may have a password
-    if connections is None:
-        raise ConfigurationError(
-            f"transaction= is the text {name}: a text must be an alias of Django's DATABASES, and Django is not used "
-            "here"
-        )
-    from django.core.exceptions import ImproperlyConfigured
-
-    try:
-        found = given in connections
-        usable = not found or connections[given].settings_dict["ENGINE"] != NO_DATABASE
-    except ImproperlyConfigured:
-        found = usable = False
-    if not usable:
-        raise ConfigurationError(
-            f"transaction= is the text {name}: a text must be an alias of Django's DATABASES, and Django has no "
-            "such settings here"
-        )
-    if not found:
-        raise ConfigurationError(
-            f"transaction= is the text {name}, which is not an alias in Django's DATABASES: it has "
-            f"{', '.join(connections)}"
-        )
-    return connections[given]
+    return django_connection(given, "transaction=")
 
 
 def _product_of_mysql(version: str) -> str:
@@ -448,8 +425,6 @@ SYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], AbstractContextManager[
     ("sqlalchemy", "Connection", borrow_connection),
     ("sqlalchemy.orm", "Session", borrow_session),
 )
-#: The engine of Django's only alias where its settings have no DATABASES.
-NO_DATABASE: Final = "django.db.backends.dummy"
 OF_DJANGO: Final = (
     ("django.utils.connection", "ConnectionProxy"),
     ("django.db.backends.base.base", "BaseDatabaseWrapper"),
