@@ -31,7 +31,6 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
     TwoPhaseCommit,
-    UnsupportedTransactionMode,
     errors,
     guarantee,
     handler_rows,
@@ -39,6 +38,7 @@ from delayline import (
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.cli import main as command_line
 from delayline.config import Settings, describe_setting, flag_of, setting_names, variable_of
+from delayline.errors import UnsupportedTransactionMode
 from delayline.events import Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.sql import schema

@@ -23,11 +23,10 @@ from delayline import (
     MemoryTransport,
     Message,
     MessageContext,
-    StorageFull,
     StoredDelivery,
     TransactionMode,
-    UnsupportedTransactionMode,
 )
+from delayline.errors import StorageFull, UnsupportedTransactionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,8 @@ import pytest
 from tests.cluster.harness import new_seed
 from tests.eventually import PATIENCE
 
-from delayline import Guarantee, StoredDelivery, TransactionMode, UnsupportedTransactionMode, guarantee
+from delayline import Guarantee, StoredDelivery, TransactionMode, guarantee
+from delayline.errors import UnsupportedTransactionMode
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import runpy
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import delayline.errors
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE_THE_SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -113,3 +116,11 @@ def test_the_api_reference_lists_every_exported_name(module: str) -> None:
     page = (ROOT / "docs" / "reference" / "api" / f"{module}.md").read_text(encoding="utf-8")
     listed = [line.rpartition(".")[2] for line in page.splitlines() if line.startswith("::: ")]
     assert sorted(listed) == sorted(exporting.__all__)
+
+
+def test_the_api_reference_lists_every_error() -> None:
+    pages = [ROOT / "docs" / "reference" / "api" / f"{module}.md" for module in ("delayline", "errors")]
+    listed = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    for name, member in vars(delayline.errors).items():
+        if inspect.isclass(member) and issubclass(member, Exception):
+            assert listed.count(f"::: delayline.errors.{name}") == 1, name

@@ -10,7 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delayline import DelaylineError, Endpoint, StorageFull, StoredDelivery
+from delayline import DelaylineError, Endpoint, StoredDelivery
+from delayline.errors import StorageFull
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.testing import Signals

@@ -19,15 +19,11 @@ from azure.storage.queue import AccountSasPermissions, ResourceTypes, generate_a
 from tests.integration.azure_parts import SECOND, HandledMessages, connection, endpoint_at
 from tests.integration.azure_proxy import Proxy, empty_page, refusal, vanishing
 
-from delayline import (
-    BackendUnavailable,
-    BackendUnusable,
-    ConfigurationError,
-    TransactionMode,
-)
+from delayline import BackendUnavailable, ConfigurationError, TransactionMode
 from delayline.azure import AzureDelayedTable
 from delayline.azure.doctor import examine
 from delayline.azure.requests import azure_errors
+from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from delayline import (
-    BackendUnavailable,
-    BackendUnusable,
-    ConfigurationError,
-    Endpoint,
-    NewerSchema,
-    StoredDelivery,
-)
+from delayline import BackendUnavailable, ConfigurationError, Endpoint, StoredDelivery
+from delayline.errors import BackendUnusable, NewerSchema
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.testing import Signals

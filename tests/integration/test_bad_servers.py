@@ -15,7 +15,6 @@ from tests.servers.postgresql import free_port
 
 from delayline import (
     BackendUnavailable,
-    BackendUnusable,
     ConfigurationError,
     DelaylineError,
     Endpoint,
@@ -29,6 +28,7 @@ from delayline import (
     TwoPhaseCommit,
 )
 from delayline.cli import main
+from delayline.errors import BackendUnusable
 from delayline.external import ExternalTransaction
 from delayline.spi import TransportOperation
 from delayline.sql.dialects import postgresql as dialect

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.integration.test_staging import TABLE, ids, rows, url, waiting
 
-from delayline import BackendUnusable
 from delayline.bulk.ledger import CLOSED
 from delayline.bulk.writer import BulkWriter, IdTaken
+from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.integration.cold_rows import hold, rows
 
-from delayline import BackendUnusable, ConfigurationError, DelayedMessage, Message, TransactionMode
+from delayline import ConfigurationError, DelayedMessage, Message, TransactionMode
 from delayline.bulk import TwoTierStore
 from delayline.bulk.cold_catalog import ColdFile, FileState, hour_of
 from delayline.bulk.cold_folder import ColdFolder, HourWriter
 from delayline.clock import to_microseconds
+from delayline.errors import BackendUnusable
 from delayline.spi import DueCount, Outcome
 
 if TYPE_CHECKING:

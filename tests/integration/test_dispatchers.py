@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from delayline import BackendUnusable, SqlDelayedMessageStore
+from delayline import SqlDelayedMessageStore
 from delayline.bulk.dispatchers import DispatcherControl, ShardMetrics
+from delayline.errors import BackendUnusable
 
 LEASE = timedelta(minutes=10)
 

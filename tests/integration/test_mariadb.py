@@ -15,7 +15,6 @@ from sqlalchemy.engine import make_url
 
 from delayline import (
     BackendUnavailable,
-    BackendUnusable,
     ConfigurationError,
     DelayedMessage,
     Endpoint,
@@ -25,6 +24,7 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
+from delayline.errors import BackendUnusable
 from delayline.events import Event
 from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport

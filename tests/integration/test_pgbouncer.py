@@ -11,7 +11,8 @@ from tests.conftest import not_installed
 from tests.eventually import eventually_async
 from tests.servers.pgbouncer import PgbouncerServer
 
-from delayline import BackendUnusable, ConfigurationError, Endpoint
+from delayline import ConfigurationError, Endpoint
+from delayline.errors import BackendUnusable
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from tests.eventually import eventually_async
 
 import delayline.rabbitmq.delivery
 from delayline import (
-    BackendUnusable,
     ConfigurationError,
     DelayedMessage,
     Endpoint,
@@ -25,6 +24,7 @@ from delayline import (
     SqlTransport,
     StoredDelivery,
 )
+from delayline.errors import BackendUnusable
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.amqp.methods import ExchangeDelete, QueueDelete
 from delayline.rabbitmq.delivery import parked

@@ -11,7 +11,8 @@ from tests.integration.rabbitmq_queues import a_message, declare, drain, opened,
 from tests.servers.postgresql import free_port
 from tests.servers.rabbitmq import RabbitmqServer
 
-from delayline import BackendUnavailable, BackendUnusable, InvalidMessage
+from delayline import BackendUnavailable, InvalidMessage
+from delayline.errors import BackendUnusable
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publisher

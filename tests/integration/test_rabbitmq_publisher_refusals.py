@@ -13,14 +13,13 @@ from tests.servers.postgresql import free_port
 
 from delayline import (
     BackendUnavailable,
-    BackendUnusable,
     Headers,
     InvalidMessage,
     Message,
-    MessageRejected,
     NotStarted,
     QueueNotFound,
 )
+from delayline.errors import BackendUnusable, MessageRejected
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 

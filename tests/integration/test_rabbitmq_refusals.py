@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from tests.eventually import eventually_async
 
 from delayline import (
-    BackendUnusable,
     Endpoint,
     InvalidDueTime,
     InvalidMessage,
@@ -23,6 +22,7 @@ from delayline import (
     Send,
 )
 from delayline.cli import main
+from delayline.errors import BackendUnusable
 from delayline.message import Headers
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.infrastructure import DelayInfrastructure

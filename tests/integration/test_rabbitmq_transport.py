@@ -14,9 +14,7 @@ from pamqp import commands
 
 from delayline import (
     BackendUnavailable,
-    BackendUnusable,
     ConfigurationError,
-    DispatchFailed,
     Endpoint,
     Event,
     InvalidMessage,
@@ -25,9 +23,9 @@ from delayline import (
     QueueNotFound,
     Recoverability,
     TransactionMode,
-    UnsupportedTransactionMode,
 )
 from delayline.cli import main
+from delayline.errors import BackendUnusable, DispatchFailed, UnsupportedTransactionMode
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication

@@ -16,9 +16,10 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 
-from delayline import BackendUnusable, NewerSchema, SqlDelayedMessageStore, SqlTransport, TransactionMode
+from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
 from delayline.cli import main
+from delayline.errors import BackendUnusable, NewerSchema
 from delayline.migration import journal as migrations
 from delayline.sql.databases import database_at
 from delayline.sql.journal import JOURNAL

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pytest
 from sqlalchemy import text
 
-from delayline import BackendUnavailable, BackendUnusable, ConfigurationError, DuplicateMessage, TransactionMode
+from delayline import BackendUnavailable, ConfigurationError, DuplicateMessage, TransactionMode
 from delayline.bulk.ledger import Committed
 from delayline.bulk.writer import STREAMS, BulkWriter
+from delayline.errors import BackendUnusable
 from delayline.sql import SqlDelayedMessageStore
 from delayline.sql.dialect import OnConflict
 

@@ -16,7 +16,6 @@ from tests.servers.postgresql import PostgresqlServer
 
 from delayline import (
     BackendUnavailable,
-    BackendUnusable,
     ConfigurationError,
     DelayedMessage,
     Endpoint,
@@ -24,8 +23,8 @@ from delayline import (
     Message,
     StoredDelivery,
     TransactionMode,
-    UnsupportedTransactionMode,
 )
+from delayline.errors import BackendUnusable, UnsupportedTransactionMode
 from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.sql.dialects.postgresql import PostgresqlTwoPhase

@@ -18,9 +18,9 @@ from tests.conftest import not_installed
 from tests.spark.conftest import JDBC_DRIVER
 from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
 
-from delayline import BackendUnusable
 from delayline.cli import main
 from delayline.config import Settings
+from delayline.errors import BackendUnusable
 from delayline.spark.dispatch import dispatcher_status, stop_dispatcher
 
 if TYPE_CHECKING:

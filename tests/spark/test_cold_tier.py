@@ -16,8 +16,9 @@ from tests.spark.stores import DUE, frame
 from tests.spark.test_failures import in_java, in_python, once
 from tests.spark.tiers import FIRST, HOUR, spread
 
-from delayline import BackendUnusable, ConfigurationError, DelaylineError, DuplicateMessage
+from delayline import ConfigurationError, DelaylineError, DuplicateMessage
 from delayline.bulk.writer import BulkWriter
+from delayline.errors import BackendUnusable
 from delayline.spark import JobTarget, Promoted, promote, promote_every, promote_stream
 from delayline.spi import Outcome
 

@@ -17,9 +17,10 @@ from tests.integration.test_rabbitmq_migration import conventional, taken
 from tests.spark.broker import on_broker
 from tests.spark.stores import ENDPOINT, PAST, StoreAt
 
-from delayline import BackendUnusable, ConfigurationError, SqlTransport
+from delayline import ConfigurationError, SqlTransport
 from delayline.bulk.dispatchers import Generation, ShardMetrics
 from delayline.config import Settings, endpoint_from
+from delayline.errors import BackendUnusable
 from delayline.spark import Dispatcher
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ import pytest
 from tests.spark.stores import ENDPOINT, PAST, StoreAt, frame, many
 from tests.spark.tiers import FIRST, spread
 
-from delayline import BackendUnavailable, BackendUnusable, SqlDelayedMessageStore, SqlTransport
+from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport
 from delayline.bulk.journal_export import JournalExport
 from delayline.delayed.store import Outcome
+from delayline.errors import BackendUnusable
 from delayline.spark import JobTarget, audit, export, read_journal, schedule, waiting_ids
 from delayline.spark.journal import _export
 from delayline.spark.options import StoreOptions

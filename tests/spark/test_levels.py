@@ -14,8 +14,8 @@ from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import in_levels, with_levels
 from tests.spark.stores import ENDPOINT, StoreAt, frame
 
-from delayline import BackendUnusable, ConfigurationError, Headers
-from delayline.errors import DelaylineError
+from delayline import ConfigurationError, Headers
+from delayline.errors import BackendUnusable, DelaylineError
 from delayline.message import to_wire_time
 from delayline.spark import JobTarget, schedule, schedule_stream
 from delayline.spark.broker_sink import BrokerSink

@@ -11,7 +11,8 @@ import pyspark
 import pytest
 from tests.spark.stores import DUE, frame, many
 
-from delayline import BackendUnusable, ConfigurationError, DuplicateMessage
+from delayline import ConfigurationError, DuplicateMessage
+from delayline.errors import BackendUnusable
 from delayline.spark.schedule import JobTarget, schedule, schedule_stream
 from delayline.spark.sources import Columns
 

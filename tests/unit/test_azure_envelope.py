@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayline import CorruptHeaders, Headers, InvalidMessage, Message
+from delayline import Headers, InvalidMessage, Message
 from delayline.azure.envelope import LARGEST_TEXT, UnwrappedMessage, check_size, unwrap, wrap
+from delayline.errors import CorruptHeaders
 from delayline.recoverability import error_operations
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS
 

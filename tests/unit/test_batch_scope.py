@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.conftest import START, MemoryStore, Scenario, build, delayed, sent_to
 
-from delayline import BackendUnavailable, DispatchFailed, MemoryTransport
+from delayline import BackendUnavailable, MemoryTransport
 from delayline.delayed.poller import scope_between
+from delayline.errors import DispatchFailed
 from delayline.memory.transaction import MemoryTransaction
 from delayline.testing import Fault, FaultyStore
 from delayline.testing.clock import settle

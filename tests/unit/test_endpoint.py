@@ -23,8 +23,8 @@ from delayline import (
     Recoverability,
     StoredDelivery,
     TransactionMode,
-    UnsupportedTransactionMode,
 )
+from delayline.errors import UnsupportedTransactionMode
 from delayline.events import Event
 from delayline.spi import TransportOperation
 from delayline.testing import FaultyTransport

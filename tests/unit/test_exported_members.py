@@ -69,8 +69,3 @@ def test_sqlalchemy_is_loaded_when_it_is_needed() -> None:
 def test_a_name_that_is_not_there_is_reported() -> None:
     with pytest.raises(AttributeError, match="module 'delayline' has no attribute 'SqlTransprot'"):
         _ = delayline.SqlTransprot  # type: ignore[attr-defined]
-
-
-def test_every_error_is_public() -> None:
-    errors = {name for name, member in vars(delayline.errors).items() if inspect.isclass(member)}
-    assert {name for name in errors if issubclass(getattr(delayline.errors, name), Exception)} <= set(delayline.__all__)

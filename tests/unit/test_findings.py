@@ -17,7 +17,6 @@ from tests.unit.conftest import START, delayed
 import delayline
 from delayline import (
     ConfigurationError,
-    CorruptHeaders,
     Endpoint,
     Headers,
     InvalidDueTime,
@@ -32,6 +31,7 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
+from delayline.errors import CorruptHeaders
 from delayline.events import Event
 from delayline.testing import Signals
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.servers.sqlite import database_of
 
-from delayline import BackendUnavailable, StorageFull
+from delayline import BackendUnavailable
+from delayline.errors import StorageFull
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

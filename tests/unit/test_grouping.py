@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.conftest import MemoryStore, delayed
 
-from delayline import BackendUnavailable, BackendUnusable, InvalidMessage
+from delayline import BackendUnavailable, InvalidMessage
 from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime
 from delayline.delayed.delivery import MAXIMUM_GROUP, StoreGroup
+from delayline.errors import BackendUnusable
 from delayline.testing import Fault, FaultyStore
 from delayline.testing.clock import settle
 from delayline.testing.faults import STORE

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayline import CorruptBody, CorruptHeaders, DelayedMessage, Headers, InvalidMessage, Message
+from delayline import DelayedMessage, Headers, InvalidMessage, Message
 from delayline.clock import from_microseconds
+from delayline.errors import CorruptBody, CorruptHeaders
 from delayline.message import decode_headers, encode_body, from_wire_time, new_message_id, to_wire_time
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates and astral characters too

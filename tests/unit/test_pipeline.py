@@ -14,7 +14,6 @@ from tests.unit.conftest import Scenario, build, sent_to
 
 from delayline import (
     BackendUnavailable,
-    DispatchFailed,
     Headers,
     InvalidDueTime,
     InvalidMessage,
@@ -24,6 +23,7 @@ from delayline import (
     Recoverability,
     TransactionMode,
 )
+from delayline.errors import DispatchFailed
 from delayline.events import Event
 from delayline.testing import Fault
 from delayline.testing.clock import settle

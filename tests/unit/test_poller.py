@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.unit.conftest import START, Scenario, build, delayed
 
-from delayline import BackendUnavailable, DelayedMessage, DispatchFailed, Message, TransactionMode
+from delayline import BackendUnavailable, DelayedMessage, Message, TransactionMode
+from delayline.errors import DispatchFailed
 from delayline.events import Event
 from delayline.testing import Fault, Signals
 from delayline.testing.clock import settle

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from delayline import BackendUnavailable, Message, MessageRejected
+from delayline import BackendUnavailable, Message
+from delayline.errors import MessageRejected
 from delayline.rabbitmq.amqp.confirms import Confirms, PublishBatch, Unroutable
 from delayline.rabbitmq.amqp.wire import Publication
 

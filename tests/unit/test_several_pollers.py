@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.unit.conftest import SCOPES, MemoryStore, delayed
 
-from delayline import DispatchFailed, Endpoint, MemoryTransport, StoredDelivery
+from delayline import Endpoint, MemoryTransport, StoredDelivery
+from delayline.errors import DispatchFailed
 from delayline.testing import Fault, FaultyTransport
 from delayline.testing.clock import settle
 

@@ -185,7 +185,7 @@ def test_a_missing_extra_is_reported_with_its_install_command() -> None:
         "import sys; sys.modules['pyspark'] = None\n"
         "import importlib.util as util; util.find_spec = lambda name: None if name == 'pyspark' else 1\n"
         "import delayline\n"
-        "try:\n    import delayline.spark\nexcept delayline.MissingExtra as error:\n    print(error)\n"
+        "try:\n    import delayline.spark\nexcept delayline.errors.MissingExtra as error:\n    print(error)\n"
     )
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert "pip install 'delayline[spark]'" in ran.stdout

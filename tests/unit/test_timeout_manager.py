@@ -21,8 +21,8 @@ from delayline import (
     QueueNotFound,
     Recoverability,
     TransactionMode,
-    UnsupportedTransactionMode,
 )
+from delayline.errors import UnsupportedTransactionMode
 from delayline.handlers import Handlers
 from delayline.memory import MemoryTransport
 from delayline.message import TimeoutHeaders, to_wire_time

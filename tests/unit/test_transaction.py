@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline import Guarantee, TransactionMode, UnsupportedTransactionMode, guarantee
+from delayline import Guarantee, TransactionMode, guarantee
+from delayline.errors import UnsupportedTransactionMode
 from delayline.spi import Transaction
 from delayline.transaction import share_transactions, strongest_mode
 

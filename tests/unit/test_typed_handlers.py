@@ -26,7 +26,6 @@ from delayline import (
     Endpoint,
     Headers,
     InvalidMessage,
-    InvalidPayload,
     JsonSerializer,
     MemoryTransport,
     Message,
@@ -35,6 +34,7 @@ from delayline import (
     Serializer,
     message_type,
 )
+from delayline.errors import InvalidPayload
 from delayline.events import Event
 from delayline.testing.clock import settle
 from delayline.transport import TransportOperation
