@@ -111,7 +111,7 @@ def _reminders(file: Path | None) -> list[reminders.Reminder]:
 
 
 def _stage(directory: Path | None) -> Stage:
-    """Return a new folder for this run: an earlier run's files, or anybody else's, stay as they are."""
+    """Return a new folder for this run: other files stay as they are."""
     if directory is None:
         return Stage(Path(tempfile.mkdtemp(prefix="delayline-demo-")))
     directory.mkdir(parents=True, exist_ok=True)
@@ -142,4 +142,4 @@ def _conclude(screen: Screen, verdict: Verdict) -> None:
     if verdict.kept:
         screen.echo(f"✓ every promise kept in {verdict.seconds:g} s: none lost, none doubled, none early", "bold green")
     else:
-        screen.echo("✗ a promise was broken; the numbers above that should be 0 say which", "bold red")
+        screen.echo("✗ a promise was broken; see the numbers above that should be 0", "bold red")

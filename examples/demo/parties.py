@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 AT_ONCE: Final = 500
 STANDARD_INPUT: Final = 0
-"""A pipe from the demo's own process: its end tells the others to go too."""
+"""A pipe from the demo's own process: its end stops the other processes."""
 
 
 async def send(stage: Stage) -> None:
@@ -44,7 +44,7 @@ async def _send_one(endpoint: Endpoint, row: reminders.Reminder) -> None:
 
 
 async def dispatch(stage: Stage) -> None:
-    """Forward what is due, until told to stop or killed."""
+    """Forward due messages until stopped or killed."""
     journal = Journal(stage.journal(DISPATCHER))
     endpoint = endpoint_from(stage.settings(REMINDERS), send_only=True)
     clock = SystemClock()

@@ -45,7 +45,7 @@ class Pipeline:
         Each is due a while later than it would be if it were sent now: as long as the first job of the session takes,
         which schedules none of them, as Spark starts slowly.
         """
-        from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+        from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
         from delayline.spark import promote, schedule
 
@@ -67,7 +67,7 @@ class Pipeline:
     def audit(self, report: Path) -> Totals:
         """Export the journal, reconcile it with what the receiver has noted, and write the report."""
         from examples.demo.stage import RECEIVER
-        from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+        from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
         from delayline.spark import audit, export, read_journal, waiting_ids, write_report
 

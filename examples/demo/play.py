@@ -81,7 +81,7 @@ class Course:
         )
 
     def touched_by_outage(self) -> Callable[[Arrival], bool]:
-        """Return what tells whether a message waited for the dead dispatcher, or behind others that did."""
+        """Return a test for messages that waited for the dead dispatcher, or behind others that did."""
         killed, gone = self.killed, self.backlog_gone()
         return lambda one: killed is not None and one.arrived > killed and (gone is None or one.arrived < gone)
 

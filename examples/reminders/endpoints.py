@@ -20,7 +20,7 @@ customers = Endpoint("customers", transport=transport_from(settings.url))
 
 @customers.handler
 async def remind(message: Message, context: MessageContext) -> None:
-    """Say what arrived, and how late."""
+    """Print the message and its lateness."""
     del context
     late = datetime.now(UTC) - from_wire_time(message.headers[Headers.DELIVER_AT])
     print(f"{message.id}: {message.text} ({late.total_seconds() * 1000:.0f} ms late)", flush=True)

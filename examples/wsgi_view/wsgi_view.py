@@ -42,7 +42,7 @@ class Quiet(WSGIRequestHandler):
     """Does not log to the terminal."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def main() -> None:
