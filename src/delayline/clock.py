@@ -13,7 +13,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Clock(Protocol):
-    """Tells the time and waits; tests pass a `delayline.testing.ManualClock`."""
+    """The time, and sleeping; tests pass a `delayline.testing.ManualClock`."""
 
     def now(self) -> datetime:
         """Return the current instant as an aware UTC datetime."""

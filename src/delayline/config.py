@@ -426,7 +426,7 @@ def in_memory(url: str) -> bool:
 
 
 def on_rabbitmq(url: str) -> bool:
-    """Tell whether `url` leads to RabbitMQ."""
+    """Return whether `url` is a RabbitMQ URL."""
     return scheme_of(url) in BROKERS
 
 

@@ -476,7 +476,7 @@ class Endpoint:
 
         Args:
             destination: Name of the queue, 1 to 200 characters.
-            body: Bytes as they are, str as UTF-8, anything else as JSON; the content type header says which.
+            body: Bytes as they are, str as UTF-8, anything else as JSON; the content type header is set accordingly.
             headers: Further headers, str to str.
             message_id: Id of 1 to 250 characters; by default a new UUID. Repeating a delayed send with the id of a
                 pending message changes nothing.
@@ -494,7 +494,7 @@ class Endpoint:
                 (`"keep"`) or replaced (`"replace"`), or DuplicateMessage is raised (`"raise"`). Left out, it is kept.
 
         Returns:
-            The message's id, a str; with `on_conflict` its `result` says whether the message was stored, kept or
+            The message's id, a str; with `on_conflict` its `result` is whether the message was stored, kept or
             replaced.
 
         Raises:
@@ -504,7 +504,7 @@ class Endpoint:
             InvalidDueTime: The delay or due time is out of range.
             NotStarted: The endpoint is not started.
             QueueNotFound: The destination does not exist.
-            BackendUnavailable: The back end did not answer; the text says whether the outcome is unknown.
+            BackendUnavailable: The back end did not answer; the text names an unknown outcome.
             ConfigurationError: The message cannot be part of the transaction.
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
@@ -556,7 +556,7 @@ class Endpoint:
         work = self.delayed_delivery.defer_or_replace(outgoing.operation, outgoing.due, replace=replace)
         result = await (work if self._observer is None else self._reported(work, [outgoing], self._observer))
         if result is StoreResult.DISPATCHING:
-            text = "is being dispatched and cannot be replaced: give the new one an id of its own"
+            text = "is being dispatched and cannot be replaced: give the new one another id"
             raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
         if result is StoreResult.KEPT and on_conflict == "raise":
             text = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
@@ -622,7 +622,7 @@ class Endpoint:
         await self.stop()
 
     def _bind(self, draining: DelayedDelivery | None) -> list[DelayedDelivery]:
-        """Return the ways of waiting that run here, having told them where they are."""
+        """Bind the delayed deliveries of this endpoint, and return them."""
         if self.draining is not None and self.draining is self.delayed_delivery:
             raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new one")
         deliveries = [one for one in (self.delayed_delivery, draining) if one is not None]
@@ -745,7 +745,7 @@ class Endpoint:
         await self._deliver(outgoing, transaction)
 
     def _returns_when_cancelled(self, outgoing: Outgoing) -> bool:
-        """Return whether delivery needs no task of its own: a group of the store or transport goes on without it."""
+        """Return whether delivery needs no task: a group of the store or transport goes on without it."""
         if outgoing.due is None:
             return self._grouping is not None and self._grouping.goes_on_when_cancelled
         stored = isinstance(self.delayed_delivery, StoredDelivery)

@@ -1,7 +1,7 @@
 """Every error delayline raises, in one tree.
 
 DelaylineError
-├── ConfigurationError (ValueError)      a setting, name or URL that cannot work; says what to change
+├── ConfigurationError (ValueError)      a setting, name or URL that cannot work; the text names the change
 │   ├── UnsupportedTransactionMode       these parts cannot honour that transaction mode
 │   └── MissingExtra (ImportError)       an optional dependency is not installed
 ├── InvalidMessage (ValueError)          a message refused at the door: body, header, destination, id
@@ -35,7 +35,7 @@ class DelaylineError(Exception):
 
 
 class ConfigurationError(DelaylineError, ValueError):
-    """A setting, name or URL cannot work; the text says which value and what to do."""
+    """A setting, name or URL cannot work; the text names the value and the remedy."""
 
 
 class UnsupportedTransactionMode(ConfigurationError):

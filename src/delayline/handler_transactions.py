@@ -98,7 +98,7 @@ class SupportsEngines(Protocol):
 
 
 class HandlerTransaction(Protocol):
-    """The transaction of one message's handler, on a connection of its own."""
+    """The transaction of one message's handler, on a separate connection."""
 
     source: Any
     connection: Any
@@ -128,7 +128,7 @@ class HandlerTransactions:
     Args:
         transport: The transport of the handled messages.
         mode: The endpoint's transaction mode.
-        size: The most connections to open where a handler names no source of its own; 1 or more. Further handlers
+        size: The most connections to open for `context.transaction()` without a source; 1 or more. Further handlers
             wait for one of them.
     """
 

@@ -81,8 +81,8 @@ class Recorded(Coroutine[Any, Any, Result_co]):
 class MessageContext:
     """The context of a handler: metadata, and sending.
 
-    Messages sent through it leave when the handler has succeeded, as the transaction mode says, and not at all if the
-    handler raises. Calls return at once without I/O; `await` is possible and not needed.
+    Messages sent through it are dispatched after the handler has succeeded, in the way of the transaction mode; if the
+    handler raises they are dropped. Calls return at once without I/O; `await` is possible and not needed.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class MessageContext:
     def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> Awaitable[None]:
         """Handle this same message again, later. Give one of the two; raises InvalidDueTime, by the call."""
         if delay is None and deliver_at is None:
-            raise InvalidDueTime("defer needs a delay or deliver_at: say when to handle the message again")
+            raise InvalidDueTime("defer needs a delay or deliver_at: give the time to handle the message again")
         self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
         return Recorded(None)
 

@@ -350,7 +350,7 @@ def in_utc(due: datetime) -> datetime:
         raise InvalidDueTime(f"a due time must be an aware datetime, not {due!r}")
     if due.utcoffset() is None:
         raise InvalidDueTime(
-            f"{due!r} has no time zone: say which, as in datetime(2026, 5, 1, 9, tzinfo=ZoneInfo('Europe/Berlin'))"
+            f"{due!r} has no time zone: give one, as in datetime(2026, 5, 1, 9, tzinfo=ZoneInfo('Europe/Berlin'))"
         )
     try:
         return due.astimezone(UTC)
@@ -391,7 +391,7 @@ def _wire_second(second: int) -> str:
 
 
 def from_wire_time(text: str) -> datetime:
-    """Return the instant a wire time names; raises ValueError with the text .NET users know."""
+    """Return the instant a wire time names; raises ValueError with .NET's text."""
     if len(text) != WIRE_TIME_LENGTH:
         raise ValueError(f"String was not recognized as a valid DateTime: {text!r}")
     try:

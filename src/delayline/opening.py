@@ -45,7 +45,7 @@ async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[S
         refuse_memory(settings)
         url, persister = settings.resolved_store_url, persister_of(settings)
     elif settings.timeouts_url is None:
-        raise ConfigurationError("no timeouts_url is set: say where the old timeout manager's timeouts are")
+        raise ConfigurationError("no timeouts_url is set: set it to the database of the old timeout manager's timeouts")
     else:
         url, persister = settings.timeouts_url, persister_at(settings.timeouts_url, schema=settings.schema)
     must_exist(url)

@@ -196,7 +196,7 @@ class Composer:
         return Outgoing(TransportOperation(received, destination), due)
 
     def reply(self, to: Message, body: Body, headers: HeaderMap | None, delay: timedelta | None) -> Outgoing:
-        """Return an answer to `to`; raises InvalidMessage when it does not say where answers go."""
+        """Return a reply to `to`; raises InvalidMessage when it has no reply address."""
         address = to.headers.get(Headers.REPLY_TO)
         if not address:
             raise InvalidMessage(
@@ -336,7 +336,7 @@ def check_headers(headers: HeaderMap) -> HeaderMap:
 
 
 def _plain(headers: HeaderMap) -> bool:
-    """Tell, quickly, that nothing is wrong; millions of headers are looked at."""
+    """Return whether the headers surely need no further checks; it runs for millions of messages."""
     if type(headers) is not dict or "" in headers or Headers.TIME_TO_BE_RECEIVED in headers:
         return False
     return ONLY_STR.issuperset(map(type, headers)) and ONLY_STR.issuperset(map(type, headers.values()))
@@ -383,7 +383,7 @@ class Destinations:
         return queue not in self._found and isinstance(self._transport, SupportsQueueLookup)
 
     async def check(self, queue: str) -> None:
-        """Raise QueueNotFound for a queue that does not exist; pass where the transport cannot say so now."""
+        """Raise QueueNotFound for a queue that does not exist; pass where the transport cannot look it up now."""
         if queue in self._found or not isinstance(self._transport, SupportsQueueLookup):
             return
         async with self._asking:  # many sends at once to one queue ask once

@@ -256,7 +256,7 @@ class Pipeline:
         self._loop = asyncio.create_task(self._receive(), name=f"delayline receiver {self.queue}")
 
     def runs(self, task: asyncio.Task[object] | None) -> bool:
-        """Tell whether that task is one of the handlers'."""
+        """Return whether the task runs one of the handlers."""
         return task in self._tasks
 
     async def stop(self, grace: timedelta | None = None) -> None:
@@ -380,7 +380,7 @@ class Pipeline:
         # After a fault an empty queue looks like a hanging one: a wait that does not fail for a while is a recovery.
         receiving = asyncio.ensure_future(self.receiver.receive(limit))
         try:
-            # A wait for an answer that may still be missed says nothing.
+            # A wait shorter than the server timeout proves nothing.
             unanswered = self.receiver.server_timeout if isinstance(self.receiver, SupportsServerTimeout) else 0.0
             quiet = RECOVERED_AFTER.total_seconds() + unanswered
             await first_of(asyncio.wait([receiving]), self.host.clock.sleep(quiet))
@@ -731,7 +731,7 @@ class Pipeline:
         outgoing: list[Outgoing],
         own: HandlerTransaction | None = None,
     ) -> None:
-        """Dispatch the recorded sends and remove the message from its queue, as the transaction mode says."""
+        """Dispatch the recorded sends and remove the message from its queue, in the order of the transaction mode."""
         if own is not None and own.connection is not None:
             await self._complete_in(own, received, outgoing)
             return

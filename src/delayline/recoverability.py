@@ -278,14 +278,14 @@ def error_operations(
 
 
 def is_outage(error: Exception) -> bool:
-    """Tell whether it is a back end's fault alone that something was not sent or stored."""
+    """Return whether only a back end's fault kept something from being sent or stored."""
     if isinstance(error, DispatchFailed):
         return all(map(is_outage, error.failures.values()))
     return isinstance(error, BackendUnavailable)
 
 
 def may_fit_smaller(error: Exception) -> bool:
-    """Tell whether a message that was not sent because of `error` may be taken in a smaller form."""
+    """Return whether a message that was not sent because of `error` may be taken in a smaller form."""
     if isinstance(error, DispatchFailed):
         return all(may_fit_smaller(one) for one in error.failures.values())
     elsewhere = (
@@ -307,7 +307,7 @@ def failure_headers(
     *,
     size: int = MAXIMUM_EXCEPTION_MESSAGE,
 ) -> dict[str, str]:
-    """Return the headers that tell, on a message in the error queue, what failed, where and when.
+    """Return the headers of a message in the error queue that describe the failure.
 
     Args:
         error: The exception of a handler or a dispatch.

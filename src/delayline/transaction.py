@@ -179,7 +179,7 @@ class TransportParticipant(TransactionParticipant, Protocol):
 
 
 def share_transactions(first: TransactionParticipant, second: TransactionParticipant) -> bool:
-    """Tell whether both parts can take part in one local transaction."""
+    """Return whether both parts can take part in one local transaction."""
     return first.transaction_domain is not None and first.transaction_domain == second.transaction_domain
 
 

@@ -383,7 +383,7 @@ class SupportsQueueComparison(Protocol):
 
 @runtime_checkable
 class SupportsQueueLookup(Protocol):
-    """Capability: says whether a queue is there, so that a misspelt destination is refused by the send."""
+    """Capability: look up whether a queue exists, so that a send to a misspelt destination fails."""
 
     async def has_queue(self, queue: str) -> bool:
         """Return whether a message for the queue would arrive.

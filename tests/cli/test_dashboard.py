@@ -66,7 +66,7 @@ def test_another_address_than_loopback_needs_a_token_or_users(ready: Callable[..
     assert "DELAYLINE_DASHBOARD_TOKEN" in refused.err
 
 
-def test_a_port_in_use_is_refused_with_what_to_do(ready: Callable[..., Result]) -> None:
+def test_a_port_in_use_is_refused_with_a_remedy(ready: Callable[..., Result]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = ready("dashboard", "--listen", f"127.0.0.1:{port}")

@@ -166,7 +166,7 @@ def test_the_picture_is_drawn(folder: Path) -> None:
     assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_shipped_rows_are_what_the_generator_makes() -> None:
+def test_the_shipped_rows_equal_the_generated_ones() -> None:
     shipped = reminders.read(SHIPPED)
     assert shipped == reminders.generate()
     assert len(shipped) == len({one.id for one in shipped}) == 10_000

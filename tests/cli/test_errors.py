@@ -119,7 +119,7 @@ def test_purge_asks_first(failures: Callable[..., Result]) -> None:
     assert ids("error") == []
 
 
-def test_purge_can_be_told_not_to_ask(failures: Callable[..., Result]) -> None:
+def test_purge_with_yes_does_not_ask(failures: Callable[..., Result]) -> None:
     assert failures("errors", "purge", "--yes", "--json").document == {"queue": "error", "dropped": 4}
 
 

@@ -63,7 +63,7 @@ def test_pending_messages_are_counted_by_due_time_and_destination(three: Callabl
     assert three("pending", "--count", "--bucket", "0s").code == 2
 
 
-def test_cancel_tells_each_outcome(three: Callable[..., Result]) -> None:
+def test_cancel_prints_each_outcome(three: Callable[..., Result]) -> None:
     ran = three("cancel", "a", "nobody", "--json")
     assert ran.code == 1
     assert ran.document == {"outcomes": {"a": "done", "nobody": "not pending"}}

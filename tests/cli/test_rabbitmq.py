@@ -239,7 +239,7 @@ def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
     assert document["blocked"] == {"nsb.v2.delay-level-00": 3}
 
 
-def test_without_the_management_api_a_count_says_what_it_leaves_out(
+def test_without_the_management_api_a_count_names_the_missing_parts(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     assert run("setup").code == 0
@@ -317,7 +317,7 @@ def test_a_broker_that_is_not_there_is_reported_without_the_password(run: Callab
         assert "s3cret" not in ran.err + ran.out
 
 
-def test_without_the_management_plugin_verify_says_what_to_enable(run: Callable[..., Result]) -> None:
+def test_without_the_management_plugin_verify_names_the_plugin_to_enable(run: Callable[..., Result]) -> None:
     ran = run("rabbitmq", "verify", "--url", "amqp://localhost/", "--management-url", "http://127.0.0.1:1")
     assert ran.code == 1
     assert "rabbitmq-plugins enable rabbitmq_management" in ran.err

@@ -15,7 +15,7 @@ class OnRabbitmq:
 
     reads_ahead = True
     shows_hidden = False
-    tells_expired = False
+    logs_expired = False
 
     @pytest.fixture(autouse=True)
     def vhost(self, rabbitmq_url: str) -> None:

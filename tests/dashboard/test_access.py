@@ -73,7 +73,7 @@ def test_pages_have_no_inline_script_style_or_handler() -> None:
             assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! src=)|javascript:", text), path
 
 
-def test_a_dashboard_is_read_only_unless_told_otherwise() -> None:
+def test_a_dashboard_is_read_only_by_default() -> None:
     with client_of(endpoint(), authorize=lambda _: ANA) as client:
         answer = client.post("/errors/purge", data={"csrf": csrf_of(client)})
     assert answer.status_code == 403

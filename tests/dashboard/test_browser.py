@@ -61,7 +61,7 @@ def browser(chromium: Browser, served: str) -> Iterator[Browser]:
     assert "owned" not in chromium.driver.title
 
 
-def test_now_shows_what_is_due_and_is_updated_by_itself(browser: Browser) -> None:
+def test_now_shows_due_messages_and_is_updated_without_a_reload(browser: Browser) -> None:
     browser.open("/")
     assert browser.shows("sales")
     assert browser.shows("due in the next minute")
@@ -219,7 +219,7 @@ def test_a_store_on_a_server_is_searched_and_changed(elsewhere: Browser) -> None
 
 
 @pytest.mark.parametrize("elsewhere", ["rabbitmq_url"], indirect=True)
-def test_delay_levels_are_counted_and_pages_say_what_they_cannot_do(elsewhere: Browser) -> None:
+def test_delay_levels_are_counted_and_unsupported_pages_show_a_reason(elsewhere: Browser) -> None:
     browser = elsewhere
     assert "Delay levels" in browser.loaded("/")
     browser.picture("now-levels")

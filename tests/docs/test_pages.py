@@ -270,12 +270,12 @@ def test_fragments_are_few() -> None:
     assert len(fragments) * 5 <= len(python), [block.value for block in fragments]
 
 
-def test_every_mark_is_one_that_is_known() -> None:
+def test_every_mark_is_known() -> None:
     marks = {block.mark for page in OURS for block in blocks_of(page)}
     assert marks <= {None, "fragment", "file", "output", "background", "exit", "needs", "generated", "server"}
 
 
-def test_every_example_runs_and_says_how() -> None:
+def test_every_example_runs_and_has_a_readme() -> None:
     """Examples whose README is not a page of the site run here; the others have tests elsewhere."""
     for folder in sorted(path for path in (ROOT / "examples").iterdir() if any(path.glob("*.py"))):
         assert (folder / "README.md").exists(), f"{folder.name} has no README.md"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE_THE_SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 
-def test_the_generated_parts_are_what_the_code_says() -> None:
+def test_the_generated_parts_are_up_to_date() -> None:
     generate: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     stale = [str(page.relative_to(ROOT)) for page in generate["stale"]()]
     assert not stale, f"run: python docs/generate.py, then commit {stale}"
@@ -87,7 +87,7 @@ def test_the_site_needs_no_other_server(site: Path) -> None:
             assert not elsewhere.match("".join(address).strip("\"' ")), style
 
 
-def test_pages_with_diagrams_bring_what_draws_them(site: Path) -> None:
+def test_pages_with_diagrams_load_mermaid(site: Path) -> None:
     if not (site / "assets" / "mermaid.min.js").exists():
         assert not os.environ.get("DELAYLINE_REQUIRE_SERVICES"), "Mermaid is missing: run make setup"
         pytest.skip("Mermaid is missing: run make setup")

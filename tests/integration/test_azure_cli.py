@@ -80,7 +80,7 @@ def test_failed_messages_are_listed_retried_and_purged(run: Run) -> None:
     assert run("errors", "purge", "--yes")["dropped"] == 40
 
 
-def test_a_dry_run_says_that_there_is_no_sql(run: Run) -> None:
+def test_a_dry_run_reports_that_there_is_no_sql(run: Run) -> None:
     result = CliRunner().invoke(main, ["setup", "--dry-run"])
     assert result.exit_code != 0
     assert "SQL" in result.output

@@ -131,7 +131,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     assert "writable" in answer["error"]
 
 
-async def test_a_read_only_file_keeps_what_it_has(tmp_path: Path, make_endpoint: Callable[..., Endpoint]) -> None:
+async def test_a_read_only_file_keeps_its_messages(tmp_path: Path, make_endpoint: Callable[..., Endpoint]) -> None:
     # Given a database with a message
     async with make_endpoint() as endpoint:
         sent = await endpoint.send("orders", b"", delay=timedelta(hours=1))

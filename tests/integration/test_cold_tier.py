@@ -148,7 +148,7 @@ async def test_a_message_that_is_promoted_while_it_is_looked_for_is_cancelled_in
     assert ids(await store.pending()) == []
 
 
-async def test_files_that_the_catalog_does_not_know_are_no_messages(store: TwoTierStore) -> None:
+async def test_files_that_are_not_in_the_catalog_are_ignored(store: TwoTierStore) -> None:
     await hold(store, ("a", NOON))
     writer = HourWriter(ColdFolder(store._folder.path, "other"))
     writer.write(rows(("stray", NOON)))

@@ -126,7 +126,7 @@ async def test_errors_are_retried_edited_and_deleted(settings: Settings, service
     assert not late.done
 
 
-async def test_delay_levels_are_counted_and_say_what_they_cannot(rabbitmq_url: str) -> None:
+async def test_delay_levels_are_counted_and_unsupported_features_have_a_reason(rabbitmq_url: str) -> None:
     # Given an endpoint whose messages wait in RabbitMQ's delay levels
     settings = Settings(endpoint="sales", url=rabbitmq_url)
     await set_up(settings)

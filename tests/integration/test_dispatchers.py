@@ -75,7 +75,7 @@ def test_the_last_output_of_each_shard_is_logged(control: DispatcherControl) -> 
     assert first.seen is not None and first.seen.utcoffset() == timedelta(0)
 
 
-def test_where_no_dispatcher_ever_ran_it_is_said(tmp_path: Path) -> None:
+def test_stop_without_any_dispatcher_is_an_error(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'house.db'}"
     asyncio.run(SqlDelayedMessageStore(url).setup_infrastructure("sales"))
     with pytest.raises(BackendUnusable, match="no dispatcher has ever run"):

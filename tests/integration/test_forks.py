@@ -110,7 +110,7 @@ def test_a_sync_endpoint_that_was_started_before_a_fork_is_refused_in_the_child(
         sync.send("orders", b"")
 
 
-def test_a_child_may_have_a_sync_endpoint_of_its_own(make: Callable[[], Endpoint]) -> None:
+def test_a_child_may_create_another_sync_endpoint(make: Callable[[], Endpoint]) -> None:
     with SyncEndpoint(make()) as sync:
 
         def use() -> None:

@@ -157,7 +157,7 @@ async def test_a_product_without_a_journal_is_reported() -> None:
         store_from("memory:", journal=True)
 
 
-async def test_a_journal_is_kept_in_a_schema_of_its_own(postgresql_url: str) -> None:
+async def test_a_journal_is_kept_in_a_separate_schema(postgresql_url: str) -> None:
     # Given a store in a schema that is not in the search path
     engine = create_engine(postgresql_url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:

@@ -272,7 +272,7 @@ def forked_endpoint(file: Path) -> Endpoint:
     return Endpoint("orders", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)))
 
 
-def test_a_fork_has_endpoints_of_its_own(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
+def test_a_fork_has_separate_endpoints(file: Path, make_endpoint: Callable[..., Endpoint]) -> None:
     # Given a process with an endpoint at work on the file
     parent = SyncEndpoint(make_endpoint("parents"))
     parent.start()

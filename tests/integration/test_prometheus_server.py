@@ -159,7 +159,7 @@ def promtool(*arguments: str, given: str = "") -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-async def test_a_scrape_while_the_database_is_away_answers_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scrape_during_a_database_outage_returns_the_other_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given pending messages that were counted, when their server is killed, then a scrape still has them, quickly."""
     pending = (
         'delayline_messages_pending{delayline_due="1d",delayline_endpoint="shop",messaging_system="delayline"} 1.0'

@@ -244,7 +244,7 @@ async def arrived(channel: Channel, queue: str, number: int) -> list[Any]:
     return found
 
 
-async def test_a_dry_run_tells_the_same_and_moves_nothing(channel: Channel, rabbitmq_url: str) -> None:
+async def test_a_dry_run_reports_the_same_and_moves_nothing(channel: Channel, rabbitmq_url: str) -> None:
     await conventional(channel, "sales")
     for delay in (100, 101, 5000):
         await put(channel, delay)

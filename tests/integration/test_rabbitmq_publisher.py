@@ -83,7 +83,7 @@ async def test_its_connection_has_a_name(rabbitmq: RabbitmqServer, rabbitmq_url:
         assert names == ["sales Publish"]
 
 
-async def test_nothing_to_publish_is_nothing(rabbitmq_url: str) -> None:
+async def test_publishing_an_empty_sequence_does_nothing(rabbitmq_url: str) -> None:
     """Given no publications, when they are published, then nothing fails."""
     async with opened(rabbitmq_url) as publisher:
         assert await publisher.publish([]) == {}

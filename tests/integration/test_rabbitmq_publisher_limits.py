@@ -88,7 +88,7 @@ async def test_a_transport_receives_over_tls(broker: GuardedBroker) -> None:
 
 
 @pytest.mark.server
-async def test_a_certificate_nobody_vouches_for_is_refused(broker: GuardedBroker) -> None:
+async def test_an_untrusted_certificate_is_refused(broker: GuardedBroker) -> None:
     """Given no authority, when connecting, then the error says what to give; without verification it works."""
     with pytest.raises(BackendUnusable, match=r"certificate of amqps://.* is not trusted: self.signed.*cacertfile="):
         await Publisher(BrokerAddress.parse(broker.url(""))).open()

@@ -100,7 +100,9 @@ NAMED = r"a message due at '\d{4}-.*', in '(4000\.00:00:00|3999\.23:59:59\.\d+)'
 
 
 @pytest.mark.parametrize("number", range(len(TOO_FAR)))
-async def test_what_a_handler_delays_too_long_is_in_the_error_queue(rabbitmq_url: str, number: int) -> None:
+async def test_a_handler_with_a_delay_too_long_fails_with_an_error_that_names_it(
+    rabbitmq_url: str, number: int
+) -> None:
     """Given a handler that delays a message for eleven years, then the reason names the time that it has given."""
     endpoint = endpoint_on(rabbitmq_url)
     endpoint.recoverability = Recoverability(0, delayed_retries=0)
@@ -121,7 +123,7 @@ async def is_there(transport: Any, queue: str) -> bool:  # noqa: ANN401
     return bool(await transport.count(queue))
 
 
-async def test_a_send_that_is_delayed_too_long_names_what_was_given(rabbitmq_url: str) -> None:
+async def test_a_send_with_a_delay_too_long_raises_an_error_that_names_it(rabbitmq_url: str) -> None:
     """Given the ways to send from outside a handler, when the delay is too long, then the error names it."""
     async with endpoint_on(rabbitmq_url) as endpoint:
         for send in (

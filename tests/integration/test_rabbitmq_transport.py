@@ -328,7 +328,7 @@ async def test_a_user_without_access_gets_the_reason(rabbitmq_url: str) -> None:
         await RabbitMQTransport(NOBODY_LISTENS).start()
 
 
-async def test_a_name_beyond_what_amqp_carries_is_refused(transport: RabbitMQTransport) -> None:
+async def test_a_queue_name_too_long_for_amqp_is_refused(transport: RabbitMQTransport) -> None:
     for use in (transport.count("ü" * 200), transport.setup_infrastructure(["ü" * 200]), transport.receiver("ü" * 200)):
         with pytest.raises(InvalidMessage, match="400 bytes in UTF-8, RabbitMQ takes 255"):
             await use

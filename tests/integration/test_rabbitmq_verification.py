@@ -197,7 +197,7 @@ async def test_names_that_cross_are_found(api: ManagementApi, channel: AbstractC
     assert "'Sales' also gets those for 'Contoso.Sales'." in found.text
 
 
-async def test_without_the_plugin_it_says_how_to_switch_it_on(rabbitmq_url: str) -> None:
+async def test_without_the_plugin_the_error_names_the_command_that_enables_it(rabbitmq_url: str) -> None:
     async with ManagementApi(BrokerAddress.parse(rabbitmq_url), "http://127.0.0.1:1") as api:
         with pytest.raises(BackendUnavailable, match="rabbitmq-plugins enable rabbitmq_management"):
             await api.version()

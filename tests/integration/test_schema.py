@@ -336,7 +336,7 @@ def test_a_dry_run_shows_the_tables_of_features(url: str) -> None:
     assert run(*arguments, "--dry-run") == "nothing to do\n"
 
 
-def test_a_dry_run_over_two_databases_says_whose_statement_it_is(tmp_path: Path) -> None:
+def test_a_dry_run_over_two_databases_names_the_database_of_each_statement(tmp_path: Path) -> None:
     # Given queues that are set up already, in another file than the delayed messages
     queues, store = (f"sqlite:///{tmp_path / name}.db" for name in ("queues", "store"))
     places = ["--transport-url", queues, "--store-url", store]

@@ -177,7 +177,7 @@ def test_a_dispatcher_runs_until_stopped(run: Callable[..., Result], store: Stor
     assert document(run("spark", "dispatch", "--status"))["shards"][0]["shard"] == 0
 
 
-def test_there_is_nothing_to_stop_where_none_ever_ran(run: Callable[..., Result], store: StoreAt) -> None:
+def test_stop_without_any_dispatcher_is_an_error(run: Callable[..., Result], store: StoreAt) -> None:
     result = run("spark", "dispatch", "--stop")
     assert result.exit_code == 1 and "no dispatcher has ever run" in result.stderr
     with pytest.raises(BackendUnusable, match="has ever run"):

@@ -122,6 +122,8 @@ def test_files_of_a_killed_export_are_ignored(spark: SparkSession, store: StoreA
     assert [row["id"] for row in rows(target, tmp_path, spark)] == ["a", "b"]
 
 
-def test_a_journal_that_is_not_kept_says_how_to_begin_one(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+def test_an_export_without_a_journal_raises_an_error_with_the_remedy(
+    spark: SparkSession, store: StoreAt, tmp_path: Path
+) -> None:
     with pytest.raises(BackendUnusable, match="--journal true"):
         export(JobTarget(store.url, endpoint=ENDPOINT), tmp_path, spark=spark)

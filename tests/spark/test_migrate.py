@@ -106,7 +106,7 @@ def test_rows_that_cannot_move_stay_with_their_reasons(
     assert (verified.moved, verified.rejected, verified.waiting) == (2, 5, 2)
 
 
-def test_a_preview_tells_everything_and_changes_nothing(
+def test_a_preview_reports_everything_and_changes_nothing(
     spark: SparkSession, postgresql_url: str, store: StoreAt
 ) -> None:
     legacy = Legacy(postgresql_url, ENDPOINT, "Sales.Orders")

@@ -49,7 +49,7 @@ def shell(spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pyte
     return Shell(legacy.url, store.url, monkeypatch)
 
 
-def test_the_commands_tell_one_story(shell: Shell, legacy: Legacy, tmp_path: Path) -> None:
+def test_the_commands_report_the_same_run(shell: Shell, legacy: Legacy, tmp_path: Path) -> None:
     legacy.add(ENDPOINT, *some(5), Timeout(9, destination=None))
     assert "no migration has run" in shell.run("history")
     looked = shell.run("preview", "--all-endpoints", code=1)

@@ -38,14 +38,14 @@ def test_columns_stack_the_busiest_destinations_and_the_others_together() -> Non
     ]
 
 
-def test_lines_leave_out_hours_of_which_nothing_is_known() -> None:
+def test_lines_leave_out_hours_without_data() -> None:
     hours = [HOUR + timedelta(hours=place) for place in range(3)]
     svg = lines(hours, {"p50": [0.1, None, 0.3], "p99": [0.2, None, 0.0]})
     assert len(shapes(svg, "polyline")) == 2 and len(shapes(svg, "circle")) == 4
 
 
 @pytest.mark.parametrize("chart", [bars([], "x"), stacked([]), lines([], {"p50": []}), lines([HOUR], {"p50": [None]})])
-def test_nothing_is_said_to_be_nothing(chart: str) -> None:
+def test_a_chart_without_data_shows_a_text(chart: str) -> None:
     assert "no data" in chart
 
 

@@ -233,7 +233,7 @@ async def test_the_failure_rates_windows_tumble_from_its_construction(clock: Man
     rate.close()
 
 
-async def test_the_failure_rate_logs_what_its_trigger_raises_and_stops_its_timer(
+async def test_the_failure_rate_logs_an_error_of_its_trigger_and_stops_its_timer(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     def explode(error: Exception) -> None:

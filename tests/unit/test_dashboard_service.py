@@ -88,7 +88,7 @@ async def ids_of(page: PendingPage | Unavailable) -> list[str]:
     return [row.id for row in page.rows]
 
 
-async def test_now_counts_due_messages_and_says_what_is_missing(endpoint: Endpoint, service: EndpointService) -> None:
+async def test_now_counts_due_messages_and_reports_missing_parts(endpoint: Endpoint, service: EndpointService) -> None:
     # Given an overdue message, and three of the next hours
     await put(endpoint, 3)
     overdue = DelayedMessage(Message("late", {}, b""), "billing", NOW - HOUR)
@@ -171,7 +171,7 @@ async def test_pages_go_on_where_the_last_one_ended(endpoint: Endpoint, service:
     assert found[0] == "m0"
 
 
-async def test_a_search_that_reads_too_much_ends_and_says_so(
+async def test_a_search_that_reads_too_much_ends_with_a_reason(
     endpoint: Endpoint, service: EndpointService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("delayline.dashboard.service.LOOKED_AT", 3)
@@ -501,7 +501,7 @@ def test_the_place_of_a_failure_is_the_users_own_code(trace: str, expected: str)
         (b"[" * 5000, "text", "[" * 5000),
     ],
 )
-def test_bodies_are_shown_as_what_they_are(body: bytes, kind: str, text: str) -> None:
+def test_bodies_are_shown_by_their_kind(body: bytes, kind: str, text: str) -> None:
     shown = body_of(body, len(body))
     assert (shown.kind, shown.text, shown.cut) == (kind, text, False)
 

@@ -86,7 +86,7 @@ def test_the_levels_that_any_delay_visits_add_up_to_it(delay: int, destination: 
 
 
 @given(DELAYS, NAMES)
-def test_a_routing_key_says_its_delay_and_destination(delay: int, destination: str) -> None:
+def test_a_routing_key_contains_its_delay_and_destination(delay: int, destination: str) -> None:
     assert levels.parse(levels.route(delay, destination)[1]) == (delay, destination)
 
 
@@ -149,7 +149,7 @@ def test_a_dotted_suffix_of_another_name_gets_its_messages_too() -> None:
 
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=7).filter(lambda name: ".." not in name), max_size=6))
-def test_crossings_are_what_a_topic_exchange_would_match(names: list[str]) -> None:
+def test_crossings_equal_the_matches_of_a_topic_exchange(names: list[str]) -> None:
     distinct = set(names)
     matched = {
         (receiver, meant)

@@ -83,7 +83,7 @@ async def test_no_send_waits_long_for_the_answer(clock: ManualClock, monkeypatch
     await Destinations(Silent(), clock).check("biling")
 
 
-async def test_a_transport_that_cannot_say_is_not_asked(clock: ManualClock) -> None:
+async def test_a_transport_without_queue_lookup_is_not_asked(clock: ManualClock) -> None:
     class Mute:
         """Have no capability."""
 

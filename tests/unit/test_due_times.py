@@ -25,7 +25,7 @@ def sent(ago: float, delay: object, **more: object) -> dict[str, Any]:
 
 
 @given(st.integers(1, MAXIMUM_DELAY), st.data())
-def test_a_message_is_due_when_its_sender_said_wherever_it_is_found(delay: int, data: st.DataObject) -> None:
+def test_a_message_has_the_same_due_time_at_each_level(delay: int, data: st.DataObject) -> None:
     # Given a message that has been on its way for a while, and so waits at some level
     level, key = route(delay, "sales")
     elapsed = data.draw(st.integers(0, delay - 1))
@@ -135,7 +135,7 @@ def test_headers_that_cannot_be_read_make_it_unmovable(headers: dict[str, Any], 
     [
         ("sales", "is none of the delay levels'"),
         ("", "is none of the delay levels'"),
-        (route(7, "sales")[1], "says 7 s: those do not wait at level 03"),
+        (route(7, "sales")[1], "has a delay of 7 s, which does not wait at level 03"),
         (route(10, "")[1], "has 0 bytes"),
         (route(10, "a.#")[1], "pattern"),
     ],

@@ -272,7 +272,7 @@ async def test_a_critical_error_stops_the_endpoint_by_default(caplog: pytest.Log
     assert "sales: The roof is on fire: boom" in caplog.text
 
 
-async def test_a_critical_error_calls_the_hosts_action_and_logs_what_that_raises(
+async def test_a_critical_error_calls_the_hosts_action_and_logs_its_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls: list[tuple[str, str, Exception]] = []

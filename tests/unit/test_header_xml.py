@@ -79,7 +79,7 @@ def test_the_written_envelope() -> None:
     )
 
 
-def test_a_correlation_id_is_appended_when_absent_and_is_nobodys_header() -> None:
+def test_a_correlation_id_is_appended_when_absent_and_is_not_read_as_a_header() -> None:
     written = to_xml({"a": "b"})
     assert written.endswith(b"<HeaderInfo><Key>CorrId</Key></HeaderInfo></ArrayOfHeaderInfo>")
     assert from_xml(written, "m") == {"a": "b"}

@@ -55,9 +55,9 @@ def test_an_unknown_path_is_not_found_and_echoes_nothing(server: HttpServer) -> 
     assert (status, body) == (404, "not found; there are /fails, /metrics\n")
 
 
-def test_an_answer_that_fails_says_nothing_of_the_error(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_response_does_not_contain_the_error(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
     status, body, _ = request(server, "/fails")
-    assert (status, body) == (500, "failed; the log says why\n")
+    assert (status, body) == (500, "failed; see the log\n")
     assert "broken for text/plain" in caplog.text
 
 
@@ -104,7 +104,7 @@ def test_an_address_of_another_machine_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "9464", "127.0.0.1", "host:70000", "host:x", "a@b:1", "h:1/path", "[::1"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
         parse_address(address)
 

@@ -115,7 +115,7 @@ async def test_a_delayed_message_is_counted_at_each_step_of_its_way() -> None:
     assert found.breakers == dict.fromkeys((*names, "Receive"), 0)
 
 
-async def test_failures_and_what_became_of_them_are_counted_by_exception() -> None:
+async def test_failures_and_their_outcomes_are_counted_by_exception() -> None:
     """Given a handler that fails once, when it is run again at once, then a failure, a retry and a success count."""
     shop = Shop()
     shop.error = KeyError("no such order")
@@ -258,7 +258,7 @@ async def test_an_observer_that_fails_disturbs_no_delivery(caplog: pytest.LogCap
     assert shop.measurements.snapshot().handled["sales", ""].count == 3
 
 
-def test_without_observers_there_is_nothing_to_call() -> None:
+def test_without_observers_nothing_is_called() -> None:
     assert Observers().all is None
 
 

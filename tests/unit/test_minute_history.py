@@ -53,7 +53,7 @@ def sending(history: MinuteHistory) -> Endpoint:
     return Endpoint("sales", transport=MemoryTransport(), delayed_delivery=delivery, observers=[history])
 
 
-async def test_each_minute_has_what_was_done_in_it(url: str) -> None:
+async def test_each_minute_row_counts_the_work_of_its_minute(url: str) -> None:
     # Given an endpoint that counts, at half past a minute
     clock = ManualClock(NOON + MINUTE / 2)
     history = MinuteHistory(url, clock=clock)
@@ -127,7 +127,7 @@ async def test_damaged_rows_are_left_out(url: str) -> None:
     assert await rows_of(url) == []
 
 
-def test_rows_keep_what_they_hold() -> None:
+def test_rows_round_trip() -> None:
     row = MinuteRow(
         process="machine:1",
         start=NOON,

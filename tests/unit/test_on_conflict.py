@@ -31,7 +31,7 @@ async def bodies(shop: Endpoint) -> list[bytes]:
     return [one.message.body for one in await shop.delayed.pending()]
 
 
-async def test_a_send_reports_what_became_of_it(shop: Endpoint) -> None:
+async def test_a_send_returns_its_result(shop: Endpoint) -> None:
     """Given a pending message, when its id is sent again, then the result says if it was stored, kept or replaced."""
     first = await shop.send("shop", b"1", delay=DAY, message_id="a", on_conflict="raise")
     kept = await shop.send("shop", b"2", delay=DAY, message_id="a", on_conflict="keep")

@@ -40,7 +40,7 @@ def test_a_message_carries_the_headers_of_the_reference(composer: Composer) -> N
     assert Headers.DELIVER_AT not in message.headers
 
 
-def test_a_delayed_message_says_when_it_is_delivered(composer: Composer) -> None:
+def test_a_delayed_message_has_its_due_time_in_a_header(composer: Composer) -> None:
     outgoing = composer.compose("billing", b"", delay=timedelta(seconds=5))
     assert outgoing.due == NOW + timedelta(seconds=5)
     assert outgoing.operation.message.headers[Headers.DELIVER_AT] == to_wire_time(NOW + timedelta(seconds=5))

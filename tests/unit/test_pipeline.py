@@ -292,7 +292,7 @@ async def test_a_deferred_message_is_handled_again_later(clock: ManualClock) -> 
     await scenario.endpoint.stop()
 
 
-async def test_defer_says_when(clock: ManualClock) -> None:
+async def test_defer_needs_a_time(clock: ManualClock) -> None:
     scenario = build(clock, recoverability=Recoverability(unrecoverable=(InvalidDueTime,)))
 
     async def defer(message: Message, context: MessageContext) -> None:
@@ -301,7 +301,7 @@ async def test_defer_says_when(clock: ManualClock) -> None:
     seen = await start(scenario, defer)
     await receive(scenario)
     assert (len(seen), await scenario.ids("error")) == (1, ["m"])
-    assert "say when" in (await scenario.only("error")).headers[Headers.EXCEPTION_MESSAGE]
+    assert "give the time" in (await scenario.only("error")).headers[Headers.EXCEPTION_MESSAGE]
     await scenario.endpoint.stop()
 
 

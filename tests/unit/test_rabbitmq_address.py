@@ -103,7 +103,7 @@ def test_an_address_that_cannot_work_is_refused(text: str, said: str) -> None:
         "password=secret",
     ],
 )
-def test_errors_do_not_tell_passwords(text: str) -> None:
+def test_errors_do_not_contain_passwords(text: str) -> None:
     """Given a wrong address with a password, when refused, then no part of the password is told."""
     with pytest.raises(ConfigurationError) as caught:
         BrokerAddress.parse(text)

@@ -90,7 +90,7 @@ async def test_an_unknown_returned_message_fails_no_caller() -> None:
     assert batch.failures == {}
 
 
-async def test_a_closed_channel_leaves_what_is_not_settled_to_its_senders() -> None:
+async def test_a_closed_channel_returns_unsettled_publications_to_their_senders() -> None:
     """Given one confirmed and one returned of four, when the channel is closed, then the two others are over."""
     confirms = Confirms()
     batch = wrote(confirms, 4)

@@ -73,7 +73,7 @@ def test_whatever_is_text_goes_out_and_comes_back(headers: dict[str, str], id: s
     assert (frames.properties.message_id, frames.body) == (id, body)
 
 
-def test_properties_repeat_what_clients_look_for() -> None:
+def test_properties_repeat_headers_that_clients_read() -> None:
     """Given the headers of NServiceBus.RabbitMQ, when encoded, then the properties say the same."""
     headers = {
         Headers.CORRELATION_ID: "c",

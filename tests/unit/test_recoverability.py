@@ -142,12 +142,12 @@ def test_a_context_suppressed_by_from_none_is_no_inner_exception() -> None:
     assert Headers.INNER_EXCEPTION_TYPE not in failure(error)
 
 
-def test_an_exception_that_cannot_say_what_it_is_still_has_headers() -> None:
-    class Mute(Exception):
+def test_an_exception_whose_str_raises_has_headers() -> None:
+    class WithoutText(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    assert failure(Mute())[Headers.EXCEPTION_MESSAGE] == "<Mute whose text cannot be had>"
+    assert failure(WithoutText())[Headers.EXCEPTION_MESSAGE] == "<WithoutText whose text cannot be had>"
 
 
 def forms(message: Message, error: Exception = BOOM) -> list[TransportOperation]:

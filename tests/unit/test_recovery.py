@@ -84,7 +84,7 @@ async def test_attempts_back_off_and_others_go_on_meanwhile(clock: ManualClock, 
     await scenario.endpoint.stop()
 
 
-async def test_the_error_queue_says_why_and_where_to_retry(scenario: Scenario) -> None:
+async def test_messages_in_the_error_queue_have_the_reason_and_the_failed_queue(scenario: Scenario) -> None:
     break_destination(scenario)
     await scenario.put(DelayedMessage(Message("m", {"mine": "1"}, b"body"), "out", START))
     await start(scenario)

@@ -149,7 +149,7 @@ async def test_a_hostile_attempt_count_counts_as_none(clock: ManualClock, count:
     await scenario.endpoint.stop()
 
 
-async def test_a_handler_with_retries_of_its_own(clock: ManualClock) -> None:
+async def test_a_handler_with_separate_retries(clock: ManualClock) -> None:
     # Given an endpoint that retries, and a handler that does not
     scenario = build(clock, recoverability=Recoverability(immediate_retries=2, immediate_pause=timedelta(0)))
     calls: list[str] = []

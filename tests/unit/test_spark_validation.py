@@ -66,7 +66,7 @@ def batch(*rows: dict[str, Any]) -> pa.RecordBatch:
         ({"body": bytes(200_001)}, "headers and body have more than 200,000 bytes"),
     ],
 )
-def test_a_fault_is_said_in_words(row: dict[str, Any], said: str) -> None:
+def test_a_faulty_row_has_a_reason(row: dict[str, Any], said: str) -> None:
     # Given a row with a fault between two without
     rows = batch({}, row, {"id": "b", "headers": None, "body": None})
     # When they are looked at
@@ -79,7 +79,7 @@ def test_a_fault_is_said_in_words(row: dict[str, Any], said: str) -> None:
         raise_for_invalid(rows, reasons)
 
 
-def test_due_times_beyond_what_python_can_hold_are_refused() -> None:
+def test_due_times_beyond_the_range_of_datetime_are_refused() -> None:
     edges = [-62_135_596_800_000_000, 253_402_300_799_999_999]
     due = [edges[0] - 1, edges[0], edges[1], edges[1] + 1]
     rows = batch(*({"id": f"{number}"} for number in range(4)))
@@ -137,7 +137,7 @@ def test_options_that_are_missing_are_named(options: dict[str, str], said: str) 
         StoreOptions.of(options)
 
 
-def test_a_password_comes_from_where_the_options_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret").write_text("p@ss/word\n")
     monkeypatch.setenv("STORE_PASSWORD", "other")
     options = {"url": "postgresql://me@host/db", "table": "t"}

@@ -140,7 +140,7 @@ def test_an_answer_without_a_row_is_an_error() -> None:
         ("Microsoft SQL Azure (RTM) - 12.0.2000.8", "12.0.2000.8", False),
     ],
 )
-def test_2016_is_the_oldest_and_azure_has_a_version_of_its_own(
+def test_versions_before_2016_are_refused_except_of_azure(
     monkeypatch: pytest.MonkeyPatch, product: str, version: str, old: bool
 ) -> None:
     import contextlib

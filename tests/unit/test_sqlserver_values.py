@@ -60,7 +60,7 @@ def test_nothing_is_found_before_it_is_due(due: datetime, at: datetime) -> None:
 
 
 @given(instants)
-def test_the_server_keeps_what_it_is_given(due: datetime) -> None:
+def test_the_server_keeps_rounded_due_times_exactly(due: datetime) -> None:
     up = rounded_up(due)
     step = up.microsecond % 10_000
     assert step in {0, 3_000, 7_000}

@@ -57,7 +57,7 @@ def test_it_starts_once_and_stops_as_often_as_you_like(endpoint: Endpoint) -> No
     assert threads() == []
 
 
-def test_it_says_how_to_start_it(endpoint: Endpoint) -> None:
+def test_a_send_before_the_start_raises_an_error_with_the_remedy(endpoint: Endpoint) -> None:
     with pytest.raises(NotStarted, match=r"use `with SyncEndpoint\(endpoint\):`"):
         SyncEndpoint(endpoint).send("sales", b"")
 

@@ -161,7 +161,7 @@ class TestSignals:
             await asyncio.to_thread(say, Event.STORED)
             assert len(await waiting) == 2
 
-    async def test_where_narrows_what_counts(self) -> None:
+    async def test_where_filters_the_counted_events(self) -> None:
         with Signals() as signals:
             waiting = asyncio.create_task(
                 signals.wait_for(Event.STORED, where=lambda record: vars(record)["facts"]["number"] == 2)
@@ -173,7 +173,7 @@ class TestSignals:
             say(Event.STORED, number=2)
             assert len(await waiting) == 1
 
-    async def test_a_wait_in_vain_says_what_was_seen(self) -> None:
+    async def test_a_wait_that_times_out_reports_the_number_of_events(self) -> None:
         with Signals() as signals:
             say(Event.STORED)
             with pytest.raises(TimeoutError, match=r"delayed\.stored happened 1 times, not 2"):
@@ -348,7 +348,7 @@ class TestFaults:
         assert (await plain.count("billing"), await wrapped.count("billing")) == (1, 1)
         assert await store.next_due() == START
 
-    def test_a_wrapper_claims_what_the_store_claims(self) -> None:
+    def test_a_wrapper_has_the_capabilities_of_the_store(self) -> None:
         capabilities = (SupportsTransactions, SupportsBatches, SupportsManagement, SupportsNotifications)
         rich, poor = FaultyStore(MemoryDelayedMessageStore()), FaultyStore(MemoryDelayedMessageStore(), verbs_only=True)
         assert [isinstance(rich, capability) for capability in capabilities] == [True] * 4

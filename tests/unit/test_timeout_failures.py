@@ -264,7 +264,7 @@ async def test_a_request_that_cannot_be_sent_backs_off_alone(peeking: TimeoutSce
     await peeking.endpoint.stop()
 
 
-async def test_a_send_is_told_that_the_timeouts_queue_is_gone(clock: ManualClock) -> None:
+async def test_a_send_raises_when_the_timeouts_queue_is_gone(clock: ManualClock) -> None:
     scenario = build_timeouts(clock)
     await scenario.start()
     del scenario.queues._queues[TIMEOUTS]

@@ -75,7 +75,7 @@ async def test_the_headers_match_the_reference(scenario: TimeoutScenario) -> Non
     await scenario.endpoint.stop()
 
 
-async def test_a_request_says_which_timeout_and_nothing_else(clock: ManualClock) -> None:
+async def test_a_request_contains_only_the_id_of_the_timeout(clock: ManualClock) -> None:
     # Given a dispatcher that does not run
     scenario = build_timeouts(clock)
     await scenario.start()
@@ -235,7 +235,7 @@ async def test_a_request_without_an_id_goes_to_the_error_queue(clock: ManualCloc
     await scenario.endpoint.stop()
 
 
-async def test_a_request_for_what_is_gone_ends_in_silence(scenario: TimeoutScenario) -> None:
+async def test_a_request_for_a_removed_timeout_is_ignored(scenario: TimeoutScenario) -> None:
     await scenario.start()
     await scenario.put(DISPATCHER, Message("m", {TimeoutHeaders.TIMEOUT_ID: str(uuid.uuid4())}, b""))
     assert (await scenario.ids(DISPATCHER), await scenario.ids("error"), await scenario.ids("out")) == ([], [], [])
@@ -370,7 +370,7 @@ async def test_an_external_timeout_manager_stores_deferred_and_retried_messages(
     await scenario.endpoint.stop()
 
 
-async def test_an_external_timeout_manager_that_is_not_there_is_said(clock: ManualClock) -> None:
+async def test_an_external_timeout_manager_without_a_queue_is_an_error(clock: ManualClock) -> None:
     with pytest.raises(ConfigurationError, match="1 to 200 characters"):
         ExternalTimeoutManager("")
     delivery = ExternalTimeoutManager("nobody.Timeouts")

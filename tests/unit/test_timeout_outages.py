@@ -84,7 +84,7 @@ async def test_an_outage_of_two_minutes_is_a_critical_error_with_the_documents_t
     await scenario.endpoint.stop()
 
 
-async def test_the_endpoint_stops_by_itself_unless_told_otherwise(clock: ManualClock) -> None:
+async def test_a_critical_error_stops_the_endpoint_by_default(clock: ManualClock) -> None:
     scenario = build_timeouts(clock, on_critical_error=log_and_stop)
     await scenario.start()
     scenario.faults.inject(Fault("next_chunk", DOWN))

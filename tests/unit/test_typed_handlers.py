@@ -262,7 +262,7 @@ async def test_a_typed_dict_is_checked(clock: ManualClock) -> None:
         assert (seen, await scenario.ids("error")) == ([{"text": "good"}], ["m"])
 
 
-async def test_each_attempt_gets_a_value_of_its_own(clock: ManualClock) -> None:
+async def test_each_attempt_gets_a_new_value(clock: ManualClock) -> None:
     """A handler that changes the value and fails is given the message's value again."""
     scenario = build(clock, recoverability=Recoverability(immediate_pause=timedelta(0)))
     seen = []

@@ -90,7 +90,7 @@ def test_full_looks_pause_longer_the_more_they_cost_but_never_without_a_bound(
     assert watermark.begin().since == DUE, "a full look from the side does not move the watermark"
 
 
-async def test_full_looks_report_what_they_find_and_survive_an_outage() -> None:
+async def test_full_looks_report_messages_and_survive_an_outage() -> None:
     # Given full looks whose first attempt meets an outage
     outcomes: list[datetime | Exception] = [BackendUnavailable("gone"), DUE]
     found: asyncio.Future[datetime] = asyncio.get_running_loop().create_future()

@@ -46,7 +46,7 @@ DEVELOPMENT: Final = (
 )
 #: Retries inside the client, which obeys Retry-After; longer outages are for the circuit breakers.
 RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2}
-#: Seconds that a request may take where nothing else is said.
+#: Seconds that a request may take unless set otherwise.
 SERVER_TIMEOUT: Final = 15.0
 
 

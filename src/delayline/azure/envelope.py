@@ -52,7 +52,7 @@ class UnwrappedMessage(Message):
 def wrap(message: Message) -> str:
     """Return the text that a queue keeps for the message; raises InvalidMessage for one that is too large for it.
 
-    One that tells of a failure is made to fit: its stack trace goes first.
+    A failed message is shortened to fit: its stack trace is cut first.
     """
     if isinstance(message, UnwrappedMessage):
         return message.body.decode("utf-8", "surrogatepass")

@@ -73,7 +73,7 @@ def checked_sanitizer(given: Sanitizer | str | None) -> Sanitizer | None:
 
 
 def can_be_queue(address: str) -> bool:
-    """Tell whether Azure can have a queue of that name."""
+    """Return whether Azure can have a queue of that name."""
     return QUEUE.fullmatch(address.lower()) is not None
 
 

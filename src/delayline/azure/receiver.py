@@ -59,7 +59,7 @@ class AzureReceiver:
         *,
         poll_interval: float,
         hidden_for: int,
-        news: asyncio.Event,
+        event: asyncio.Event,
         requests: Requests,
     ) -> None:
         self._requests = requests
@@ -67,7 +67,7 @@ class AzureReceiver:
         self._queue = queue
         self._poll_interval = poll_interval
         self._hidden_for = hidden_for
-        self._news = news
+        self._event = event
         self._numbers = count()
         self._held: dict[int, InvisibleMessage] = {}
         self._stopped = asyncio.Event()
@@ -77,7 +77,7 @@ class AzureReceiver:
         """Wait for messages and hide up to `limit` of them."""
         wait = SHORTEST_WAIT
         while not self._stopped.is_set():
-            self._news.clear()
+            self._event.clear()
             if batch := await self._page(min(limit, LARGEST_PAGE)):
                 return batch
             await self._sleep(wait)
@@ -104,7 +104,7 @@ class AzureReceiver:
             with contextlib.suppress(BackendUnavailable, BackendUnusable):
                 async with self._asking():
                     await shown(self._client, entry.id, entry.receipt)
-        self._news.set()
+        self._event.set()
 
     async def stop(self) -> None:
         """End a waiting receive; delivered messages stay invisible until they are acknowledged or released."""
@@ -155,7 +155,7 @@ class AzureReceiver:
             self._renewing = None
 
     async def _sleep(self, seconds: float) -> None:
-        waits = [asyncio.ensure_future(one.wait()) for one in (self._news, self._stopped)]
+        waits = [asyncio.ensure_future(one.wait()) for one in (self._event, self._stopped)]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:

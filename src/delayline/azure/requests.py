@@ -132,7 +132,7 @@ def azure_errors(doing: str) -> Iterator[None]:
 
 
 def code_of(error: HttpResponseError) -> str:
-    """Return Azure's name for the error: queues and containers tell it apart, a table's is in the text."""
+    """Return Azure's code for the error; empty if it has none."""
     code = getattr(error, "error_code", None)
     if code is None:
         return ""
@@ -146,9 +146,9 @@ def _translated(error: AzureError, doing: str) -> Exception | None:
         status = error.status_code or 0
         if status in DENIED:
             code = code_of(error)
-            return BackendUnusable(f"cannot {doing}: Azure Storage says {status} {code}. {_remedy(code)}")
+            return BackendUnusable(f"cannot {doing}: Azure Storage answered {status} {code}. {_remedy(code)}")
         if status >= 500 or status in PASSING:
-            return BackendUnavailable(f"cannot {doing} now: Azure Storage says {status} {code_of(error)}".rstrip())
+            return BackendUnavailable(f"cannot {doing} now: Azure Storage answered {status} {code_of(error)}".rstrip())
         return None
     if isinstance(error, ServiceRequestError | ServiceResponseError):
         return BackendUnavailable(

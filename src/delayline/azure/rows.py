@@ -112,7 +112,7 @@ def place_entity(message_id: str, key: Key) -> Entity:
 
 
 def place_in(entity: Mapping[str, Any]) -> Key | None:
-    """Return where such an entity says that the message is; None where that is the key of no message."""
+    """Return the message's key in an index entity; None where it is not a message's key."""
     row = entity.get(PLACE)
     return Key(row[:10], row) if isinstance(row, str) and USABLE_KEY.fullmatch(row) and due_of(row) else None
 
@@ -140,7 +140,7 @@ ORPHANS_AT_ONCE: Final = 100
 
 
 class MessageIndex:
-    """The rows of one table that tell where messages are."""
+    """The index rows of one table: the key of each message by its id."""
 
     def __init__(self, table: Table) -> None:
         self._table = table

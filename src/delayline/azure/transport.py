@@ -96,7 +96,7 @@ class AzureStorageQueueTransport:
         self._hidden_for = -(-visibility_timeout // ONE_SECOND)
         self._slots = asyncio.Semaphore(SENT_AT_ONCE)
         self._clients: dict[str, QueueClient] = {}
-        self._news: dict[str, asyncio.Event] = {}
+        self._events: dict[str, asyncio.Event] = {}
         self._seen: dict[tuple[str, str], list[tuple[str, str]]] = {}
 
     @property
@@ -175,7 +175,7 @@ class AzureStorageQueueTransport:
             queue,
             poll_interval=self._poll_interval,
             hidden_for=self._hidden_for,
-            news=self._news_of(queue),
+            event=self._event_of(queue),
             requests=self._requests,
         )
 
@@ -273,7 +273,7 @@ class AzureStorageQueueTransport:
         text = wrap(message)
         async with self._asking("send to", queue, self._slots):
             await client.send_message(text, time_to_live=_life(span))
-        self._news_of(queue).set()
+        self._event_of(queue).set()
 
     async def _create(self, name: str) -> None:
         async with self._requests.ask(f"create queue {name!r}"):
@@ -311,8 +311,8 @@ class AzureStorageQueueTransport:
             self._clients[name] = clients.queues.get_queue_client(name)
         return self._clients[name]
 
-    def _news_of(self, queue: str) -> asyncio.Event:
-        return self._news.setdefault(queue_name(self.address_of(queue)), asyncio.Event())
+    def _event_of(self, queue: str) -> asyncio.Event:
+        return self._events.setdefault(queue_name(self.address_of(queue)), asyncio.Event())
 
     def _distinct(self, queues: Sequence[str]) -> list[str]:
         """Return the names of the queues; raises ConfigurationError where two of them become one."""

@@ -1,6 +1,6 @@
 """The catalog of a store's cold tier: which files hold its messages, and which of these were cancelled.
 
-A file exists when the catalog says so. It is kept in the store's own database: one transaction moves between the tiers.
+Only files in the catalog count. It is kept in the store's database: one transaction moves messages between the tiers.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class ColdFiles:
         return locked
 
     def retire(self, connection: Connection, names: Sequence[str], state: FileState) -> None:
-        """Say that the messages of files, which are locked, are elsewhere now."""
+        """Set the state of locked files whose messages have been moved."""
         tables = self.tables
         changes = {"state": state.value, "changed": self._dialect.in_seconds(0)}
         for some in _parts(names):

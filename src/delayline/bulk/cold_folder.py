@@ -1,6 +1,6 @@
 """The files of a cold tier: Parquet, one hour of due times in each, in a local folder or on a file system of pyarrow.
 
-Nothing here knows which of them exist: that is the catalog's to say.
+Which files count is recorded in the catalog only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Due messages on their way into a stream: taken out of a store's table into one where no poller looks for them.
 
-Each gets a number. A stream asks for ranges of numbers, as often as it likes, until it says that it is done with them.
+Each gets a number. A stream reads ranges of numbers, repeatedly if need be, until it commits them.
 """
 
 from __future__ import annotations

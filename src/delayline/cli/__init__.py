@@ -38,7 +38,7 @@ def main() -> None:
 
     Settings come from delayline.toml, then DELAYLINE_* variables, then flags; the later wins.
     """
-    # Errors are told once, as the command's own last line; `run` shows the log beside it.
+    # Errors are printed once, as the command's last line; `run` shows the log beside it.
     logging.getLogger(LOGGER_NAME).addHandler(QUIET)
 
 

@@ -100,7 +100,7 @@ def dashboard(
     token_file: str | None,
     users_file: str | None,
 ) -> None:
-    """Serve the dashboard until SIGINT or SIGTERM: what is due, late, waiting and failed, and what to do about it.
+    """Serve the dashboard until SIGINT or SIGTERM: due, late, pending and failed messages, and actions on them.
 
     It shows the endpoint of the settings, or those of the settings files and Endpoint objects given. It listens on this
     machine only; for others it needs a token or users, which travel as they are: put a proxy with TLS in front.

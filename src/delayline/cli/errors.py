@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from delayline.config import Settings
     from delayline.message import Message
 
-#: How a retry is told the queue that a message does not name.
+#: The remedy for a message without a header that names its queue.
 REMEDY: Final = "Name the queue with --to QUEUE"
 PLACES: Final = ("url", "transport_url", "error_queue")
 

@@ -61,7 +61,7 @@ class InputRow:
 
 
 class RowFile:
-    """Reads rows one by one; `read_bytes` tells how far it is."""
+    """Reads rows one by one; `read_bytes` is its position in the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -139,7 +139,7 @@ def planned(command: Command) -> Command:
 
     options = (
         click.option("--endpoint", "endpoints", multiple=True, metavar="NAME", help="Whose messages; may be repeated."),
-        click.option("--all-endpoints", "every", is_flag=True, help="Everybody's."),
+        click.option("--all-endpoints", "every", is_flag=True, help="All endpoints' messages."),
         click.option(
             "--cutoff",
             callback=instant_given,
@@ -273,7 +273,7 @@ def abort(screen: Screen, plan: Plan) -> None:
     )
     screen.echo(f"{aborted}: {restored} returned to the source, {moved} had moved", "green")
     screen.document({"run": outcome.run, "restored": restored, "moved": moved, "left": outcome.left})
-    _tell_left(screen, plan, outcome)
+    _print_left(screen, plan, outcome)
 
 
 @migrate.command(
@@ -302,7 +302,7 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
     screen.echo(f"migration {found.name} to {found.parameters['target']}: {found.state}")
     screen.table(("count", "of rows"), [(number, one.replace("_", " ")) for one, number in counts.items()])
     if reasons:
-        _tell_reasons(screen, reasons, rejected)
+        _print_reasons(screen, reasons, rejected)
     screen.document({**_run_document(found), **counts, "reasons": dict(reasons)})
 
 
@@ -347,7 +347,7 @@ def verify(screen: Screen, source: TableSource, target: Target | None, name: str
     if target is None:
         raise ConfigurationError("noop has no messages to verify: give the URL that the messages went to")
     verified = compare(source, target, _spark(), run=name)
-    _tell_verified(screen, verified)
+    _print_verified(screen, verified)
     if not verified.ok:
         click.get_current_context().exit(FAILED)
 
@@ -419,7 +419,7 @@ def _print_outcome(screen: Screen, plan: Plan, outcome: MigrationResult, report:
     rows, rejected = (0, 0) if progress is None else (progress.rows, progress.rejected)
     moved = 0 if progress is None or plan.target is None else progress.moved
     if outcome.reasons:
-        _tell_reasons(screen, outcome.reasons, outcome.examples)
+        _print_reasons(screen, outcome.reasons, outcome.examples)
     stays = f", {outcome.skipped} skipped" if outcome.skipped else ""
     if plan.target is None:
         screen.echo(f"{rows - rejected} would move, {rejected} would be rejected{stays}; nothing was changed")
@@ -439,24 +439,24 @@ def _print_outcome(screen: Screen, plan: Plan, outcome: MigrationResult, report:
 
         write_whole(report, page(plan, outcome))
         screen.echo(f"the report is in {report}")
-    _tell_left(screen, plan, outcome)
+    _print_left(screen, plan, outcome)
     if outcome.reasons:
         click.get_current_context().exit(FAILED)
 
 
-def _tell_reasons(screen: Screen, reasons: Sequence[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> None:
+def _print_reasons(screen: Screen, reasons: Sequence[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> None:
     screen.table(("count", "rejected because"), [(number, why) for why, number in reasons[:SHOWN]])
     if examples:
         screen.table(("id", "reason"), examples[:SHOWN])
 
 
-def _tell_left(screen: Screen, plan: Plan, outcome: MigrationResult) -> None:
+def _print_left(screen: Screen, plan: Plan, outcome: MigrationResult) -> None:
     if outcome.left:
         screen.echo(f"✗ {outcome.left} could not be returned to {plan.source}: abort again once it is available", "red")
         click.get_current_context().exit(FAILED)
 
 
-def _tell_verified(screen: Screen, found: Verified) -> None:
+def _print_verified(screen: Screen, found: Verified) -> None:
     rows: list[tuple[int, str]] = [
         (found.rows, "found in the source when the run began"),
         (found.moved, "moved, by the journal"),

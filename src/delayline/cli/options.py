@@ -16,7 +16,7 @@ from delayline.setting_values import FILE_NAME
 FAILED: Final = 1
 WRONG_USAGE: Final = 2
 
-#: Settings that say where messages are and whose they are; `run` and `doctor` take all of them.
+#: Settings for the place of messages and their endpoint; `run` and `doctor` take all of them.
 PLACES: Final = (
     "endpoint",
     "url",

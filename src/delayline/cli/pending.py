@@ -81,7 +81,7 @@ def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...], timeouts: b
         async with open_waiting(settings, timeouts=timeouts) as store:
             return {message_id: await store.cancel(message_id) for message_id in ids}
 
-    _tell_outcomes(screen, asyncio.run(work()), "cancelled")
+    _print_outcomes(screen, asyncio.run(work()), "cancelled")
 
 
 @click.command(
@@ -115,7 +115,7 @@ def reschedule(
             at = due if delay is None else start_of_delay(clock) + delay
             return await store.reschedule(message_id, at)
 
-    _tell_outcomes(screen, {message_id: asyncio.run(work())}, f"due {local(due)}, {relative(due, now)}")
+    _print_outcomes(screen, {message_id: asyncio.run(work())}, f"due {local(due)}, {relative(due, now)}")
 
 
 async def _messages(
@@ -183,7 +183,7 @@ def _show_counts(screen: Screen, counts: Sequence[DueCount], destination: str | 
     )
 
 
-def _tell_outcomes(screen: Screen, outcomes: dict[str, Outcome], done: str) -> None:
+def _print_outcomes(screen: Screen, outcomes: dict[str, Outcome], done: str) -> None:
     for message_id, outcome in outcomes.items():
         succeeded = outcome is Outcome.DONE
         screen.echo(

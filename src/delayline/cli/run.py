@@ -128,7 +128,7 @@ def run(  # noqa: PLR0913 - the options of the command
     screen.echo(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
     screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
     if stopped_by is None:
-        Screen.complain(f"endpoint {endpoint.name!r} stopped after a critical error; the log above says which")
+        Screen.complain(f"endpoint {endpoint.name!r} stopped after a critical error; see the log above")
         click.get_current_context().exit(FAILED)
 
 

@@ -79,7 +79,7 @@ def send(  # noqa: PLR0913 - an option each
     """
     if file is not None:
         if destination or body or delay or deliver_at or headers or message_id:
-            raise click.UsageError("--from FILE says everything: leave the other arguments out.")
+            raise click.UsageError("--from FILE includes everything: leave the other arguments out.")
         _send_file(settings, screen, file, check_destination=not unchecked)
         return
     if destination is None or body is None:

@@ -60,7 +60,7 @@ def setup(
     """
     refuse_memory(settings)
     if settings.endpoint is None and not queues and not features:
-        _ = settings.named_endpoint  # says how to name one
+        _ = settings.named_endpoint  # raises if there is none
     groups = table_groups(migrations="migrations" in features)
     wanted = [groups[feature] for feature in dict.fromkeys(features)]
     if dry_run:
@@ -84,7 +84,7 @@ def setup(
 
 
 def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:
-    """Show the statements; of several databases' say whose they are, in a comment, so that all of it stays SQL."""
+    """Show the statements, those of several databases under SQL comments that name the database."""
     needed = {masked(url): statements for url, statements in planned.items() if statements}
     for place, statements in needed.items():
         if len(planned) > 1:

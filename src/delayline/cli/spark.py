@@ -58,7 +58,7 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
         return command(*args, sessions=sessions, **arguments)
 
-    text = "Where Spark runs: local[*] unless this, spark-submit or its own files say something else."
+    text = "Where Spark runs: local[*] unless set here, by spark-submit or in Spark's files."
     with_master = click.option("--master", metavar="URL", help=text)(with_sessions)
     return click.option(
         "--conf", "confs", multiple=True, metavar="NAME=VALUE", help="A setting of Spark's; repeatable."
@@ -111,7 +111,7 @@ def stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def in_thread(work: Callable[[], object]) -> None:
-    """Run it beside this thread, which hears signals meanwhile."""
+    """Run `work` in a thread, so that this one can handle signals."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -158,7 +158,7 @@ def spark() -> None:
     )
 )
 @click.argument("path")
-@click.option("--format", "form", type=click.Choice(FORMS), help="If the name does not say it.")
+@click.option("--format", "form", type=click.Choice(FORMS), help="The file's format, if its name does not show it.")
 @click.option(
     "--option",
     "reading",
@@ -218,12 +218,12 @@ def schedule(
         done = run_schedule(path, target, columns=named, options=options, spark=session, **job)
         if done.rejected and rejected is not None:
             done.rejected_rows.write.mode("overwrite").json(rejected)
-        _tell_scheduled(screen, done, rejected)
+        _print_scheduled(screen, done, rejected)
     if done.rejected:
         click.get_current_context().exit(FAILED)
 
 
-def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None:
+def _print_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None:
     again = "stored by an earlier run of that name" if done.repeated else "stored"
     elsewhere = f"{done.cold:,} in the cold tier, " if done.cold else ""
     elsewhere += f"{done.sent:,} sent to delay levels, " if done.sent else ""
@@ -251,7 +251,7 @@ def _tell_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None
     "--lease", callback=delay_given, default="10m", show_default=True, help=f"How long a job lasts: {DELAYS}."
 )
 @click.option("--name", help="The dispatcher's; the endpoint's name if left out.")
-@click.option("--stop", "stops", is_flag=True, help="Tell the one that runs, wherever it does, to stop; do not wait.")
+@click.option("--stop", "stops", is_flag=True, help="Stop the running dispatcher, on whichever machine; do not wait.")
 @click.option("--status", "shows", is_flag=True, help="Show the progress of its tasks.")
 @settings_options(*PLACES, "number_of_retries", "batch_size")
 @session_options

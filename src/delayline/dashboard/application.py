@@ -42,7 +42,7 @@ def app(
 ) -> ASGIApp:
     """Return the dashboard as an ASGI application, to be served or mounted in another one.
 
-    It opens connections of its own at the first request, and closes them when its lifespan ends.
+    It opens separate connections at the first request, and closes them when its lifespan ends.
 
     Args:
         endpoints: What it shows: Endpoint objects, which need not be started, or settings.
@@ -50,7 +50,7 @@ def app(
         authorize: Called with each request (a `starlette.requests.Request`); returns the Actor, None to refuse, or a
             response such as a redirect to a sign-in page. Without it everyone who reaches the dashboard may look.
         allowed_hosts: Host names that browsers reach it by, without ports; `"*"` for any. Others are refused, so that a
-            page elsewhere cannot reach it through a name of its own.
+            page elsewhere cannot reach it through another name.
         secret: Signs CSRF tokens, 16 bytes or more; the same in all processes of one dashboard. Random if left out.
         mounted_at: The path below which it is mounted, `/delayline`, where the framework does not pass it on as
             `root_path`, as Litestar.

@@ -10,7 +10,7 @@ from html import escape
 from typing import Final
 
 MOST_SERIES: Final = 6
-"""Destinations with a colour of their own; the others are drawn as one."""
+"""The number of destinations with a separate colour; the others are drawn as one."""
 NARROW: Final = 500
 """Up to this width, labels are fewer."""
 TOP: Final = 18

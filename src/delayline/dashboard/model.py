@@ -43,7 +43,7 @@ class EndpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """The state of one process of an endpoint, as its last minute row says."""
+    """The state of one process of an endpoint, by its last minute row."""
 
     process: str
     """The machine and the process."""
@@ -430,7 +430,7 @@ class MessageLife:
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """A job of the pipeline, as its tables say."""
+    """A job of the pipeline, by its tables."""
 
     kind: str
     """`schedule`, `dispatcher`, `migration` or `cold tier`."""

@@ -1,6 +1,6 @@
 """What the dashboard asks of one endpoint's back ends, and does with its messages.
 
-Each part of a page has a time limit of its own, and is `Unavailable` with its reason where a back end lacks it,
+Each part of a page has a separate time limit, and is `Unavailable` with its reason where a back end lacks it,
 refuses, or does not answer. Work that outlives its limit goes on in the background; the same question joins it instead
 of asking again, so that a slow back end is asked once.
 """
@@ -144,7 +144,7 @@ JOBS_LISTED: Final = 50
 PROBLEMS_LISTED: Final = 20
 HIGHEST_RATE: Final = 1_000
 LONGEST_QUEUES: Final = 200
-#: From a minute to ten years, each about twice the one before, in hours that people know.
+#: From a minute to ten years, each about twice the one before, in round hours.
 GROWING: Final = (
     *(timedelta(minutes=one) for one in (1, 2, 5, 10, 20, 30)),
     *(timedelta(hours=one) for one in (1, 2, 4, 8, 12)),
@@ -196,7 +196,7 @@ class EndpointService:
         source: The endpoint's settings, of which the service opens its own transport and store; or an endpoint of this
             process, whose transport and store are used while it is started.
         time_limit: Seconds that each part of a page may take.
-        clock: Decides what is overdue where the store has no clock of its own.
+        clock: Decides what is overdue where the store has no clock.
 
     Example:
         ```python
@@ -317,7 +317,7 @@ class EndpointService:
         """Return pending messages that match, earliest due first.
 
         An id and due times are searched by index. Other conditions are checked message by message: at most 20 000 of
-        them, for most of the time limit; the page says when that has ended the search.
+        them, for most of the time limit; the result's `cut` is the reason when that has ended the search.
 
         Args:
             query: What to find; everything by default.
@@ -632,7 +632,7 @@ class EndpointService:
         return database, database.dialect.schema_of(settings.schema), settings.table_name or f"{self.name}.timeouts"
 
     async def _look(self, work: Callable[[Connection, Dialect, str | None], Result]) -> Result:
-        """Run a read-only work in the store's database, on a connection of its own."""
+        """Run a read-only work in the store's database, on a separate connection."""
         database, schema, _ = self._database()
         return await database.look(lambda connection: work(connection, database.dialect, schema))
 

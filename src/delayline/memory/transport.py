@@ -155,7 +155,7 @@ class MemoryQueue:
         self.changed.set()
 
     def expired(self, sequence: int) -> bool:
-        """Tell whether the message has waited for longer than its time to be received."""
+        """Return whether the message has waited for longer than its time to be received."""
         expiry = self._expiry.get(sequence)
         return expiry is not None and expiry <= self._clock.now()
 

@@ -96,9 +96,9 @@ class Plan:
         given = self.parameters
         other = [name for name in given if given[name] != kept.get(name, "")]
         if other:
-            said = "; ".join(f"{name} was {kept.get(name, '')!r}, now it is {given[name]!r}" for name in other)
+            changes = "; ".join(f"{name} was {kept.get(name, '')!r}, now it is {given[name]!r}" for name in other)
             raise ConfigurationError(
-                f"the migration was begun with other parameters: {said}. Resume it with the same, or abort it first"
+                f"the migration was begun with other parameters: {changes}. Resume it with the same, or abort it first"
             )
 
 

@@ -25,7 +25,7 @@ MESSAGE: Final = pa.schema(
 #: Columns by which `verify` compares pending messages.
 WAITING: Final = "id STRING, destination STRING, due TIMESTAMP"
 WAITING_SCHEMA: Final = pa.schema([MESSAGE.field(name) for name in ("id", "destination", "due")])
-#: Why a row of the source can become no message, where its source says so.
+#: The reason for which a row of the source cannot become a message.
 WHY: Final = pa.field("why", pa.string())
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from sqlalchemy import select
 
 from delayline.bulk.writer import blocking
@@ -44,7 +44,7 @@ class Verified:
     rows: int
     """Rows in the source when the run began."""
     moved: int
-    """Of which the journal says that the target has them."""
+    """Rows that are at the target, by the journal."""
     rejected: int
     unfinished: int
     restored: int

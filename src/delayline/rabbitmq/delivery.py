@@ -107,12 +107,12 @@ class DelayLevelDelivery:
 
     @property
     def clock(self) -> Clock | None:
-        """That of the store in front; without one, this machine's says how long a message is to wait."""
+        """The clock of the store in front; None without one: then this machine's is used."""
         return None if self.stored is None else self.stored.clock
 
     @property
     def store(self) -> DelayedMessageStore:
-        """The store in front, for those who look into it. Raises AttributeError without one."""
+        """The store in front. Raises AttributeError without one."""
         if self.stored is None:
             raise AttributeError("there is no store: messages in delay levels can be counted, not listed")
         return self.stored.store

@@ -205,7 +205,7 @@ def refusal(error: PreconditionFailed) -> BackendUnusable:
     if difference is None:
         return BackendUnusable(f"the broker refuses what delayline needs: {text}")
     return BackendUnusable(
-        f"{difference}. Somebody made it otherwise: use it as it is, choose another name, or delete it once it is empty"
+        f"{difference}. Created with other arguments: use it as it is, choose another name, or delete it when empty"
     )
 
 

@@ -49,15 +49,15 @@ def translated_errors() -> Iterator[None]:
 
 
 def translate_error(error: Exception) -> DelaylineError:
-    """Return the delayline error inside an error of Spark, or a ConfigurationError with its most telling line."""
+    """Return the delayline error inside an error of Spark, or a ConfigurationError with its most specific line."""
     text = str(error)
-    for name, said in reversed(OURS.findall(text)):
+    for name, message in reversed(OURS.findall(text)):
         if name == errors.MissingExtra.__name__:
-            return ConfigurationError(f"on the executors, in the Python that PYSPARK_PYTHON names: {said.strip()}")
+            return ConfigurationError(f"on the executors, in the Python that PYSPARK_PYTHON names: {message.strip()}")
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, DelaylineError):
             found = kind.__new__(kind)
-            found.args = (said.strip(),)
+            found.args = (message.strip(),)
             return found
     missing = MISSING.search(text)
     if missing is not None:
@@ -73,5 +73,5 @@ def translate_error(error: Exception) -> DelaylineError:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
     named = (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b.*: ", line))
     condition = CONDITION.search(text)
-    said = next(named, condition[0] if condition else lines[0] if lines else type(error).__name__)
-    return ConfigurationError(f"the Spark job failed: {said[:LONGEST]}")
+    summary = next(named, condition[0] if condition else lines[0] if lines else type(error).__name__)
+    return ConfigurationError(f"the Spark job failed: {summary[:LONGEST]}")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.window import Window
 
 from delayline.bulk.cold_catalog import HOUR
@@ -188,7 +188,7 @@ class Placement:
         Args:
             rows: the messages, with the columns of `spark.schema`.
             run: the name of the job: resumes an earlier attempt, or returns the counts of one that has committed.
-            batch: the number of a stream's micro-batch; 0 for a job of its own.
+            batch: the number of a stream's micro-batch; 0 for a job that is none.
 
         Raises:
             DelaylineError: Nothing is placed in store and cold tier; a broker keeps the messages that it has confirmed.

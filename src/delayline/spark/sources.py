@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.errors import PySparkException
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -130,14 +130,14 @@ def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> D
         raise _unreadable(url.partition("?")[0], str(error)) from None
 
 
-def _unreadable(url: str, said: str) -> ConfigurationError:
-    if NO_DRIVER.search(said) is not None:
+def _unreadable(url: str, text: str) -> ConfigurationError:
+    if NO_DRIVER.search(text) is not None:
         return ConfigurationError(
             f"Spark has no JDBC driver for {url}: give it the driver's file, --conf "
             "spark.jars=/usr/share/java/postgresql.jar, or --conf spark.jars.packages=org.postgresql:postgresql:42.7.8"
         )
-    found = EXCEPTION.search(said)
-    return ConfigurationError(f"{url} cannot be read: {found[1] if found else said.partition(chr(10))[0]}")
+    found = EXCEPTION.search(text)
+    return ConfigurationError(f"{url} cannot be read: {found[1] if found else text.partition(chr(10))[0]}")
 
 
 def _from_csv(header: str, path: str) -> Column:

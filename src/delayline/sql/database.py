@@ -160,7 +160,7 @@ class Database(ABC):
 
         Args:
             work: runs the statements; it may run again after a deadlock.
-            transaction: the caller's transaction; one of its own if None.
+            transaction: the external transaction; a new one if None.
             one_statement: whether `work` runs a single statement, which some servers commit implicitly, saving a round
                 trip.
 
@@ -223,30 +223,32 @@ class Database(ABC):
             )
         return enlisted
 
-    async def notify_on_commit(self, news: Mapping[str, int], transaction: Transaction | None = None) -> None:
-        """Tell the listeners of each channel from when on there is something: after the commit, never before."""
+    async def notify_on_commit(self, notifications: Mapping[str, int], transaction: Transaction | None = None) -> None:
+        """Notify the listeners of each channel of the earliest new due time, after the commit."""
         if isinstance(transaction, EnlistedTransaction):
             soon = to_microseconds(self.clock.now() + SOON)
-            news = {channel: at for channel, at in news.items() if at < soon}
-            if news:
-                await self.tell_at_commit(news, transaction)
+            notifications = {channel: at for channel, at in notifications.items() if at < soon}
+            if notifications:
+                await self.notify_at_external_commit(notifications, transaction)
         elif transaction is not None:
-            transaction.after_commit(partial(self.notify, news))
+            transaction.after_commit(partial(self.notify, notifications))
         else:
-            self.notify(news)
+            self.notify(notifications)
 
-    def notify(self, news: Mapping[str, int]) -> None:
-        """Tell the listeners of each channel now."""
-        for channel, at in news.items():
+    def notify(self, notifications: Mapping[str, int]) -> None:
+        """Notify the listeners of each channel now."""
+        for channel, at in notifications.items():
             self.notifications.notify(channel, at)
 
     @abstractmethod
-    async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
+    async def notify_at_external_commit(
+        self, notifications: Mapping[str, int], transaction: EnlistedTransaction
+    ) -> None:
         """Notify the listeners once the external transaction has committed."""
 
     @abstractmethod
     async def hold(self) -> Checkout:
-        """Wait for a connection of one's own, on which to begin a transaction."""
+        """Wait for an exclusive connection, on which to begin a transaction."""
 
     @property
     @abstractmethod
@@ -264,7 +266,7 @@ class Database(ABC):
 
     @abstractmethod
     def before_fork(self) -> None:
-        """Come to rest."""
+        """Finish running work and disconnect."""
 
     @abstractmethod
     def after_fork(self) -> None:
@@ -272,7 +274,7 @@ class Database(ABC):
 
     @abstractmethod
     def after_fork_in_child(self) -> None:
-        """Be as new: threads and connections are the parent's."""
+        """Reset the state: threads and connections belong to the parent."""
 
     @abstractmethod
     async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result: ...
@@ -285,7 +287,7 @@ class Database(ABC):
 
     def _theirs(self, connection: Connection, table: Table) -> TableIdentity:
         product = getattr(connection, "product", "")
-        # Applications name MariaDB's servers mysql:// too; `place` says whether it is the same server.
+        # Applications name MariaDB's servers mysql:// too; `place` shows whether it is the same server.
         if product != self.dialect.sql.name and not {product, self.dialect.sql.name} <= {"mysql", "mariadb"}:
             raise ConfigurationError(
                 f"transaction= is a connection to {product}, and the messages are in the {self.dialect}: "

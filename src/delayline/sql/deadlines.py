@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 SERVER_TIMEOUT: Final = 15.0  # seconds
 LONGEST_TIMEOUT: Final = 3600.0  # seconds
-LOCK_TIMEOUT: Final = 10.0  # seconds a statement waits for a lock: less than `SERVER_TIMEOUT`, to tell the two apart
+LOCK_TIMEOUT: Final = 10.0  # seconds a statement waits for a lock: less than `SERVER_TIMEOUT`, to distinguish the two
 LONG_WORK: Final = 10  # times as long may set-up, and reads and writes of many rows take
 JOB_WORK: Final = 240  # times as long may a statement take that moves all rows of a job at once
 LONGEST_TICK: Final = 1.0  # seconds between looks for overdue answers

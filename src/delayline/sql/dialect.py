@@ -174,7 +174,7 @@ class Leases(Protocol):
     in_row: ClassVar[bool]
     """Whether leases are columns of the row: then they end with it, and a transaction that locks it sees the latest."""
     free: ColumnElement[bool]
-    """The condition that nobody has leased the row."""
+    """The condition that the row is not leased."""
 
     def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
         """Lease messages whose rows are locked; return the ones that no other process leased at the same moment."""
@@ -659,7 +659,7 @@ class ServerErrors(Protocol):
     """The meaning of a server's errors."""
 
     def is_broken(self, connection: Connection) -> bool:
-        """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
+        """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error is."""
         ...
 
     def is_disconnect(self, error: Exception) -> bool:

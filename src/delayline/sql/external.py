@@ -378,7 +378,7 @@ def borrow_connection(connection: Connection) -> Iterator[BorrowedConnection]:
     except connection.dialect.loaded_dbapi.Error as error:
         if isinstance(error, sqlite3.Error):
             raise
-        raise DBAPIError(None, None, error) from error  # which dialects know of every driver
+        raise DBAPIError(None, None, error) from error  # dialects translate this class for every driver
 
 
 def _refuse_unusable(connection: Connection) -> None:
@@ -388,7 +388,7 @@ def _refuse_unusable(connection: Connection) -> None:
             "send in a transaction without two phases"
         )
     dbapi, driver = connection.connection.dbapi_connection, connection.connection.driver_connection
-    with contextlib.suppress(NotImplementedError):  # a driver whose autocommit SQLAlchemy cannot tell
+    with contextlib.suppress(NotImplementedError):  # SQLAlchemy cannot read this driver's autocommit
         open_already = getattr(driver, "in_transaction", False)
         if dbapi is not None and connection.dialect.detect_autocommit_setting(dbapi) and not open_already:
             raise _autocommit('use an engine or connection without isolation_level="AUTOCOMMIT"')
@@ -411,7 +411,7 @@ def _autocommit(remedy: str) -> ConfigurationError:
 
 
 def _is(connection: object, module: str, name: str) -> bool:
-    """Tell whether the connection is of that class; a module that is not loaded has made none."""
+    """Return whether the connection is of that class, without importing its module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(connection, getattr(loaded, name))
 

@@ -72,10 +72,12 @@ class FileDatabase(Database):
         """Pipes beside the file."""
         return self.dialect.notifications
 
-    async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
+    async def notify_at_external_commit(
+        self, notifications: Mapping[str, int], transaction: EnlistedTransaction
+    ) -> None:
         """Watch the file for the commit: SQLite sends no notifications."""
         del transaction
-        await self.read(lambda _: self._commits.expect(news))
+        await self.read(lambda _: self._commits.expect(notifications))
 
     def claims(self, table: str) -> FileClaims:
         """Byte-range locks beside the file."""
@@ -161,9 +163,9 @@ class FileDatabase(Database):
         self._close_connections()
 
     def before_fork(self) -> None:
-        """Let the threads come to rest and disconnect: SQLite's connections must not be inherited.
+        """Stop the threads and disconnect: SQLite's connections must not be inherited.
 
-        In the middle of a transaction they are, and the child has to do without this database.
+        In the middle of a transaction they are inherited, and the child cannot use this database.
         """
         self._opening.acquire()
         for workers in (self._writer, self._readers):
@@ -393,7 +395,7 @@ class FileRowClaims:
         return due
 
     def stored(self, due: datetime) -> None:
-        """Nothing to know: every look is at the whole table."""
+        """Do nothing: every look reads the whole table."""
 
     def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
         """Do nothing: every look is a full one."""

@@ -197,7 +197,7 @@ class Journal:
         return connection.execute(select(func.max(self._tables.entries.c.seq))).scalar() or 0
 
     def rename(self, connection: Connection, since: int, ids: Sequence[str] | Select[Any], event: JournalEvent) -> None:
-        """Say, in the transaction that has stored them since that number, why these messages came to the store."""
+        """Set the event of entries after `since`, in the transaction that has stored these messages."""
         entries = self._tables.entries.c
         stored = (entries.seq > since, entries.store == self._store.name, entries.event == JournalEvent.SCHEDULED.value)
         change = update(self._tables.entries).where(*stored, entries.id.in_(ids))
@@ -219,11 +219,11 @@ class Journal:
         connection.execute(insert(self._tables.entries).values(**row, **times, retries=0))
 
     def mark_failed(self, connection: Connection, ids: Sequence[str]) -> None:
-        """Say, in the transaction that removes the rows next, that they go to the error queue."""
+        """Mark rows as failed, in the transaction that removes them next."""
         self._mark.change_each(connection, FAILED, keys=ids)
 
     def mark_cancelled(self, connection: Connection, message_id: str) -> None:
-        """Say, in the transaction that removes the row next, that it was cancelled."""
+        """Mark a row as cancelled, in the transaction that removes it next."""
         if self._kept:
             self._mark.change_each(connection, CANCELLED, keys=[message_id])
 

@@ -1,6 +1,6 @@
 """Statements compiled once by SQLAlchemy and run on the driver's own cursor.
 
-SQLAlchemy knows each server's SQL and quoting; its execution layer costs more per statement than the server's own work.
+SQLAlchemy writes each server's SQL; its execution layer costs more per statement than the server's own work.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class SqlReceiver:
         self._claims = claims
         self._idle = idle
         self._admission = admission
-        self._news = asyncio.Event()
+        self._event = asyncio.Event()
         self._stopped = False
         self._after = 0
         """The number of the last message claimed."""
@@ -82,7 +82,7 @@ class SqlReceiver:
         """Whether the last look has found fewer messages than it asked for."""
         self._rests_until = -math.inf
         """When the next look is worth it."""
-        self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._on_news)
+        self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._notified)
 
     @property
     def server_timeout(self) -> float:
@@ -92,7 +92,7 @@ class SqlReceiver:
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and claim up to `limit` of them."""
         while await self._rested():
-            self._news.clear()
+            self._event.clear()
             batch: list[ReceivedMessage] = []
             expired: list[ReceivedMessage] = []
             admitted = await self._admission.admit(limit)
@@ -100,7 +100,7 @@ class SqlReceiver:
                 self._admission.received([])
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._admission.wait):
-                        await self._news.wait()
+                        await self._event.wait()
                 continue
             began = time.monotonic()
             try:
@@ -123,19 +123,19 @@ class SqlReceiver:
             if batch:
                 return batch
             if not expired:
-                await self._idle.wait(self._queue, self._news)
+                await self._idle.wait(self._queue, self._event)
         return []
 
     async def _rested(self) -> bool:
         """Wait until another look is worth it; return whether there is to be one.
 
-        After a look that has found everything there was, that is when something has come, or when it is time for a look
-        from the first message on.
+        After a look that has found fewer messages than it asked for, that is at the next notification, or when a look
+        from the first message on is due.
         """
-        if self._exhausted and not self._news.is_set():
+        if self._exhausted and not self._event.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._full_at + FULL_LOOK_EVERY - time.monotonic()):
-                    await self._news.wait()
+                    await self._event.wait()
         if not self._stopped and (rest := self._rests_until - time.monotonic()) > 0:
             await asyncio.sleep(rest)
         return not self._stopped
@@ -168,10 +168,10 @@ class SqlReceiver:
             await self._database.read(lambda _: self._claims.flush())
         self._database.notifications.notify(queue_channel(self._queue))
 
-    def _on_news(self, at: int) -> None:
+    def _notified(self, at: int) -> None:
         if at == LIMITS_CHANGED:
             self._admission.expire()
-        self._news.set()
+        self._event.set()
 
     def _forget(self, numbers: Sequence[int]) -> None:
         """Drop the claims on messages that were handled."""
@@ -187,7 +187,7 @@ class SqlReceiver:
         """End a waiting receive."""
         self._stopped = True
         self._unsubscribe()
-        self._news.set()
+        self._event.set()
 
     def _claim(
         self, connection: Connection, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
@@ -269,14 +269,14 @@ class IdleQueues:
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None
 
-    async def wait(self, queue: str, news: asyncio.Event) -> None:
+    async def wait(self, queue: str, event: asyncio.Event) -> None:
         """Return when the event is set: by others, or because it is time to look into the queue."""
-        self._waiting[news] = queue
+        self._waiting[event] = queue
         self._set_timer()
         try:
-            await news.wait()
+            await event.wait()
         finally:
-            self._waiting.pop(news, None)
+            self._waiting.pop(event, None)
             if not self._waiting and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -305,9 +305,9 @@ class IdleQueues:
         self._set_timer()
 
     def _wake(self, names: set[str]) -> None:
-        for news, queue in self._waiting.items():
+        for event, queue in self._waiting.items():
             if queue in names:
-                news.set()
+                event.set()
 
 
 class LimitStatements:

@@ -193,7 +193,7 @@ class RowClaims(Protocol):
         ...
 
     def stored(self, due: datetime) -> None:
-        """Know that something due then was stored, by whichever process."""
+        """Note that a message with this due time was stored, in this process or another."""
         ...
 
     def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
@@ -213,7 +213,7 @@ class RowClaims(Protocol):
         Args:
             work: runs the statements.
             messages: the messages that the statements change or delete.
-            transaction: the caller's transaction; one of its own if None.
+            transaction: the external transaction; a new one if None.
             one_statement: whether it is a single statement, or one for every 500 of the messages.
         """
         ...

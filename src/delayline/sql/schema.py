@@ -1,7 +1,7 @@
 """The tables: those of queues and stores, and the register of the tables that other features create.
 
 Every feature that creates tables declares them as a `TableGroup`. `delayline.sql.setup` creates and upgrades a group
-under a version of its own, checks its shape and shows its SQL.
+under its version, checks its shape and shows its SQL.
 """
 
 from __future__ import annotations

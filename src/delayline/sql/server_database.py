@@ -62,7 +62,7 @@ class Session:
         with self._at_work():
             try:
                 connection = self._trusted()
-            except self._dialect.errors as error:  # says nothing of the connections there are: the server may be full
+            except self._dialect.errors as error:  # open connections may still work: the server may be full
                 raise self._dialect.translated(error) from error
             return self._run(work, connection, commits=commits)
 
@@ -76,7 +76,7 @@ class Session:
             return self._run(work, self._connection, commits=False)
 
     def in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        """Run `work` in a transaction of its own; inside `run`, on the session's connection."""
+        """Run `work` in a separate transaction; inside `run`, on the session's connection."""
         self._dialect.begin(connection)
         try:
             result = work(connection)
@@ -372,9 +372,11 @@ class ServerDatabase(Database):
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return self._notifications
 
-    async def tell_at_commit(self, news: Mapping[str, int], transaction: EnlistedTransaction) -> None:
-        """Leave it to the server where it can."""
-        for channel, at in news.items():
+    async def notify_at_external_commit(
+        self, notifications: Mapping[str, int], transaction: EnlistedTransaction
+    ) -> None:
+        """Notify inside the transaction, where the server delivers notifications at its commit."""
+        for channel, at in notifications.items():
             await transaction.run(partial(self.notifications.notify_in, channel=channel, at=at))
 
     def claims(self, table: str) -> ServerClaims:

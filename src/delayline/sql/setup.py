@@ -59,7 +59,7 @@ class RequiredTables:
         dialect: The database's dialect.
         schema: The schema's name; None for the connection's own.
         groups: Tables of features.
-        others: Tables with names of the user's choice, which have no version of their own.
+        others: Tables with names of the user's choice, which have no version.
     """
 
     def __init__(self, dialect: Dialect, schema: str | None, *groups: TableGroup, others: Sequence[Table] = ()) -> None:
@@ -282,6 +282,6 @@ def _fits(found: TypeEngine[Any], wanted: TypeEngine[Any]) -> bool:
 
 
 def _length(of: TypeEngine[Any], *, unlimited: float = math.inf) -> float:
-    """Return how long a value may be; `unlimited` where the type says nothing, which as a wish means any length."""
+    """Return how long a value may be; `unlimited` where the type has no length, which in a declaration means any."""
     length = getattr(of, "length", None)
     return math.inf if length == "max" else unlimited if length is None else float(length)

@@ -220,7 +220,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         return messages
 
     def forwards_to(self, transport: object) -> bool:
-        """Tell whether the transport keeps its queues in this store's database."""
+        """Return whether the transport keeps its queues in this store's database."""
         return isinstance(transport, SqlTransport) and transport.keeps_queues_in(self._database, self._schema)
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:

@@ -119,7 +119,7 @@ class SqlTransport(SqlBackend):
         return self._database.dialect.server_address
 
     def keeps_queues_in(self, database: Database, schema: str | None) -> bool:
-        """Tell whether the queues are in that schema of that database."""
+        """Return whether the queues are in that schema of that database."""
         return self._database is database and self._schema == schema
 
     def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:

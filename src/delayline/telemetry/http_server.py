@@ -43,11 +43,11 @@ class Response(NamedTuple):
 
 
 class HttpServer:
-    """Answers GET and HEAD requests for a few paths from a thread of its own.
+    """Answers GET and HEAD requests for a few paths from a separate thread.
 
     Args:
         address: Where it listens, as `127.0.0.1:9464`; port 0 is a free one.
-        paths: What answers, by path: a function of the request's Accept header that may run in several threads at once.
+        paths: The responses by path: functions of the request's Accept header that may run in several threads at once.
 
     Raises:
         ConfigurationError: The address is invalid, in use, or not of this machine.
@@ -200,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
             except Exception as error:
                 path, failed = urlsplit(self.path).path, Event.HTTP_REQUEST_FAILED
                 emit(logger, logging.ERROR, failed, "The answer to %s failed: %s", path, error, exception=error)
-                response = Response("failed; the log says why\n", HTTPStatus.INTERNAL_SERVER_ERROR)
+                response = Response("failed; see the log\n", HTTPStatus.INTERNAL_SERVER_ERROR)
         body = response.body.encode()
         self.send_response(response.status)
         self.send_header("Content-Type", response.content_type)

@@ -57,7 +57,7 @@ OPTED_IN: Final = frozenset({"messaging", "messaging/dup"})
 MOST_RECORDED: Final = 100
 #: Seconds for which the instruments of one collection share a reading.
 SHARED: Final = 0.5
-#: Messages that wait for longer start a trace of their own, with a link to the sender's.
+#: Messages that wait for longer start a new trace, with a link to the sender's.
 LONGEST_TRACE: Final = timedelta(minutes=1)
 TRACEPARENT: Final = "traceparent"
 START_NEW_TRACE: Final = Headers.START_NEW_TRACE
@@ -349,7 +349,7 @@ class _Traces(_Silent):
 
 
 def _starts_anew(headers: Mapping[str, str]) -> bool:
-    """Return whether a received message starts a trace of its own: its sender says so, or it has waited for long."""
+    """Return whether a received message starts a new trace: because of its header, or after a long wait."""
     if TRACEPARENT not in headers:
         return False
     if headers.get(START_NEW_TRACE, "").casefold() == "true":

@@ -105,7 +105,7 @@ class PrometheusMetrics:
         return [] if method == "HEAD" else [body.encode()]
 
     def describe(self) -> Sequence[Family]:
-        """Return nothing: prometheus-client need not know the metrics before they are collected."""
+        """Return nothing: prometheus-client needs no metrics before they are collected."""
         return ()
 
     def collect(self) -> Iterator[Family]:

@@ -1,4 +1,4 @@
-"""A clock that moves when the test says so."""
+"""A clock that only the test moves."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class APScheduler(TableSource):
         return [] if found is None else [SourcePartition(self.kind, TABLE)]
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:
-        """Tell that the jobs are that endpoint's, whatever it is called: they have no other owner."""
+        """Return True: all jobs are moved to the endpoint, as they name none."""
         del partition, endpoint
         return True
 

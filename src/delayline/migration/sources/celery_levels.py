@@ -56,7 +56,7 @@ class CeleryLevels(RabbitmqLevelsSource):
         self.levels = KombuDelays()
 
     def found(self, delivered: Delivery, level: int, now: datetime) -> Found:
-        """Return the task; one that stays is due when its level says at the latest."""
+        """Return the task; one that stays is due when it leaves its level at the latest."""
         routing_key, properties = delivered.routing_key, delivered.properties
         parsed, fields = parse(routing_key), properties.headers
         left = 1 << level if parsed is None else remaining(parsed[0], level)
@@ -73,6 +73,6 @@ class CeleryLevels(RabbitmqLevelsSource):
 
 
 def _must_fit(due: datetime, last: datetime, level: int) -> None:
-    """Raise NoMessage where a level has the task at another time than its eta says; its delay was cut to seconds."""
+    """Raise NoMessage where a level has the task at another time than its eta; its delay was cut to seconds."""
     if not last - timedelta(seconds=1 << level) - SKEW <= due <= last + SECOND + SKEW:
         raise NoMessage(f"its eta {due.isoformat()} does not fit the level that it waits in: let Celery run it")

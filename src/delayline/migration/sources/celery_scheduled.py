@@ -21,7 +21,7 @@ NOTHING_FOLLOWS: Final = dict.fromkeys(FOLLOWERS)
 
 
 class CeleryScheduled(ExportedFiles):
-    """Tasks in export files. Workers hold them too, until they are revoked: each is in doubt, and `verify` says so.
+    """Tasks in export files. Workers hold them too, until they are revoked: `verify` reports each as in doubt.
 
     The named endpoint is the one whose store receives the messages.
     """
@@ -88,7 +88,7 @@ def _collected(entry: dict[str, Any], endpoint: str) -> CollectedMessage:
     args, kwargs = request.get("args"), request.get("kwargs")
     try:
         body = json.dumps([args, kwargs, NOTHING_FOLLOWS], ensure_ascii=False).encode("utf-8", "replace")
-    except (ValueError, RecursionError):  # nested too deep: no message, as the body says below
+    except (ValueError, RecursionError):  # nested too deep: rejected below for its empty body
         body = b""
     fields = {"task": request.get("type") or request.get("name"), "id": name, "eta": entry.get("eta")}
     key, destination = key_of(name or json.dumps(entry, sort_keys=True)), None

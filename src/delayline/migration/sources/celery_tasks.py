@@ -25,7 +25,7 @@ PARTS: Final = 3
 
 
 class NoMessage(Exception):
-    """A task that no message stands for; its text says why."""
+    """A task that cannot become a message; the text is the reason."""
 
 
 class Task(NamedTuple):

@@ -48,7 +48,7 @@ class NServiceBusSql(TableSource):
         return [SourcePartition(name[: -len(SUFFIX)], name) for name in names]
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:
-        """Tell whether the table is the endpoint's, dots or not."""
+        """Return whether the table is the endpoint's, with or without dots."""
         prefix = table_prefix(endpoint).casefold()
         return partition.endpoint.casefold() in (endpoint.casefold(), prefix[:-1])
 
@@ -127,7 +127,7 @@ class NHibernate(NServiceBusSql):
         return SourcePartition(NO_ENDPOINT, found[0]) if found else None
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:
-        """Tell whether they have the same name."""
+        """Return whether both have the same name."""
         return partition.endpoint.casefold() == endpoint.casefold()
 
     def table_options(self) -> Mapping[str, Any]:

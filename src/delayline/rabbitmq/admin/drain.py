@@ -105,7 +105,7 @@ LEVEL_QUEUE: Final = re.compile(r".*delay-level-([0-9]{2})", re.DOTALL)
 
 
 class Unmovable(Exception):
-    """A message that cannot be moved to other levels as it is; its text says why."""
+    """A message that cannot be moved to other levels as it is; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class LevelMessage:
     destination: str
     due: datetime
     stale: bool
-    """Whether its headers do not fit the place it was found in: then it is due when that place says at the latest."""
+    """Whether its headers do not fit its level: then it is due when it leaves the level at the latest."""
 
 
 def waiting(routing_key: str, headers: Mapping[str, object], level: int, now: datetime) -> LevelMessage:
@@ -128,7 +128,7 @@ def waiting(routing_key: str, headers: Mapping[str, object], level: int, now: da
         raise Unmovable(f"its routing key {routing_key[:80]!r} is none of the delay levels'")
     delay, destination = parsed
     if not delay >> level & 1:
-        raise Unmovable(f"its routing key says {delay} s: those do not wait at level {level:02}")
+        raise Unmovable(f"its routing key has a delay of {delay} s, which does not wait at level {level:02}")
     try:
         check_destination(destination)
     except InvalidMessage as error:

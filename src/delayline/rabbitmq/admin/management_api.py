@@ -67,11 +67,11 @@ class Policy:
     priority: int = 0
 
     def reaches(self, name: str, kind: str) -> bool:
-        """Tell whether it is for the exchange or queue of that name; `kind` is exchanges, or a queue's type."""
+        """Return whether it applies to the exchange or queue of that name; `kind` is exchanges, or a queue's type."""
         wanted = {"all", "exchanges"} if kind == "exchanges" else {"all", "queues", f"{kind}_queues"}
         try:
             return self.apply_to in wanted and re.search(self.pattern, name) is not None
-        except re.error:  # Erlang's regular expressions know more than Python's
+        except re.error:  # Erlang's regular expressions have more syntax than Python's
             return False
 
 
@@ -195,7 +195,7 @@ class ManagementApi:
 
 
 HINT: Final = (
-    "Switch it on with: rabbitmq-plugins enable rabbitmq_management; where it is elsewhere, say so: ?management=URL"
+    "Switch it on with: rabbitmq-plugins enable rabbitmq_management; where it is elsewhere, add ?management=URL"
 )
 
 

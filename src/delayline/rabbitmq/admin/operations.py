@@ -32,8 +32,8 @@ WINDOWS: Final = (60, 3600, 86_400, 7 * 86_400, 30 * 86_400, 365 * 86_400, MAXIM
 SETUP_PATIENCE: Final = 5.0
 """Seconds that a set-up waits for the management API."""
 NOT_CAUGHT: Final = (
-    "due messages without a destination are not caught: 32 of them stop a level for every endpoint. Somebody who may "
-    "set policies has to run: delayline rabbitmq catch-all on"
+    "due messages without a destination are not caught: 32 of them stop a level for every endpoint. As a user who may "
+    "set policies run: delayline rabbitmq catch-all on"
 )
 
 

@@ -197,7 +197,7 @@ async def _undeliverable(api: ManagementApi, infrastructure: DelayInfrastructure
     return Check(
         "due messages",
         ok=False,
-        text=f"{where} have no destination: its queue was deleted, or is full. From 32 on a level stops for everybody. "
+        text=f"{where} have no destination: its queue was deleted, or is full. From 32 on a level stops for all. "
         "Create the queue again, or let a queue catch them: delayline rabbitmq catch-all on",
     )
 
@@ -224,7 +224,7 @@ async def _stuck(api: ManagementApi, infrastructure: DelayInfrastructure) -> dic
 
 
 def _caught(infrastructure: DelayInfrastructure, queues: Mapping[str, QueueFacts], policies: Sequence[Policy]) -> Check:
-    """Tell whether due messages without a destination are caught, and how many were."""
+    """Return whether due messages without a destination are caught, and how many were."""
     name = catch_all_name(infrastructure)
     number = queues[name].messages or 0 if name in queues else 0
     if number:

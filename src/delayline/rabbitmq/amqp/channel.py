@@ -155,12 +155,12 @@ class Channel:
         if self._closing is None and self.closed is None:
             self.on_end = _ignore
             # One Close for all callers: the answer to a second one would be taken for that to the next channel's Open.
-            self._closing = asyncio.ensure_future(self._say_goodbye())
+            self._closing = asyncio.ensure_future(self._send_close())
             self._closing.add_done_callback(_retrieve)
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
-    async def _say_goodbye(self) -> None:
+    async def _send_close(self) -> None:
         if self.closed is not None:  # by the broker before this task began: it would refuse a method on no channel
             return
         with contextlib.suppress(ChannelEnded):  # by the broker, just then

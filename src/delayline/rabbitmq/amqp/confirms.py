@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Unroutable(QueueNotFound):
-    """The broker had no exchange or no queue for a message; the sender knows its destination, and says that instead."""
+    """The broker had no exchange or no queue for a message; its sender reports the destination instead."""
 
     def __init__(self, exchange: str, routing_key: str, reason: str) -> None:
         super().__init__(routing_key or exchange)

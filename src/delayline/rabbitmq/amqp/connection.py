@@ -190,7 +190,7 @@ class AmqpConnection(asyncio.Protocol):
         return self._loop.time() - self._received_at
 
     async def close(self, patience: float) -> None:
-        """Say good-bye and wait so many seconds for the answer, then hang up. Idempotent."""
+        """Send Connection.Close and wait `patience` seconds for the answer, then disconnect. Idempotent."""
         if self.lost is None:
             with contextlib.suppress(OSError):
                 async with asyncio.timeout(patience):
@@ -200,7 +200,7 @@ class AmqpConnection(asyncio.Protocol):
             await self._ended.wait()
 
     def abort(self) -> None:
-        """Hang up at once."""
+        """Disconnect at once."""
         self._end(BackendUnavailable(f"the connection to RabbitMQ at {self.address} is closed"))
         if self._transport is not None:
             self._transport.abort()
@@ -217,11 +217,11 @@ class AmqpConnection(asyncio.Protocol):
             raise self.give_up() from None
 
     def give_up(self) -> BackendUnavailable:
-        """Hang up on a broker that has not answered for the limit, and return the error that says so."""
+        """Disconnect from a broker that has not answered within the limit, and return that error."""
         return self.hang_up(self.address.server_timeout)
 
     def hang_up(self, seconds: float) -> BackendUnavailable:
-        """Hang up on a broker that was silent for so many seconds, and return the error that says so."""
+        """Disconnect from a broker that was silent for so many seconds, and return that error."""
         error = self._silence(seconds)
         self._end(error)
         self.abort()
@@ -288,7 +288,7 @@ class AmqpConnection(asyncio.Protocol):
         self._set_flow()
 
     def _tick(self) -> None:
-        """Twice a heartbeat interval: say that this side is alive, and hang up when the other side is not."""
+        """Send a heartbeat and check the broker's; called twice a heartbeat interval."""
         if not self._sent:
             self.write(HEARTBEAT)
         self._silent = 0 if self._received else self._silent + 1

@@ -27,7 +27,7 @@ TOO_LARGE: Final = re.compile(r"message size (\d+) is larger than configured max
 
 
 class NotFound(LookupError):
-    """The broker says that an exchange or a queue does not exist."""
+    """An exchange or a queue does not exist."""
 
 
 class PreconditionFailed(BackendUnusable):

@@ -250,11 +250,11 @@ def sent_on(encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}
 
     Args:
         encoded: The message's property flags and list.
-        marks: Headers to add, if the message's own can be told apart.
+        marks: Headers to add, if the message's own can be parsed.
         without: Prefix of the names of headers to leave out.
 
     Raises:
-        InvalidMessage: The properties cannot be told apart.
+        InvalidMessage: The properties cannot be parsed.
     """
     parts: dict[int, bytes] = {}
     added = b"".join(_encoded_mark(name, value) for name, value in marks.items())

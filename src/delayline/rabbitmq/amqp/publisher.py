@@ -39,7 +39,7 @@ LARGEST_MESSAGE_OF_4: Final = 16_777_216
 class Publisher:
     """Publishes to one virtual host. Concurrent calls of one event loop share the connection and its pipeline.
 
-    Every message is mandatory, and persistent unless its headers say otherwise. A lost connection is opened again by
+    Every message is mandatory, and persistent unless its headers ask for another. A lost connection is opened again by
     the next use, after a pause that grows while that fails.
     """
 
@@ -175,7 +175,7 @@ class PublisherLink:
             async with asyncio.timeout(CLOSING_PATIENCE):
                 for channel in list(self._channels.values()):
                     await channel.confirms.empty()
-        except TimeoutError:  # a broker that does not confirm does not say good-bye either
+        except TimeoutError:  # a broker that does not confirm will not answer a close
             self.connection.abort()
         await self.connection.close(GOODBYE_PATIENCE)
 

@@ -147,7 +147,7 @@ def short_string(text: str, what: str) -> bytes:
 
 
 def goes_on(name: str) -> bool:
-    """Tell whether a header of that name stays on a message that goes on as it came."""
+    """Return whether a header of that name stays on a message that is sent on unchanged."""
     return name not in NOT_SENT or not name.startswith(("x-", "CC", "BCC"))
 
 
@@ -251,7 +251,7 @@ def _usable(message_id: str) -> str:
 
 
 def headers_in_body(message_id: str, field: object, body: bytes) -> Message:
-    """Return the message whose headers are in front of its body, as many bytes as the field says; InvalidMessage."""
+    """Return the message whose headers are in front of its body, of `field` bytes; raises InvalidMessage."""
     if not isinstance(field, int) or isinstance(field, bool) or not 0 <= field <= len(body):
         raise InvalidMessage(
             f"its header {HEADERS_IN_BODY} is not a number from 0 to {len(body)}, the size of its body"
@@ -263,7 +263,7 @@ def encode_properties(message: Message, delay: int | None, in_body: int | None =
     """Return a message's property flags and list as NServiceBus.RabbitMQ writes them. Raises InvalidMessage.
 
     Every header is a field of type 'S', or 'V' without a value. A value that is too long for a property is only in its
-    header. Failed messages and copies for further attempts are durable, whatever their headers say.
+    header. Failed messages and copies for further attempts are always durable.
 
     Args:
         message: The message to send.
@@ -343,7 +343,7 @@ def _checked(message: Message, delay: int | None) -> int | None:
 
 
 def _expiration(message: Message, delay: int | None) -> bytes:
-    """Return how long it may wait, in whole milliseconds, rounded up; nothing where the broker could not say it."""
+    """Return how long it may wait, in whole milliseconds, rounded up; nothing where the protocol cannot express it."""
     span = message.time_to_be_received
     if span is None:
         return b""

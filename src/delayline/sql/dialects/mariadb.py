@@ -99,7 +99,7 @@ def number_of(error: BaseException) -> int | None:
 
 
 def is_disconnect(error: Exception) -> bool:
-    """Tell whether the connection is of no use any more."""
+    """Return whether the connection is unusable."""
     return number_of(error) in DISCONNECTS
 
 
@@ -271,7 +271,7 @@ class Mariadb(ServerDialect):
         return int(driver._sock.fileno())
 
     def is_broken(self, connection: Connection) -> bool:
-        """Tell whether PyMySQL has given the connection up."""
+        """Return whether PyMySQL has given the connection up."""
         if super().is_broken(connection):
             return True
         driver: Any = connection.connection.driver_connection
@@ -458,11 +458,11 @@ class Mariadb(ServerDialect):
         return LockedForwarding(table, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
-        """Tell whether the server has gone, or this connection to it."""
+        """Return whether the server has gone, or this connection to it."""
         return is_disconnect(error)
 
     def has_rolled_back(self, error: Exception) -> bool:
-        """Tell whether a deadlock has cost the whole transaction."""
+        """Return whether a deadlock has rolled the whole transaction back."""
         return number_of(error) in ROLLED_BACK
 
     def translated(self, error: Exception) -> Exception:
@@ -506,7 +506,7 @@ NAMED_UNLOCK: Final = "RELEASE_LOCK(%s)"
 
 
 class NamedLocks(SessionClaims):
-    """This process's claims on the rows of one table. The server knows the names of all its databases' locks."""
+    """This process's claims on the rows of one table. The names of locks are shared by all databases of the server."""
 
     def __init__(self, database: ServerSessions, table: str) -> None:
         super().__init__(database)

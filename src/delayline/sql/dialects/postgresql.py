@@ -144,7 +144,7 @@ class Postgresql(ServerDialect):
         return int(driver.fileno())
 
     def is_broken(self, connection: Connection) -> bool:
-        """Tell whether libpq has found the connection's end, as in a pipeline, where the error does not say so."""
+        """Return whether libpq has found the connection's end, which in a pipeline the error does not show."""
         return super().is_broken(connection) or bool(_driver(connection).closed)
 
     @property
@@ -338,7 +338,7 @@ class Postgresql(ServerDialect):
         return PostgresqlTimeouts(table, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
-        """Tell whether the server has gone, or this connection to it."""
+        """Return whether the server has gone, or this connection to it."""
         state = _state(error)
         return state.startswith(("08", "57P")) or (not state and _is_operational(error))
 
@@ -360,7 +360,7 @@ class Postgresql(ServerDialect):
         if _is_operational(error):
             return self._not_reached(cause)
         if "invalid connection option" in cause or "invalid URI" in cause:
-            return ConfigurationError(f"the URL of {self} has an option that libpq does not know: {cause}")
+            return ConfigurationError(f"the URL of {self} has an option unknown to libpq: {cause}")
         if "bad value for" in cause:
             return ConfigurationError(f"the URL of {self} has an option with a value that cannot be used: {cause}")
         if "NUL" in cause or "surrogates" in cause:
@@ -581,7 +581,7 @@ class PostgresqlForwarding:
         return Moved(moved, set(queues), left, next_due, last, counts)
 
 
-# Expired timeouts go to their queues in PostgreSQL in one statement, which says as well when the next one expires.
+# Expired timeouts go to their queues in PostgreSQL in one statement, which also returns when the next one expires.
 
 #: Headers in which one of these words occurs need more than moving.
 TIMEOUT_MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED, TimeoutHeaders.OLD_REPLY_TO)

@@ -351,7 +351,9 @@ class LoopInserts:
     def _finish(self, error: psycopg.Error | None) -> None:
         answer, self._under_way, self._refusal = self._under_way, None, None
         failure: Exception | None = None
-        refused = isinstance(error, psycopg.errors.InsufficientPrivilege)  # to say why takes a thread that may wait
+        refused = isinstance(
+            error, psycopg.errors.InsufficientPrivilege
+        )  # finding the reason needs a thread that may wait
         if error is not None and not refused:
             failure = self._given_up(error, commits=True)
             failure.__cause__ = None if failure is error else error

@@ -185,7 +185,7 @@ class ServerDialect(ABC):
         return None
 
     def is_broken(self, connection: Connection) -> bool:
-        """Tell whether SQLAlchemy or the driver has found the connection's end, whatever the error says."""
+        """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error is."""
         return connection.invalidated
 
     def connect_with(self, connect: Callable[[], object]) -> None:
@@ -340,7 +340,7 @@ class ServerDialect(ABC):
         return None
 
     def has_rolled_back(self, error: Exception) -> bool:
-        """Never without being told: a transaction that has failed takes nothing but its end."""
+        """Return False: a failed transaction stays open until it is rolled back."""
         del error
         return False
 
@@ -517,7 +517,7 @@ class SessionClaims(ABC):
             return claimed
 
     def release(self, rows: Iterable[int]) -> None:
-        """Give up claims: here at once, for everybody else with `flush`, which is not far."""
+        """Give up claims: here at once, for other sessions with the next `flush`."""
         if self._give_up(rows):
             self._database.spawn(self.flush)
 

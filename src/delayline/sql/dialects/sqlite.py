@@ -152,7 +152,7 @@ CLOCK_TICK: Final = 100_000_000  # nanoseconds
 
 
 class PipeNotifications:
-    """Tells listeners, in this process and in others, that something was committed. Safe to call from any thread."""
+    """Notifies listeners, in this process and in others, of commits. Thread-safe."""
 
     reach_others = True
 
@@ -167,7 +167,7 @@ class PipeNotifications:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Begin to know other processes."""
+        """Look for the pipes of other processes at the next notification."""
         self._listed = -1
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class PipeNotifications:
         return unsubscribe
 
     def notify(self, channel: str, at: int = 0) -> None:
-        """Tell every listener of `channel`; `at` says from when on there is something. Never blocks."""
+        """Notify every listener of `channel` of a message due at `at`. Never blocks."""
         key = _key(channel)
         self._notify(key, at)
         record = RECORD.pack(key, at)
@@ -299,7 +299,7 @@ GIVE_UP_AFTER: Final = 600.0
 
 
 class CommitWatch:
-    """Passes news on once the transaction that made them is over. Runs a thread while there are any; thread-safe."""
+    """Sends notifications once an external transaction has ended. Runs a thread while any are expected; thread-safe."""
 
     def __init__(self, connect: Callable[[], Connection], notify: Callable[[Mapping[str, int]], None]) -> None:
         self._connect = connect
@@ -311,11 +311,11 @@ class CommitWatch:
         self._connection: Connection | None = None
         self._thread: threading.Thread | None = None
 
-    def expect(self, news: Mapping[str, int]) -> None:
+    def expect(self, notifications: Mapping[str, int]) -> None:
         """Send the notifications after the next commit; called while the external transaction has the write lock."""
         with self._changed:
             self._look()
-            for channel, at in news.items():
+            for channel, at in notifications.items():
                 self._expected[channel] = min(at, self._expected.get(channel, at))
             self._since = time.monotonic()
             self._changed.notify()
@@ -387,7 +387,7 @@ SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 WINDOWS: Final = 400
 WINDOW: Final = 25
 #: A window in each stretch of row numbers, at a place that looks random and is the same each time: windows at equal
-#: distances could meet the same part of what is stored in turns. CROSS JOIN keeps SQLite from reading the table first.
+#: distances could meet the same part of periodic data. CROSS JOIN keeps SQLite from reading the table first.
 SAMPLED: Final = """
 WITH RECURSIVE stretches (number, first) AS (
     SELECT 1, :first UNION ALL SELECT number + 1, first + :step FROM stretches WHERE first + :step <= :last
@@ -627,7 +627,7 @@ class Sqlite:
             driver.execute("ROLLBACK")
 
     def in_transaction(self, connection: Connection) -> bool:
-        """Tell whether a transaction is open: SQLite ends it by itself after some errors."""
+        """Return whether a transaction is open: SQLite rolls it back itself after some errors."""
         return _driver(connection).in_transaction
 
     def set_savepoint(self, connection: Connection) -> None:
@@ -772,7 +772,7 @@ class Sqlite:
         return stat.S_IMODE(self.path.stat().st_mode) & 0o666
 
     def _connect(self) -> DBAPIConnection:
-        # SQLite would make a new file as the umask says, for others to read. One that is there is not opened here:
+        # SQLite would create the file with the umask's mode, readable for others. An existing file is not opened here:
         # closing a descriptor of it would drop this process's locks.
         with contextlib.suppress(OSError):
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

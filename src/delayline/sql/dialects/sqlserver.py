@@ -197,9 +197,7 @@ class SqlServer(ServerDialect):
         except TypeError as error:
             if UNKNOWN_OPTION not in str(error):
                 raise
-            raise ConfigurationError(
-                f"the URL of {self} has an option that the driver does not know: {error}"
-            ) from error
+            raise ConfigurationError(f"the URL of {self} has an option unknown to the driver: {error}") from error
         except self.errors as error:
             if NO_LIBRARY in str(error):
                 raise ConfigurationError(NOT_LOADED.format(error=text_of(error))) from error
@@ -444,7 +442,7 @@ class SqlServer(ServerDialect):
         return SqlServerForwarding(table, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
-        """Tell whether the connection is of no use any more; pymssql's is out of step when a transaction has ended."""
+        """Return whether the connection is unusable; pymssql's is out of step when a transaction has ended."""
         cause, sql = cause_of(error), self.engine.dialect
         lost = isinstance(cause, sql.loaded_dbapi.Error) and sql.is_disconnect(cause, None, None)
         return lost or (self._pymssql and self.has_rolled_back(error))
@@ -486,7 +484,7 @@ def _driver_of(url: URL) -> str:
         return url.drivername
     if url.drivername != "mssql":
         raise ConfigurationError(
-            f"delayline does not know the driver of {url.drivername}:// URLs: write mssql://user@host/database, or "
+            f"delayline does not support the driver of {url.drivername}:// URLs: write mssql://user@host/database, or "
             f"{PYMSSQL}://user@host/database for pymssql"
         )
     if _installed("pymssql") and not (_installed("mssql_python") and _installed(MICROSOFT_DIALECT)):

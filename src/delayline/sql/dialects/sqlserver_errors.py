@@ -126,7 +126,7 @@ UNUSABLE: Final = {
 
 
 def number_of(error: BaseException) -> int:
-    """Return the server's number of an error; 0 where it cannot be told."""
+    """Return the server's number of an error; 0 where it is unknown."""
     cause = cause_of(error)
     number = getattr(cause, "sqlserver_number", 0) or (cause.args[0] if cause.args else None)
     if isinstance(number, tuple) and number:  # pymssql wraps errors of connections twice
@@ -145,7 +145,7 @@ def translated(error: Exception, place: str) -> Exception:
         kind, text = TRANSLATIONS[number]
         return kind(text.format(place=place, cause=cause))
     if "ConnectionStringParseError" in kinds:
-        return ConfigurationError(f"the URL of {place} has an option that the driver does not know: {cause}")
+        return ConfigurationError(f"the URL of {place} has an option unknown to the driver: {cause}")
     if kinds & {"OperationalError", "InterfaceError"}:
         for sign, remedy in UNUSABLE.items():
             if sign in cause:

@@ -1,4 +1,4 @@
-"""Microsoft's driver, told the type of every parameter: text is nvarchar, bytes are varbinary, whatever the values are.
+"""Microsoft's driver, with declared types of parameters: text is nvarchar, bytes are varbinary, for any value.
 
 By itself it declares a column of a batch by its longest value: where that is ASCII it is varchar, and the server makes
 question marks of every other text in the batch. A single ASCII text is varchar too, which has half the bytes of the
@@ -60,7 +60,7 @@ def declared(values: Iterable[object]) -> Declared:
 class DeclaringCursor(Cursor):
     """Declares every parameter, and attaches the server's number to an error as `sqlserver_number`."""
 
-    _said: Sequence[Any] = ()
+    _diagnostics: Sequence[Any] = ()
 
     def execute(self, operation: str, *parameters: Any, **how: Any) -> Cursor:  # noqa: ANN401
         """Run the statement once."""
@@ -92,18 +92,18 @@ class DeclaringCursor(Cursor):
 
     def _reset_cursor(self) -> None:
         """Keep the server's messages: after an error the driver frees the statement before it raises."""
-        self._said = self._records()
+        self._diagnostics = self._records()
         super()._reset_cursor()
 
     def _number(self, error: Exception) -> None:
-        found = (NUMBER.search(str(record[0])) for record in (*self.messages, *self._said))
+        found = (NUMBER.search(str(record[0])) for record in (*self.messages, *self._diagnostics))
         error.sqlserver_number = next((int(one[1]) for one in found if one and one[1] != "0"), 0)  # type: ignore[attr-defined]
 
     def _records(self) -> Sequence[Any]:
         records_of: Any = ddbc_bindings.DDBCSQLGetAllDiagRecords  # type: ignore[attr-defined]
         try:
             return records_of(self.hstmt) if self.hstmt else ()
-        except Exception:  # the error's own text says enough
+        except Exception:  # the error's own text is enough
             return ()
 
 

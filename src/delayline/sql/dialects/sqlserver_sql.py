@@ -80,7 +80,7 @@ class HintedSql(MSSQLCompiler):
         return str(parent.visit_select(select_stmt, *arguments, **options))
 
     def _is_outermost(self) -> bool:
-        """Tell whether nothing is around the query but one that reads from no table itself."""
+        """Return whether the query is nested at most in queries that read from no table themselves."""
         around = [entry["selectable"] for entry in self.stack]
         return all(isinstance(one, Select) and not one.get_final_froms() for one in around)
 

@@ -221,7 +221,7 @@ async def send_all(endpoint: Endpoint, ids: Sequence[str], delay: timedelta, des
 
 
 def to(destination: str, operations: Sequence[TransportOperation]) -> bool:
-    """Tell whether a dispatch has something for the destination: for Fault.when."""
+    """Return whether a dispatch has something for the destination: for Fault.when."""
     return any(operation.destination == destination for operation in operations)
 
 
@@ -500,7 +500,7 @@ class DeliveryFailures(DeliveryFixtures):
     async def test_attempts_are_one_more_than_retries(
         self, scenario: DeliveryScenario, mode: TransactionMode, retries: int
     ) -> None:
-        """Exactly; then the message is in the error queue, and says why."""
+        """Exactly; then the message is in the error queue, with the reason in its headers."""
         attempts: list[str] = []
         scenario.transport.inject(
             broken(), Fault("dispatch", before=lambda: attempts.append("!"), when=functools.partial(to, BROKEN))
@@ -640,7 +640,7 @@ class DeliveryFailures(DeliveryFixtures):
     async def test_a_store_that_fails_once_is_an_error_to_the_sender(
         self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
-        """The sender knows, and nothing is in the error queue for it."""
+        """The send raises, and nothing is in the error queue for it."""
         scenario.store.inject(Fault(STORE, error=BackendUnavailable("gone for a second"), calls=1))
         async with scenario.endpoint(mode) as endpoint:
             with pytest.raises(BackendUnavailable, match="gone for a second"):
@@ -860,7 +860,7 @@ class DeliveryFaults(DeliveryFixtures):
 
 
 class DeliveryBreakers(DeliveryFixtures):
-    """Faults that last become critical errors, with texts that operators know."""
+    """Faults that last become critical errors, with documented texts."""
 
     async def critical(self, scenario: DeliveryScenario, text: str) -> None:
         """Move time on until the critical error has come; assert that it has this text."""
@@ -869,7 +869,7 @@ class DeliveryBreakers(DeliveryFixtures):
         assert scenario.critical[0] == text
 
     async def test_one_failed_send_is_no_lasting_fault(self, scenario: DeliveryScenario) -> None:
-        """Its sender knows; the silence after it stops no endpoint."""
+        """The send raises; without a further failure the endpoint goes on."""
         async with scenario.endpoint() as endpoint:
             scenario.store.inject(Fault(STORE, error=BackendUnavailable("down")))
             with pytest.raises(BackendUnavailable):
@@ -1044,7 +1044,7 @@ class DeliveryForwarding(DeliveryFixtures):
         assert not (await forwarding.forward()).moved
 
     async def test_an_empty_store_forwards_nothing(self, forwarding: Inside) -> None:
-        """And says that nothing is due."""
+        """And reports that nothing is due."""
         forwarded = await forwarding.forward()
         assert (forwarded.number, forwarded.next_due, forwarded.left) == (0, None, 0)
 

@@ -37,21 +37,21 @@ class Arrivals:
     def __init__(self, endpoint: Endpoint) -> None:
         self.messages: list[Message] = []
         self.instants: dict[str, float] = {}
-        self._news = asyncio.Event()
+        self._event = asyncio.Event()
         endpoint.handler(self.note)
 
     async def note(self, message: Message, context: MessageContext) -> None:
         """Take note of a message: a handler."""
         self.messages.append(message)
         self.instants[message.id] = time.monotonic()
-        self._news.set()
+        self._event.set()
 
     async def number(self, number: int, within: float = PATIENCE) -> list[str]:
         """Return the ids of handled messages once there are `number`."""
         async with asyncio.timeout(within):
             while len(self.messages) < number:
-                self._news.clear()
-                await self._news.wait()
+                self._event.clear()
+                await self._event.wait()
         return [message.id for message in self.messages]
 
 

@@ -167,7 +167,7 @@ class StoreFixtures:
 
     @pytest.fixture
     def waking(self, store: DelayedMessageStore) -> NotifyingStore:
-        """Provide an open store that tells when something was stored."""
+        """Provide an open store that notifies when a message was stored."""
         if not isinstance(store, SupportsNotifications):
             pytest.skip("not claimed: SupportsNotifications")
         return store
@@ -606,7 +606,7 @@ class StoreBatches(StoreFixtures):
         for found in fetched:
             same(found, delayed(found.id))
 
-    async def test_remove_many_counts_what_was_there(self, batches: BatchingStore) -> None:
+    async def test_remove_many_counts_removed_messages(self, batches: BatchingStore) -> None:
         """Those that were gone already are not counted."""
         await batches.store_many([delayed("a"), delayed("b"), delayed("c")])
         fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
@@ -704,7 +704,7 @@ class StoreManagement(StoreFixtures):
         assert sorted(results) == [StoreResult.KEPT] * 19 + [StoreResult.STORED]
 
     async def test_a_fetched_message_is_dispatching(self, managed: ManagedStore) -> None:
-        """Too late: the answer says so, and the message is its holder's."""
+        """Too late: the outcome is DISPATCHING, and the holder keeps the message."""
         await managed.store(delayed())
         fetched = await managed.fetch_next_due(AT)
         assert fetched is not None
@@ -1119,8 +1119,8 @@ class StoreTransactionality(StoreFixtures):
             assert called == ["ended"]
             async with transaction.savepoint():
                 await store.store(delayed("after", LATER), transaction)
-                transaction.after_commit(lambda: called.append("told"))
-        assert called == ["ended", "told"]
+                transaction.after_commit(lambda: called.append("notified"))
+        assert called == ["ended", "notified"]
         found = [await store.fetch_next_due(LATER) for _ in range(4)]
         assert [message.id for message in found if message] == ["old", *self.in_order(["before", "after"])]
 

@@ -192,7 +192,7 @@ class TimeoutPersisterConformance:
         assert ([one.due for one in chunk.due], chunk.next_due) == ([AT + 5 * SECOND], AT + 9 * SECOND)
 
     async def test_a_look_with_a_limit_of_nothing_holds_nothing(self, persister: TimeoutPersister) -> None:
-        """It tells when the first is due."""
+        """It returns when the first is due."""
         await persister.add(a_timeout())
         chunk = await persister.next_chunk(AT, 0, lease_until=AT + MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], AT)

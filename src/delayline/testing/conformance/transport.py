@@ -93,7 +93,7 @@ class TransportFixtures:
     #: Whether messages held by a receiver are counted and listed with the queue.
     shows_hidden: bool = True
     #: Whether this process deletes expired messages, and so can log them.
-    tells_expired: bool = True
+    logs_expired: bool = True
     #: How many bytes a body may have; a larger one is refused with InvalidMessage.
     largest_body: int = 5 * 1024 * 1024
     #: Whether messages are received in the order in which they were sent.
@@ -108,7 +108,7 @@ class TransportFixtures:
         return list(ids) if self.keeps_order else sorted(ids)
 
     async def has_queues(self, transport: Transport, *names: str) -> None:
-        """Create the queues; skips where the transport cannot have them, having said so."""
+        """Create the queues; skips where the transport refuses one with ConfigurationError that names it."""
         try:
             await transport.setup_infrastructure(names)
         except ConfigurationError as error:
@@ -492,7 +492,7 @@ class TransportManagement(TransportFixtures):
         assert ids(await received(await managed.receiver("billing"))) == ["first"]
 
     async def test_purge_keeps_messages_in_handlers(self, managed: ManagedTransport) -> None:
-        """It says how many it removed."""
+        """It returns how many it removed."""
         await managed.dispatch([operation("billing", f"m{number}") for number in range(4)])
         receiver = await managed.receiver("billing")
         [message] = await received(receiver)
@@ -525,7 +525,7 @@ class TransportManagement(TransportFixtures):
 
 
 AT_ONCE = "00:00:00"
-LONG = "10675199.02:48:05.4775807"  # the longest that .NET knows: beyond year 9999
+LONG = "10675199.02:48:05.4775807"  # the longest in .NET: beyond year 9999
 DAY = "1.00:00:00"
 
 
@@ -540,17 +540,17 @@ class TransportExpiry(TransportFixtures):
     async def test_an_expired_message_is_deleted_unseen(
         self, transport: Transport, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Receivers get those around it; it is gone, and the log says so."""
+        """Receivers get those around it; it is gone, and logged."""
         sent = [operation("billing", "before"), expiring(AT_ONCE, "late"), operation("billing", "after")]
         with caplog.at_level(logging.DEBUG, "delayline"):
             await transport.dispatch(sent)
             found = ids(await received(await transport.receiver("billing"), 2))
             assert self.in_order(found) == self.in_order(["before", "after"])
             await nothing_left(transport, "billing")
-        told = [record for record in caplog.records if getattr(record, "event", None) == Event.EXPIRED]
-        if self.tells_expired:
-            assert len(told) == 1
-            assert "late" in told[0].getMessage()
+        logged = [record for record in caplog.records if getattr(record, "event", None) == Event.EXPIRED]
+        if self.logs_expired:
+            assert len(logged) == 1
+            assert "late" in logged[0].getMessage()
         if isinstance(transport, SupportsQueueManagement):
             await self.counted(cast("ManagedTransport", transport), "billing", visible=0, hidden=2)
 
